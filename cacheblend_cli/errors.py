@@ -1,0 +1,53 @@
+"""The errors a user can cause, each with the exit code of the CLI contract."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    INTERNAL = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    STORE = 4
+    DEVICE = 5
+    INTERRUPTED = 130
+
+
+class CacheBlendError(Exception):
+    """What happened, and what to do about it.
+
+    `message` says what and why; `hint` names the next step and is printed on its own line.
+    """
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(CacheBlendError):
+    """A bad flag, a bad value, an unknown setting, an input the tool cannot take."""
+
+    exit_code = ExitCode.USAGE
+
+
+class NotFoundError(CacheBlendError):
+    """A file, model or chunk id that is not there, or an id prefix that is ambiguous."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class StoreFault(CacheBlendError):
+    """The store is corrupt, full, locked, of a wrong format, or out of disk space."""
+
+    exit_code = ExitCode.STORE
+
+
+class DeviceError(CacheBlendError):
+    """No CUDA, out of memory, or a backend that cannot run on this machine."""
+
+    exit_code = ExitCode.DEVICE

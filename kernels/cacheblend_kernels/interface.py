@@ -1,0 +1,188 @@
+"""The typed interface every kernel backend implements.
+
+Shapes used throughout:
+
+- paged pool of one layer, for K and for V: ``[num_blocks, block_size, num_kv_heads, head_dim]``;
+- a slot is ``block * block_size + offset``; a slot mapping is ``[num_rows]`` int64;
+- queries are *rows*: ``[num_rows, num_heads, head_dim]``, each with a position in its sequence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class KernelError(Exception):
+    """A backend that cannot run here, or an input no kernel takes. `hint` names the next step."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the rows of one launch stand, and where the keys of their sequences lie.
+
+    Rows of one sequence are adjacent and their positions strictly increase; gaps are allowed. A row at
+    position p attends to the keys at positions <= p of its own sequence and to no others.
+
+    positions: [num_rows] int64, position of each row in its sequence.
+    cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
+    block_table: [num_seqs, max_blocks] int32, block of each run of block_size positions.
+    kv_lens: [num_seqs] int32, number of positions of the sequence whose K and V are in the pool.
+    host_positions: the positions again on the host, so that no launch waits for the device; None on CPU
+        tensors, where `positions` itself is on the host.
+    contiguous_slot: first slot of the sequence when there is one sequence and its blocks are adjacent in
+        the pool (the keys are then a view), else -1.
+    dense: positions are one run p, p+1, ..., p+n-1 (one sequence).
+    """
+
+    positions: Tensor
+    cu_rows: Tensor
+    block_table: Tensor
+    kv_lens: Tensor
+    contiguous_slot: int = -1
+    dense: bool = False
+    max_rows: int = 0
+    max_kv_len: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.positions.shape[0])
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.kv_lens.shape[0])
+
+
+class KernelBackend(ABC):
+    """One implementation of every kernel the engine calls. All outputs are new tensors unless said otherwise."""
+
+    name: str
+
+    @abstractmethod
+    def prefill_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Attention of scattered rows over the paged pool, causal by position.
+
+        q: [num_rows, num_heads, head_dim]; k_cache, v_cache: the layer's pool. A row at position p sees the
+        keys at positions max(0, p - sliding_window + 1) .. p. soft_cap: logits become cap * tanh(logits / cap).
+        Returns [num_rows, num_heads, head_dim] in q's dtype, accumulated in fp32.
+        """
+
+    @abstractmethod
+    def decode_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        contiguous_slot: int = -1,
+        max_kv_len: int = 0,
+    ) -> Tensor:
+        """Paged attention of one new row a sequence, which is at position kv_lens - 1 (its K and V are in the pool).
+
+        q: [num_seqs, num_heads, head_dim]; block_table: [num_seqs, max_blocks] int32; kv_lens: [num_seqs] int32.
+        Returns [num_seqs, num_heads, head_dim].
+        """
+
+    @abstractmethod
+    def rope_and_cache(
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor | None:
+        """Rotate q and k at their positions, write k and v to their slots, return the rotated q.
+
+        q: [num_rows, num_heads, head_dim] or None; k, v: [num_rows, num_kv_heads, head_dim];
+        cos, sin: [num_rows, head_dim] fp32 (the two halves equal, rotate-half convention);
+        slot_mapping: [num_rows] int64. The rotation is computed in fp32 and cast once.
+        """
+
+    @abstractmethod
+    def load_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        first_slot: int = -1,
+    ) -> None:
+        """Write stored, unrotated K and V into the pool: dequantise, rotate K to its new positions in fp32, cast, scatter.
+
+        k, v: [num_rows, num_kv_heads, head_dim] of any float dtype (or the codec's integer form, see the
+        backend); first_slot >= 0 says that the slots are first_slot, first_slot + 1, ...
+        """
+
+    @abstractmethod
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [num_rows, heads, head_dim] by cos, sin [num_rows, head_dim] fp32; computed in fp32, returned in x.dtype."""
+
+    @abstractmethod
+    def kv_deviation(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        kind: str = "kv",
+    ) -> Tensor:
+        """Per-row squared L2 distance of fresh K and/or V from what the pool holds, fp32.
+
+        k (rotated), v: [num_rows, num_kv_heads, head_dim]; kind: "k", "v" or "kv" (the sum). Returns [num_rows]
+        fp32. K may be compared rotated: the rotation keeps distances. CacheBlend (arXiv 2405.16444), section 4.3.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension in fp32, cast back, then times weight."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual). `residual` may be updated in place and returned."""
+
+    @abstractmethod
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or gelu_pytorch_tanh."""
+
+    def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
+        """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]."""
+        for pool in pools:
+            pool.index_copy_(0, dst, pool.index_select(0, src))
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise KernelError when this backend cannot run on the device."""
