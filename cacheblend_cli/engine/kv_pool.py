@@ -1,0 +1,92 @@
+"""The paged KV cache: a pool of blocks for each layer, and the sequences that hold blocks of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.engine.block_allocator import BlockAllocator
+from cacheblend_cli.model.spec import ModelSpec
+
+
+class KVPool:
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0."""
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self.block_size, self.dtype, self.device = block_size, dtype, device
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.allocator = BlockAllocator(num_blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def new_sequence(self, num_tokens: int) -> PagedSequence:
+        """A sequence with room for num_tokens. Raises DeviceError when the pool is too small."""
+        return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+class PagedSequence:
+    """The blocks of one sequence: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
+
+    def __init__(self, pool: KVPool, blocks: list[int]) -> None:
+        self.pool, self.blocks = pool, blocks
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.block_table = torch.tensor(self.blocks, dtype=torch.int32, device=self.pool.device)
+        first = self.blocks[0] if self.blocks else 0
+        adjacent = self.blocks == list(range(first, first + len(self.blocks)))
+        self.contiguous_slot = first * self.pool.block_size if adjacent else -1
+
+    @property
+    def capacity(self) -> int:
+        return len(self.blocks) * self.pool.block_size
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Slot mapping of positions [n] int64."""
+        if self.contiguous_slot >= 0:
+            return positions + self.contiguous_slot
+        size = self.pool.block_size
+        return self.block_table.long()[positions // size] * size + positions % size
+
+    def ensure(self, num_tokens: int) -> None:
+        """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
+        missing = self.pool.blocks_for(num_tokens) - len(self.blocks)
+        if missing > 0:
+            self.blocks = self.blocks + self.pool.allocator.allocate(missing)
+            self._refresh()
+
+    def fork(self) -> PagedSequence:
+        """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
+        self.pool.allocator.share(self.blocks)
+        return PagedSequence(self.pool, list(self.blocks))
+
+    def make_writable(self, start: int, end: int) -> None:
+        """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
+        allocator, size = self.pool.allocator, self.pool.block_size
+        indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
+        if not indexes:
+            return
+        fresh = allocator.allocate(len(indexes))
+        source = torch.tensor([self.blocks[i] for i in indexes], device=self.pool.device)
+        target = torch.tensor(fresh, device=self.pool.device)
+        for cache in (*self.pool.k, *self.pool.v):
+            cache.index_copy_(0, target, cache.index_select(0, source))
+        allocator.free([self.blocks[i] for i in indexes])
+        for i, block in zip(indexes, fresh, strict=True):
+            self.blocks[i] = block
+        self._refresh()
+
+    def release(self) -> None:
+        """Give the blocks back. The sequence is empty afterwards."""
+        self.pool.allocator.free(self.blocks)
+        self.blocks = []
+        self._refresh()

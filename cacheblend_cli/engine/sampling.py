@@ -1,0 +1,93 @@
+"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, and log-probabilities on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off.
+
+    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for ok, what in (
+            (self.max_tokens >= 1, "--max-tokens is at least 1"),
+            (self.temperature >= 0, "--temperature is 0 or more"),
+            (0 < self.top_p <= 1, "--top-p is above 0 and at most 1"),
+            (self.top_k >= 0, "--sample-top-k is 0 (off) or more"),
+            (0 <= self.min_p < 1, "--min-p is at least 0 and below 1"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
+            (all(self.stop), "a stop string is not empty"),
+        ):
+            if not ok:
+                raise UsageError(what, "see cacheblend ask --help")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of the chosen token and of the likeliest alternatives, before temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Draws tokens with a generator of its own, so that a seed gives the same answer whatever else runs."""
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self.params = params
+        self._generator = torch.Generator(device=device)
+        if params.seed is not None:
+            self._generator.manual_seed(params.seed)
+        else:
+            self._generator.seed()
+
+    def sample(self, logits: Tensor) -> int:
+        """logits: fp32 [vocab_size]."""
+        if self.params.temperature == 0:
+            return int(logits.argmax())
+        probs = filtered_probs(logits, self.params)
+        return int(torch.multinomial(probs, 1, generator=self._generator))
+
+    def logprob(self, logits: Tensor, token_id: int) -> TokenLogprob | None:
+        if self.params.logprobs is None:
+            return None
+        logprobs = torch.log_softmax(logits, dim=-1)
+        values, ids = logprobs.topk(self.params.logprobs)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(token_id, float(logprobs[token_id]), top)
+
+
+def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one survives."""
+    logits = logits / params.temperature
+    if params.top_k:
+        kth = logits.topk(min(params.top_k, logits.shape[-1])).values[-1]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = torch.softmax(logits, dim=-1)
+    if params.top_p < 1:
+        ordered, order = probs.sort(descending=True)
+        outside = ordered.cumsum(-1) - ordered >= params.top_p
+        probs = probs.index_fill(0, order[outside], 0.0)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
+    return probs / probs.sum()

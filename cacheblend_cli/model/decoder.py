@@ -1,0 +1,113 @@
+"""The decoder: weights and the pieces of a layer. Who calls which piece on which rows is the engine's business."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from cacheblend_kernels import KernelBackend
+from torch import Tensor
+
+from cacheblend_cli.model.rope import RotaryEmbedding
+from cacheblend_cli.model.spec import ModelSpec
+
+
+class DecoderLayer:
+    """One transformer layer with fused QKV and gate-up projections.
+
+    Rows go in as [num_rows, hidden_size]; heads come out as [num_rows, heads, head_dim]. K is returned before RoPE
+    (after QK-norm, where the family has one): that is what is stored.
+    """
+
+    def __init__(self, index: int, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend) -> None:
+        self.index, self.spec, self.kernels = index, spec, kernels
+        get = {name.split(".", 1)[1]: t for name, t in weights.items() if name.startswith(f"{index}.")}
+        self.qkv_weight, self.qkv_bias = get["qkv_proj.weight"], get.get("qkv_proj.bias")
+        self.o_weight, self.o_bias = get["o_proj.weight"], get.get("o_proj.bias")
+        self.gate_up_weight, self.gate_up_bias = get["gate_up_proj.weight"], get.get("gate_up_proj.bias")
+        self.down_weight, self.down_bias = get["down_proj.weight"], get.get("down_proj.bias")
+        self.input_norm, self.post_norm = get["input_layernorm"], get["post_attention_layernorm"]
+        self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
+        self.sliding_window = spec.sliding_windows[index]
+
+    def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the rows."""
+        fused = F.linear(h, self.qkv_weight, self.qkv_bias)
+        q, k, v = fused.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=-1)
+        return self._q_heads(q), self._k_heads(k), self._heads(v)
+
+    def project_q(self, h: Tensor) -> Tensor:
+        """q of the rows."""
+        rows = slice(0, self.spec.q_size)
+        return self._q_heads(F.linear(h, self.qkv_weight[rows], self._bias(rows)))
+
+    def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of the rows."""
+        rows = slice(self.spec.q_size, None)
+        k, v = F.linear(h, self.qkv_weight[rows], self._bias(rows)).split(self.spec.kv_size, dim=-1)
+        return self._k_heads(k), self._heads(v)
+
+    def attention_output(self, attended: Tensor) -> Tensor:
+        """o_proj of [num_rows, num_heads, head_dim] -> [num_rows, hidden_size]."""
+        return F.linear(attended.reshape(attended.shape[0], -1), self.o_weight, self.o_bias)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
+        return F.linear(self.kernels.act_and_mul(gate_up, self.spec.activation), self.down_weight, self.down_bias)
+
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Everything after attention. Returns (what the next layer adds to the residual, residual)."""
+        h, residual = self.kernels.add_rms_norm(
+            self.attention_output(attended), residual, self.post_norm, self.spec.rms_norm_eps
+        )
+        return self.mlp(h), residual
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        return None if self.qkv_bias is None else self.qkv_bias[rows]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.spec.head_dim)
+
+    def _q_heads(self, q: Tensor) -> Tensor:
+        q = self._heads(q)
+        return q if self.q_norm is None else self.kernels.rms_norm(q, self.q_norm, self.spec.rms_norm_eps)
+
+    def _k_heads(self, k: Tensor) -> Tensor:
+        k = self._heads(k)
+        return k if self.k_norm is None else self.kernels.rms_norm(k, self.k_norm, self.spec.rms_norm_eps)
+
+
+class Decoder:
+    """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and the kernels they run on."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend) -> None:
+        self.spec, self.kernels = spec, kernels
+        self.embedding, self.norm, self.lm_head = weights["embed"], weights["norm"], weights["lm_head"]
+        self.layers = [DecoderLayer(i, spec, weights, kernels) for i in range(spec.num_layers)]
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.rope = RotaryEmbedding(spec, self.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_rows] int64 -> [num_rows, hidden_size]."""
+        return F.embedding(token_ids, self.embedding)
+
+    def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The layer's normed input and the residual stream with `delta` added (residual None: the first layer)."""
+        if residual is None:
+            return self.kernels.rms_norm(delta, layer.input_norm, self.spec.rms_norm_eps), delta
+        return self.kernels.add_rms_norm(delta, residual, layer.input_norm, self.spec.rms_norm_eps)
+
+    def logits(self, delta: Tensor, residual: Tensor) -> Tensor:
+        """fp32 logits [num_rows, vocab_size] from the last layer's output."""
+        h, _ = self.kernels.add_rms_norm(delta, residual, self.norm, self.spec.rms_norm_eps)
+        return F.linear(h, self.lm_head).float()
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = {t.data_ptr(): t for t in self._tensors()}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def _tensors(self) -> list[Tensor]:
+        found = [self.embedding, self.norm, self.lm_head]
+        for layer in self.layers:
+            found += [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+        return found

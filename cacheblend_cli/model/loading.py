@@ -1,0 +1,139 @@
+"""From `--model` to a loaded decoder: a local directory or a hub id, its dtype, its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_kernels import KernelError, select_backend
+
+from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.spec import ModelSpec, read_spec
+from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.model.weights import load_weights, weights_digest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE and compute dtype."""
+
+    name: str
+    path: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    fingerprint: str
+    eos_ids: frozenset[int]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+
+def load_model(path: Path, name: str, device: torch.device, dtype: str, attention_backend: str) -> LoadedModel:
+    """Load the checkpoint in `path`. Raises UsageError, NotFoundError or DeviceError."""
+    spec = read_spec(path)
+    compute_dtype = resolve_dtype(dtype, device, spec)
+    tokenizer = Tokenizer(path)
+    try:
+        kernels = select_backend(attention_backend, device)
+    except KernelError as error:
+        raise DeviceError(error.message, error.hint) from error
+    try:
+        weights = load_weights(spec, path, compute_dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu") from error
+    return LoadedModel(
+        name=name,
+        path=path,
+        decoder=Decoder(spec, weights, kernels),
+        tokenizer=tokenizer,
+        fingerprint=model_fingerprint(spec, path, compute_dtype),
+        eos_ids=_eos_ids(path, spec, tokenizer),
+    )
+
+
+def resolve_model(name: str) -> Path:
+    """A local directory as it is; else a hub id through huggingface_hub, from its cache when it is there."""
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise UsageError(f"{name} is a file, and a model is a directory", "give the directory that holds it")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise NotFoundError(f"no model directory {name}", "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, local_files_only=True))
+    except HFValidationError as error:
+        raise NotFoundError(f"{name} is neither a directory nor a hub id", "check the path") from error
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFoundError(
+            f"model {name} is no local directory, is not cached, and could not be fetched ({type(error).__name__})",
+            "give --model a local directory, or check the network and the hub id",
+        ) from error
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes CUDA when there is one. Raises DeviceError or UsageError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {name!r}", "known: auto, cpu, cuda, cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dtype:
+    """`auto`: fp32 on CPU (bf16 products are several times slower there), the checkpoint's own dtype elsewhere."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise UsageError(f"unknown dtype {name!r}", f"known: auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return DTYPES.get(stated, torch.bfloat16)
+
+
+def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype) -> str:
+    """blake2b-128 over everything K and V depend on: shape, RoPE, weights, compute dtype."""
+    shape = {k: v for k, v in vars(spec).items() if k != "config"}
+    parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype)
+    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+def _eos_ids(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
+    """generation_config.json, else config.json, else the tokenizer's eos token."""
+    generation = path / "generation_config.json"
+    found: Any = None
+    if generation.is_file():
+        try:
+            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise UsageError(f"{generation} is not valid JSON: {error}", "fetch the checkpoint again") from error
+    if found is None:
+        found = spec.config.get("eos_token_id")
+    if found is None and (token := tokenizer.special("eos_token")):
+        found = tokenizer.token_id(token)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])

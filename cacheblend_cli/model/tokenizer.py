@@ -1,0 +1,172 @@
+"""tokenizer.json, the chat template, and streaming decode, without importing transformers (which costs two seconds)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+
+
+class Tokenizer:
+    """A HF fast tokenizer. Text of documents and questions never yields an added token; the template's text may."""
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise NotFoundError(
+                f"{model_dir} has no tokenizer.json", "save the tokenizer with transformers' save_pretrained"
+            )
+        raw = path.read_text(encoding="utf-8")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(raw)
+            data = json.loads(raw)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UsageError(f"{path} is not a readable tokenizer: {error}", "fetch the checkpoint again") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.added_ids: frozenset[int] = frozenset(token["id"] for token in data.get("added_tokens") or ())
+        # Text is encoded by a copy that knows no added tokens, so `<|im_end|>` in a document is eight plain pieces.
+        data["added_tokens"], data["post_processor"] = [], None
+        data["truncation"], data["padding"] = None, None
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(data))
+        self.config = _read_json(model_dir / "tokenizer_config.json")
+        self._template_source = self._find_template(model_dir)
+        self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a document's or question's text: no special tokens, no added token whatever the text contains."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        if not self.added_ids.isdisjoint(ids):
+            bad = next(i for i in ids if i in self.added_ids)
+            raise UsageError(
+                f"the text contains {self._tokenizer.id_to_token(bad)!r}, which this tokenizer cannot keep apart "
+                "from its control token",
+                "remove it from the text",
+            )
+        return ids
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of text the chat template rendered: its control tokens are recognised, none are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) or str(
+            self._tokenizer.id_to_token(token_id)
+        )
+
+    def special(self, name: str) -> str | None:
+        """The text of `bos_token`, `eos_token`, ... as tokenizer_config.json has it."""
+        value = self.config.get(name)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The chat template over the messages with the generation prompt. Without a template: bos and the plain content."""
+        if self._template_source is None:
+            return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
+        from jinja2 import TemplateError
+
+        try:
+            rendered: str = self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                enable_thinking=False,
+                **{n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))},
+            )
+        except TemplateError as error:
+            raise UsageError(f"the chat template failed: {error}", "check chat_template in the model directory") from error
+        return rendered
+
+    @property
+    def has_template(self) -> bool:
+        return self._template_source is not None
+
+    @cached_property
+    def _template(self) -> Any:
+        """Compiled as transformers compiles it: sandboxed, trimmed blocks, loop controls, raise_exception, strftime_now."""
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        def tojson(value: Any, indent: int | None = None) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
+        assert self._template_source is not None
+        return environment.from_string(self._template_source)
+
+    def _find_template(self, model_dir: Path) -> str | None:
+        file = model_dir / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = self.config.get("chat_template")
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default") or next(iter(named.values()), None)
+        return template
+
+
+class TextStream:
+    """Turns a growing list of ids into text pieces that never break a UTF-8 character or a multi-token word piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # ids before it are settled
+        self._sent = ""
+
+    def push(self, token_id: int) -> str:
+        """The text this token completes, "" while a character is unfinished."""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids[self._start :])
+        if text.endswith("\ufffd"):
+            return ""
+        piece, self._sent = text[len(self._sent) :], text
+        if len(self._ids) - self._start > 32:  # keep a tail as left context, so spacing stays right
+            self._start = len(self._ids) - 8
+            self._sent = self._tokenizer.decode(self._ids[self._start :])
+        return piece
+
+    def flush(self) -> str:
+        """What is left, unfinished characters included."""
+        text = self._tokenizer.decode(self._ids[self._start :])
+        piece, self._sent = text[len(self._sent) :], text
+        return piece
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}", "fetch the checkpoint again") from error
+    return data

@@ -1,0 +1,168 @@
+"""Weights from HF safetensors checkpoints: sharded or single file, memory-mapped, copied once into fused tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import xxhash
+from platformdirs import user_cache_path
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.spec import ModelSpec
+
+# HF name of a part -> (our fused tensor, rank of the part in it). As vLLM's stacked_params_mapping.
+STACKED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted. Raises NotFoundError when there are none or a shard is missing."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UsageError(f"{index} is not a valid index: {error}", "fetch the checkpoint again") from error
+        if any(Path(name).name != name for name in names):
+            raise UsageError(f"{index} names files outside its directory", "fetch the checkpoint again")
+        missing = [name for name in names if not (model_dir / name).is_file()]
+        if missing:
+            raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", "fetch the checkpoint again")
+        return [model_dir / name for name in names]
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise NotFoundError(
+            f"{model_dir} has no *.safetensors weights",
+            "cacheblend reads safetensors checkpoints only; convert .bin weights with transformers' save_pretrained",
+        )
+    return files
+
+
+def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Every tensor of the model under our names, in `dtype` on `device`.
+
+    Names: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
+    `i.gate_up_proj.weight` [2 * intermediate, hidden], `i.down_proj.weight`, `i.input_layernorm`,
+    `i.post_attention_layernorm`, `i.q_norm`, `i.k_norm` and the biases the spec has.
+    Each part is copied from the mapped file into its place; nothing is held twice.
+    Raises UsageError on a missing tensor or a wrong shape.
+    """
+    shapes = expected_shapes(spec)
+    weights: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    for name, tensor in _tensors(checkpoint_files(model_dir)):
+        if name not in shapes:
+            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tied):
+                continue
+            raise UsageError(f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}")
+        shape, target, start, full_shape = shapes[name]
+        if tuple(tensor.shape) != shape:
+            raise UsageError(
+                f"tensor {name} has shape {list(tensor.shape)}, and config.json implies {list(shape)}",
+                "the weights and config.json belong to different models",
+            )
+        if target not in weights:
+            weights[target] = torch.empty(full_shape, dtype=dtype, device=device)
+        weights[target][start : start + shape[0]].copy_(tensor)
+        seen.add(name)
+    missing = sorted(set(shapes) - seen)
+    if missing:
+        raise UsageError(f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}", "fetch the checkpoint again")
+    if spec.tied:
+        weights["lm_head"] = weights["embed"]
+    return weights
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str, int, tuple[int, ...]]]:
+    """HF name -> (its shape, our tensor, first row in it, shape of our tensor)."""
+    hidden, inter = spec.hidden_size, spec.intermediate_size
+    parts = {
+        "q_proj": (spec.q_size, hidden),
+        "k_proj": (spec.kv_size, hidden),
+        "v_proj": (spec.kv_size, hidden),
+        "o_proj": (hidden, spec.q_size),
+        "gate_proj": (inter, hidden),
+        "up_proj": (inter, hidden),
+        "down_proj": (hidden, inter),
+    }
+    starts = {"q_proj": 0, "k_proj": spec.q_size, "v_proj": spec.q_size + spec.kv_size, "gate_proj": 0, "up_proj": inter}
+    rows = {"qkv_proj": spec.q_size + 2 * spec.kv_size, "gate_up_proj": 2 * inter}
+    shapes: dict[str, tuple[tuple[int, ...], str, int, tuple[int, ...]]] = {}
+
+    def whole(name: str, target: str, *shape: int) -> None:
+        shapes[name] = (shape, target, 0, shape)
+
+    whole("model.embed_tokens.weight", "embed", spec.vocab_size, hidden)
+    whole("model.norm.weight", "norm", hidden)
+    if not spec.tied:
+        whole("lm_head.weight", "lm_head", spec.vocab_size, hidden)
+    for i in range(spec.num_layers):
+        base = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            whole(f"{base}.{norm}.weight", f"{i}.{norm}", hidden)
+        if spec.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                whole(f"{base}.self_attn.{norm}.weight", f"{i}.{norm}", spec.head_dim)
+        for part, (out, width) in parts.items():
+            block = "mlp" if part in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            target = STACKED.get(part, (part, 0))[0]
+            total = rows.get(target, out)
+            shapes[f"{base}.{block}.{part}.weight"] = (
+                (out, width), f"{i}.{target}.weight", starts.get(part, 0), (total, width),
+            )  # fmt: skip
+            has_bias = {"self_attn": spec.o_bias if part == "o_proj" else spec.qkv_bias, "mlp": spec.mlp_bias}[block]
+            if has_bias:
+                shapes[f"{base}.{block}.{part}.bias"] = ((out,), f"{i}.{target}.bias", starts.get(part, 0), (total,))
+    return shapes
+
+
+def weights_digest(model_dir: Path) -> str:
+    """xxh3-128 over the content of all weight files, hex. Remembered per (path, size, mtime, inode) in the user cache."""
+    files = checkpoint_files(model_dir)
+    stamps = [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()]]
+    memo_name = hashlib.blake2b(repr(stamps).encode(), digest_size=16).hexdigest()
+    memo = user_cache_path("cacheblend") / "weights" / memo_name
+    try:
+        cached = memo.read_text().strip()
+        if len(cached) == 32:
+            return cached
+    except OSError:
+        pass
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(16 << 20)
+    for file in files:
+        with open(file, "rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        temporary = memo.with_name(f"{memo.name}.{os.getpid()}")
+        temporary.write_text(digest.hexdigest())
+        temporary.replace(memo)
+    except OSError:
+        pass  # a read-only home costs the next run this read again, nothing else
+    return digest.hexdigest()
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    with ExitStack() as stack:
+        for file in files:
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+                for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    yield name, handle.get_tensor(name)
+            except SafetensorError as error:
+                raise UsageError(f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again") from error

@@ -1,0 +1,120 @@
+"""The prompt plan: which tokens stand where, and for which of them the store has KV that is exact or needs repair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+SegmentKind = Literal["prefix", "chunk", "suffix"]
+
+
+@dataclass(frozen=True)
+class ChunkInput:
+    """A chunk as the prompt gets it. `left_context_ids`: what stood between the prefix and it when it was collected.
+
+    cached: the store has its KV. same_regime: it was collected under the RoPE frequencies this prompt uses.
+    """
+
+    key: bytes
+    source: str
+    token_ids: tuple[int, ...]
+    left_context_ids: tuple[int, ...] = ()
+    cached: bool = True
+    same_regime: bool = True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of the prompt, positions start:end.
+
+    status: "exact" (cached, its KV is right here), "blended" (cached, its KV needs repair), "computed" (fresh).
+    """
+
+    kind: SegmentKind
+    start: int
+    token_ids: tuple[int, ...]
+    status: Literal["exact", "blended", "computed"]
+    key: bytes | None = None
+    source: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def cached(self) -> bool:
+        return self.status != "computed"
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """Segments in order; together they are the prompt."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [i for segment in self.segments for i in segment.token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments[-1].end
+
+    @property
+    def chunks(self) -> tuple[Segment, ...]:
+        return tuple(s for s in self.segments if s.kind == "chunk")
+
+    @property
+    def cached_tokens(self) -> int:
+        """Chunk tokens whose KV comes from the store: the reusable ones."""
+        return sum(len(s.token_ids) for s in self.chunks if s.cached)
+
+    @property
+    def exact_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.chunks if s.status == "exact")
+
+    @property
+    def inexact_tokens(self) -> int:
+        return self.cached_tokens - self.exact_tokens
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Tokens that are computed whatever the ratio: suffix, holes, an uncached prefix."""
+        return sum(len(s.token_ids) for s in self.segments if not s.cached)
+
+
+def plan_prompt(
+    prefix_ids: Sequence[int],
+    chunks: Sequence[ChunkInput],
+    suffix_ids: Sequence[int],
+    *,
+    prefix_key: bytes | None = None,
+    reuse: bool = True,
+) -> PromptPlan:
+    """Lay prefix, chunks and suffix out and say of each whether its KV is exact.
+
+    A cached chunk is exact when everything before it is right and is what it was collected behind: the prefix,
+    then its left context. A hole keeps what follows exact, since its own KV is computed in the true context.
+    prefix_key: the store has the prefix's KV under this key. reuse False: nothing is taken from the store.
+    """
+    prefix_cached = reuse and prefix_key is not None
+    segments: list[Segment] = []
+    if prefix_ids:
+        status = "exact" if prefix_cached else "computed"
+        segments.append(Segment("prefix", 0, tuple(prefix_ids), status, prefix_key if prefix_cached else None))
+    position = len(prefix_ids)
+    right = True  # every position so far holds the KV a full prefill would give it
+    behind: list[int] = []  # chunk ids so far
+    for chunk in chunks:
+        if not (reuse and chunk.cached):
+            status = "computed"
+        elif right and chunk.same_regime and tuple(behind) == chunk.left_context_ids:
+            status = "exact"
+        else:
+            status, right = "blended", False
+        segments.append(Segment("chunk", position, chunk.token_ids, status, chunk.key, chunk.source))
+        position += len(chunk.token_ids)
+        behind.extend(chunk.token_ids)
+    segments.append(Segment("suffix", position, tuple(suffix_ids), "computed"))
+    return PromptPlan(tuple(segments))
