@@ -1,0 +1,85 @@
+"""What a run is told: engine, blending. Frozen, named, checked where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend_cli.engine.blend import BlendPolicy
+from cacheblend_cli.engine.selectors import make_selector
+from cacheblend_cli.errors import UsageError
+
+MODES = ("blend", "full", "reuse")
+DEVIATIONS = ("v", "k", "kv")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """model: a directory or hub id, None for the bundled demo model. threads: CPU threads, None for torch's own choice."""
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    block_size: int = 64
+    threads: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise UsageError(f"block size {self.block_size} is no power of two", "64 fits every backend")
+
+
+@dataclass(frozen=True)
+class BlendConfig:
+    """mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; a tuple of (layer, ratio)
+    pairs in `checks` replaces ratio and check_layer (gradual filtering)."""
+
+    mode: str = "blend"
+    ratio: float = 0.15
+    selector: str = "hkvd"
+    deviation: str = "v"
+    check_layer: int = 1
+    block: int = 1
+    seed: int = 0
+    checks: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"unknown mode {self.mode!r}", f"known: {', '.join(MODES)}")
+        if self.deviation not in DEVIATIONS:
+            raise UsageError(f"unknown deviation {self.deviation!r}", f"known: {', '.join(DEVIATIONS)}")
+        for _, ratio in self.checks or ((self.check_layer, self.ratio),):
+            if not 0 <= ratio <= 1:
+                raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
+        if self.block < 1:
+            raise UsageError(f"--block {self.block} is not 1 or more", "1 chooses single tokens")
+        layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
+        if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
+            raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
+
+    def effective_ratio(self) -> float:
+        """The ratio of the last check: what is recomputed in most layers."""
+        if self.mode == "full" or self.selector == "all":
+            return 1.0
+        if self.mode == "reuse" or self.selector == "none":
+            return 0.0
+        return self.checks[-1][1] if self.checks else self.ratio
+
+    def policy(self, num_layers: int, layer0_exact: bool) -> BlendPolicy:
+        """The policy for a model of num_layers. Raises UsageError when a check layer is not in the model."""
+        checks = self.checks or ((self.check_layer, self.ratio),)
+        if self.effective_ratio() in (0.0, 1.0):
+            checks = ((1, self.effective_ratio()),)
+        elif not all(1 <= layer < num_layers for layer, _ in checks):
+            raise UsageError(
+                f"check layer {checks[-1][0]} is not among layers 1 to {num_layers - 1}",
+                "layer 0 has no deviation: its K and V depend on the token alone",
+            )
+        return BlendPolicy(
+            selector=make_selector(self.selector, self.seed),
+            checks=checks,
+            deviation=self.deviation,
+            block=self.block,
+            layer0_exact=layer0_exact,
+        )

@@ -1,0 +1,54 @@
+"""What can go wrong with a store: what happened (`message`) and what to do (`hint`)."""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class StoreNotFound(StoreError):
+    """There is no store at the path."""
+
+
+class StoreFormat(StoreError):
+    """Not a store of ours, or one of another format version."""
+
+
+class StoreCorrupt(StoreError):
+    """The file is damaged: truncated, or a page or record does not read."""
+
+
+class StoreLocked(StoreError):
+    """Another process holds the writer lock."""
+
+
+class StoreFull(StoreError):
+    """The map or the quota is full."""
+
+
+class StoreNoSpace(StoreError):
+    """The disk is full."""
+
+
+class StoreIOError(StoreError):
+    """Reading or writing the file failed."""
+
+
+class StorePermission(StoreError):
+    """The store may not be read or written by this user, or is not private."""
+
+
+class BadBlob(StoreError):
+    """One blob or manifest does not match its digest or shape. The chunk is a miss."""
+
+
+class ChunkNotFound(StoreError):
+    """No chunk has that id."""
+
+
+class AmbiguousId(StoreError):
+    """More than one chunk id begins with the prefix."""

@@ -1,0 +1,66 @@
+"""Keys: a cryptographic digest of everything a chunk's KV depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+KEY_BYTES = 20  # blake2b-160
+
+
+@dataclass(frozen=True)
+class KeyParts:
+    """model: fingerprint of architecture, weights, RoPE and dtype; tokenizer: its fingerprint; prefix_ids: tokens before
+    every chunk; left_context_ids: tokens between the prefix and this chunk when it was collected; salt separates tenants."""
+
+    model: str
+    tokenizer: str
+    prefix_ids: Sequence[int]
+    left_context_ids: Sequence[int]
+    codec: str
+    salt: str = ""
+
+
+def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
+    """blake2b-160 of the format version, the parts and the token ids, each with its length before it."""
+    digest = _digest_of(b"chunk", parts)
+    for ids in (parts.left_context_ids, token_ids):
+        _add(digest, pack_ids(ids))
+    return digest.digest()
+
+
+def collection_id(parts: KeyParts) -> str:
+    """Hex digest of the parts without the left context: chunks that can stand in one prompt share it."""
+    return _digest_of(b"collection", parts).hexdigest()
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_ids(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def _digest_of(kind: bytes, parts: KeyParts) -> hashlib.blake2b:
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for field in (
+        kind,
+        struct.pack("<I", FORMAT_VERSION),
+        parts.model.encode(),
+        parts.tokenizer.encode(),
+        pack_ids(parts.prefix_ids),
+        parts.codec.encode(),
+        parts.salt.encode(),
+    ):
+        _add(digest, field)
+    return digest
+
+
+def _add(digest: hashlib.blake2b, field: bytes) -> None:
+    digest.update(struct.pack("<Q", len(field)))
+    digest.update(field)

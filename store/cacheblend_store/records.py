@@ -1,0 +1,150 @@
+"""Records: the manifest of a chunk and the record of a document, as bytes that carry their own digest."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import xxhash
+
+from cacheblend_store.errors import BadBlob
+from cacheblend_store.keys import pack_ids, unpack_ids
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ChunkManifest:
+    """What a stored chunk is. One blob a layer; blob_sizes in bytes, blob_digests as `blob_digest` makes them.
+
+    source, index, span: the first document it was found in, its place there, and its character range.
+    context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
+    """
+
+    key: bytes
+    token_ids: tuple[int, ...]
+    text: str
+    model: str
+    model_name: str
+    tokenizer: str
+    collection: str
+    context: str
+    left_context_ids: tuple[int, ...]
+    collected_len: int
+    codec: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    source: str
+    index: int
+    span: tuple[int, int]
+    created: float
+    blob_sizes: tuple[int, ...] = ()
+    blob_digests: tuple[bytes, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return self.key.hex()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.blob_sizes)
+
+
+@dataclass(frozen=True)
+class DocumentChunk:
+    """One chunk of a document: which, and where in it (characters start:end)."""
+
+    key: bytes
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class DocumentRecord:
+    """A document as it was last precomputed into a collection. settings: what the cut depended on."""
+
+    source: str
+    collection: str
+    content_digest: str
+    chunks: tuple[DocumentChunk, ...]
+    updated: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode_manifest(manifest: ChunkManifest) -> bytes:
+    data = {k: v for k, v in vars(manifest).items() if k != "key"}
+    for name in ("token_ids", "left_context_ids"):
+        data[name] = _text(pack_ids(data[name]))
+    data["blob_digests"] = _text(b"".join(manifest.blob_digests))
+    return seal(manifest.key, json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
+    """Raises BadBlob when the record is not what was written under this key."""
+    try:
+        data = json.loads(unseal(key, value).decode("utf-8", "surrogatepass"))
+        for name in ("token_ids", "left_context_ids"):
+            data[name] = unpack_ids(base64.b64decode(data[name]))
+        digests = base64.b64decode(data["blob_digests"])
+        data["blob_digests"] = tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
+        data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
+        manifest = ChunkManifest(key=key, **data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
+    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers:
+        raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not name one blob a layer")
+    return manifest
+
+
+def encode_document(record: DocumentRecord) -> bytes:
+    data = asdict(record)
+    data["chunks"] = [[c.key.hex(), c.index, c.start, c.end] for c in record.chunks]
+    return seal(document_key(record.collection, record.source), json.dumps(data).encode())
+
+
+def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
+    """Raises BadBlob."""
+    try:
+        data = json.loads(bytes(unseal(key, value)))
+        data["chunks"] = tuple(DocumentChunk(bytes.fromhex(k), i, a, b) for k, i, a, b in data["chunks"])
+        return DocumentRecord(**data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadBlob(f"document record {key.hex()[:12]} does not read: {error}") from error
+
+
+def document_key(collection: str, source: str) -> bytes:
+    """Key of a document's record: sources can be longer than LMDB's keys, so a digest of both."""
+    return xxhash.xxh3_128_digest(f"{collection}\0{source}".encode("utf-8", "surrogatepass"))
+
+
+def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | memoryview) -> bytes:
+    """xxh3-128 of the blob, bound to its chunk, layer and token count."""
+    digest = xxhash.xxh3_128(key + layer.to_bytes(4, "big") + num_tokens.to_bytes(4, "big"))
+    digest.update(blob)
+    return digest.digest()
+
+
+def seal(key: bytes, payload: bytes) -> bytes:
+    """payload with a digest before it that binds it to its key."""
+    return xxhash.xxh3_128_digest(key + payload) + payload
+
+
+def unseal(key: bytes, value: bytes | memoryview) -> bytes:
+    """Raises BadBlob when the digest does not match."""
+    digest, payload = bytes(value[:DIGEST_BYTES]), bytes(value[DIGEST_BYTES:])
+    if xxhash.xxh3_128_digest(key + payload) != digest:
+        raise BadBlob(f"record {key.hex()[:12]} does not match its digest")
+    return payload
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

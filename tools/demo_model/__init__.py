@@ -1,0 +1,1 @@
+"""How the bundled demo model is made: the invented company, the training samples, the network, the training."""
