@@ -38,12 +38,17 @@ def train_tokenizer(seed: int) -> Tokenizer:
         texts.append("".join(page.chunk_texts()))
         for fact in page.facts:
             question, answer, _ = world.ask(rng, person, fact)
-            texts.append(SUFFIX.format(question=question).replace("<|end|>", "").replace("<|assistant|>", "") + answer)
+            texts.append(
+                SUFFIX.format(question=question).replace("<|end|>", "").replace("<|assistant|>", "") + answer
+            )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -94,7 +99,14 @@ def train(out: Path, minutes: float, seed: int) -> None:
         adamw.zero_grad()
         step, tokens = step + 1, tokens + int((batch.block >= 0).sum())
         if step % 50 == 0:
-            row = {"step": step, "minutes": round((time.time() - start) / 60, 2), "tokens": tokens, "lm": round(lm.item(), 4), "probe": round(probe.item(), 4), "look": round(look.item(), 4)}
+            row = {
+                "step": step,
+                "minutes": round((time.time() - start) / 60, 2),
+                "tokens": tokens,
+                "lm": round(lm.item(), 4),
+                "probe": round(probe.item(), 4),
+                "look": round(look.item(), 4),
+            }
             print(json.dumps(row), flush=True)
             with log.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")

@@ -133,7 +133,9 @@ def blended_prefill(
     return PrefillResult(decoder.logits(delta, residual), state.candidates.positions, reports)
 
 
-def _deviation(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _RowState, kind: str) -> Tensor:
+def _deviation(
+    layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _RowState, kind: str
+) -> Tensor:
     """Deviation [num_candidates] fp32 of fresh from old KV, before the old is overwritten."""
     index = state.candidate_index
     rows = state.rows
@@ -163,7 +165,9 @@ class _RowState:
         self._set(candidates)
 
     @classmethod
-    def start(cls, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, policy: BlendPolicy) -> _RowState:
+    def start(
+        cls, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, policy: BlendPolicy
+    ) -> _RowState:
         device = decoder.device
         candidates, fresh = _split(plan, device)
         state = cls(decoder, sequence, plan, policy, candidates, fresh)
@@ -207,7 +211,11 @@ class _RowState:
 
     def subset(self, index: Tensor) -> Rows:
         return rows_of(
-            self._decoder, self._sequence, self.rows.positions[index], self._plan.num_tokens, self._plan.num_tokens
+            self._decoder,
+            self._sequence,
+            self.rows.positions[index],
+            self._plan.num_tokens,
+            self._plan.num_tokens,
         )
 
 
@@ -245,5 +253,3 @@ def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     return Candidates(tensor(positions), tensor(chunk), tensor(offset)), tensor(fresh)
-
-

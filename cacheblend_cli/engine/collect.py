@@ -55,7 +55,9 @@ class PrefixKV:
 
 
 @torch.inference_mode()
-def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int, key: bytes = b"") -> PrefixKV:
+def collect_prefix(
+    decoder: Decoder, prefix_ids: Sequence[int], block_size: int, key: bytes = b""
+) -> PrefixKV:
     """Prefill the prefix alone. An empty prefix is allowed and has no KV."""
     prefix = PrefixKV((), ChunkKV(key))
     if prefix_ids:
@@ -137,4 +139,3 @@ def _place_prefix(
     cos, sin = decoder.rope.cos_sin(positions, rope_len)
     for layer, (k, v) in enumerate(zip(prefix.kv.k, prefix.kv.v, strict=True)):
         decoder.kernels.load_kv(k, v, cos, sin, pool.k[layer], pool.v[layer], sequence.slots(positions))
-

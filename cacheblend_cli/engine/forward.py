@@ -70,12 +70,18 @@ def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, rows: Rows
     )
 
 
-def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
+def decode_one_token(
+    decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int
+) -> Tensor:
     """Status DECODE: one row a sequence, paged attention over everything before it. Returns fp32 logits [vocab_size]."""
     sequence.ensure(position + 1)
     sequence.make_writable(position, position + 1)
     rows = rows_of(
-        decoder, sequence, torch.tensor([position], device=decoder.device), kv_len=position + 1, rope_len=position + 1
+        decoder,
+        sequence,
+        torch.tensor([position], device=decoder.device),
+        kv_len=position + 1,
+        rope_len=position + 1,
     )
     delta, residual = decoder.embed(torch.tensor([token_id], device=decoder.device)), None
     for layer in decoder.layers:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from cacheblend_store import ChunkStore, StoreError
+from cacheblend_store import ChunkManifest, ChunkStore, StoreError, StoreReader
 from cacheblend_store.codecs import decode_kv, view_kv
 
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
@@ -103,7 +103,7 @@ class KVLoader:
         assert self._store is not None
         try:
             with self._store.read() as reader:
-                manifests = [reader.manifest(segment.key) for segment in self._segments]
+                manifests = [self._manifest(reader, segment) for segment in self._segments]
                 while (task := self._take()) is not None:
                     layer, index = task
                     self._load(reader, manifests[index], layer, index)
@@ -116,6 +116,25 @@ class KVLoader:
                 self._error = self._error or error
                 self._lock.notify_all()
 
+    def _manifest(self, reader: StoreReader, segment: Segment) -> ChunkManifest:
+        """The segment's manifest, its token ids compared: a key is a digest, and digests are not taken on trust."""
+        assert segment.key is not None
+        try:
+            manifest = reader.manifest(segment.key)
+        except StoreError as error:
+            raise BadChunk(segment.key, error.message) from error
+        if manifest is None:
+            raise BadChunk(segment.key, "it is no longer in the store")
+        spec = self._decoder.spec
+        shape = (manifest.num_layers, manifest.num_kv_heads, manifest.head_dim)
+        if manifest.token_ids != segment.token_ids or shape != (
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+        ):
+            raise BadChunk(segment.key, "its record is of other tokens or another model")
+        return manifest
+
     def _take(self) -> tuple[int, int] | None:
         with self._lock:
             if self._stop or self._error is not None or self._next == self._num_layers * len(self._segments):
@@ -124,16 +143,14 @@ class KVLoader:
             self._next += 1
             return task
 
-    def _load(self, reader: object, manifest: object, layer: int, index: int) -> None:
+    def _load(self, reader: StoreReader, manifest: ChunkManifest, layer: int, index: int) -> None:
         segment, spec = self._segments[index], self._decoder.spec
         assert segment.key is not None
-        if manifest is None:
-            raise BadChunk(segment.key, "it is no longer in the store")
         try:
-            parts = reader.layer(manifest, layer)  # type: ignore[attr-defined]
+            parts = reader.layer(manifest, layer)
         except StoreError as error:
             raise BadChunk(segment.key, error.message) from error
-        codec = manifest.codec  # type: ignore[attr-defined]
+        codec = manifest.codec
         encoded = view_kv(parts, codec, len(segment.token_ids), spec.num_kv_heads, spec.head_dim)
         k, v = decode_kv(encoded, dtype=torch.float32) if codec not in _DIRECT else (encoded.k, encoded.v)
         device = self._pool.device

@@ -32,9 +32,7 @@ def rows_of(decoder: Decoder, sequence: PagedSequence, positions: Tensor, kv_len
     return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len)
 
 
-def packed_rows(
-    decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int
-) -> Rows:
+def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int) -> Rows:
     """Rows of several sequences in one launch; parts: (sequence, its positions, its kv_len)."""
     positions = torch.cat([p for _, p, _ in parts]) if len(parts) > 1 else parts[0][1]
     slots = torch.cat([s.slots(p) for s, p, _ in parts])

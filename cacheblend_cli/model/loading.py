@@ -37,7 +37,9 @@ class LoadedModel:
         return self.decoder.spec
 
 
-def load_model(path: Path, name: str, device: torch.device, dtype: str, attention_backend: str) -> LoadedModel:
+def load_model(
+    path: Path, name: str, device: torch.device, dtype: str, attention_backend: str
+) -> LoadedModel:
     """Load the checkpoint in `path`. Raises UsageError, NotFoundError or DeviceError."""
     spec = read_spec(path)
     compute_dtype = resolve_dtype(dtype, device, spec)
@@ -49,7 +51,9 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
     try:
         weights = load_weights(spec, path, compute_dtype, device)
     except torch.OutOfMemoryError as error:
-        raise DeviceError(f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu") from error
+        raise DeviceError(
+            f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
+        ) from error
     return LoadedModel(
         name=name,
         path=path,
@@ -68,7 +72,10 @@ def resolve_model(name: str) -> Path:
     if local.exists():
         raise UsageError(f"{name} is a file, and a model is a directory", "give the directory that holds it")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise NotFoundError(f"no model directory {name}", "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+        raise NotFoundError(
+            f"no model directory {name}",
+            "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -98,7 +105,9 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
+        raise DeviceError(
+            f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices"
+        )
     return device
 
 
@@ -110,7 +119,9 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
         return DTYPES[name]
     if device.type == "cpu":
         return torch.float32
-    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     return DTYPES.get(stated, torch.bfloat16)
 
 
@@ -129,7 +140,9 @@ def _eos_ids(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int
         try:
             found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
         except ValueError as error:
-            raise UsageError(f"{generation} is not valid JSON: {error}", "fetch the checkpoint again") from error
+            raise UsageError(
+                f"{generation} is not valid JSON: {error}", "fetch the checkpoint again"
+            ) from error
     if found is None:
         found = spec.config.get("eos_token_id")
     if found is None and (token := tokenizer.special("eos_token")):

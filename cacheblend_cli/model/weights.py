@@ -35,7 +35,9 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise UsageError(f"{index} is not a valid index: {error}", "fetch the checkpoint again") from error
+            raise UsageError(
+                f"{index} is not a valid index: {error}", "fetch the checkpoint again"
+            ) from error
         if any(Path(name).name != name for name in names):
             raise UsageError(f"{index} names files outside its directory", "fetch the checkpoint again")
         missing = [name for name in names if not (model_dir / name).is_file()]
@@ -51,7 +53,9 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def load_weights(
+    spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """Every tensor of the model under our names, in `dtype` on `device`.
 
     Names: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
@@ -67,7 +71,9 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
         if name not in shapes:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tied):
                 continue
-            raise UsageError(f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}")
+            raise UsageError(
+                f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}"
+            )
         shape, target, start, full_shape = shapes[name]
         if tuple(tensor.shape) != shape:
             raise UsageError(
@@ -80,7 +86,10 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
         seen.add(name)
     missing = sorted(set(shapes) - seen)
     if missing:
-        raise UsageError(f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}", "fetch the checkpoint again")
+        raise UsageError(
+            f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}",
+            "fetch the checkpoint again",
+        )
     if spec.tied:
         weights["lm_head"] = weights["embed"]
     return weights
@@ -98,7 +107,13 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str, in
         "up_proj": (inter, hidden),
         "down_proj": (hidden, inter),
     }
-    starts = {"q_proj": 0, "k_proj": spec.q_size, "v_proj": spec.q_size + spec.kv_size, "gate_proj": 0, "up_proj": inter}
+    starts = {
+        "q_proj": 0,
+        "k_proj": spec.q_size,
+        "v_proj": spec.q_size + spec.kv_size,
+        "gate_proj": 0,
+        "up_proj": inter,
+    }
     rows = {"qkv_proj": spec.q_size + 2 * spec.kv_size, "gate_up_proj": 2 * inter}
     shapes: dict[str, tuple[tuple[int, ...], str, int, tuple[int, ...]]] = {}
 
@@ -123,9 +138,17 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str, in
             shapes[f"{base}.{block}.{part}.weight"] = (
                 (out, width), f"{i}.{target}.weight", starts.get(part, 0), (total, width),
             )  # fmt: skip
-            has_bias = {"self_attn": spec.o_bias if part == "o_proj" else spec.qkv_bias, "mlp": spec.mlp_bias}[block]
+            has_bias = {
+                "self_attn": spec.o_bias if part == "o_proj" else spec.qkv_bias,
+                "mlp": spec.mlp_bias,
+            }[block]
             if has_bias:
-                shapes[f"{base}.{block}.{part}.bias"] = ((out,), f"{i}.{target}.bias", starts.get(part, 0), (total,))
+                shapes[f"{base}.{block}.{part}.bias"] = (
+                    (out,),
+                    f"{i}.{target}.bias",
+                    starts.get(part, 0),
+                    (total,),
+                )
     return shapes
 
 
@@ -165,4 +188,6 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
                 for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
                     yield name, handle.get_tensor(name)
             except SafetensorError as error:
-                raise UsageError(f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again") from error
+                raise UsageError(
+                    f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again"
+                ) from error

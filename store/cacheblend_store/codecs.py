@@ -55,7 +55,10 @@ def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
         tensors = {}
         for name, t in (("k", k.float()), ("v", v.float())):
             scale = (t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX).clamp_min(1e-12)
-            tensors[name], tensors[f"{name}_scale"] = (t / scale[None, :, None]).to(torch.float8_e4m3fn), scale
+            tensors[name], tensors[f"{name}_scale"] = (
+                (t / scale[None, :, None]).to(torch.float8_e4m3fn),
+                scale,
+            )
     else:
         tensors = _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
     return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})

@@ -30,7 +30,20 @@ MAX_READERS = 2048
 MAP_SIZE = 1 << 40  # sparse: address space, not disk
 _MDB_MAGIC = 0xBEEFC0DE
 _MIN_FREE_BYTES = 64 << 20
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs"}
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "glusterfs",
+    "lustre",
+    "fuse.sshfs",
+    "beegfs",
+}
 
 _opened: dict[tuple[int, str], tuple[lmdb.Environment, int]] = {}
 _opened_lock = threading.Lock()
@@ -65,11 +78,15 @@ def open_environment(path: Path, *, write: bool, create: bool, force: bool) -> l
                 lib_version=0,
             )
         except lmdb.InvalidError as error:
-            raise StoreFormat(f"{path} is not an LMDB file this build reads: {error}", "name another --store") from error
+            raise StoreFormat(
+                f"{path} is not an LMDB file this build reads: {error}", "name another --store"
+            ) from error
         except lmdb.CorruptedError as error:
             raise StoreCorrupt(f"the store at {path} is damaged: {error}", _restore_hint(path)) from error
         except (lmdb.Error, OSError) as error:
-            raise StoreIOError(f"cannot open the store at {path}: {error}", "check the disk and permissions") from error
+            raise StoreIOError(
+                f"cannot open the store at {path}: {error}", "check the disk and permissions"
+            ) from error
         if write:
             environment.reader_check()
         _opened[key] = (environment, 1)
@@ -95,17 +112,25 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     if path.exists() and not path.is_dir():
         raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
     if not data.exists():
-        others = [p.name for p in path.iterdir() if p.name not in ("lock.mdb", "writer.lock")] if path.is_dir() else []
+        others = (
+            [p.name for p in path.iterdir() if p.name not in ("lock.mdb", "writer.lock")]
+            if path.is_dir()
+            else []
+        )
         if path.is_dir() and (path / "lock.mdb").exists() and not create:
             raise StoreCorrupt(f"the store at {path} has lost its data.mdb", _restore_hint(path))
         if not (write and create):
             raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
         if others:
-            raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
+            raise StoreFormat(
+                f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory"
+            )
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
+            raise StorePermission(
+                f"cannot create the store at {path}: {error}", "name another --store"
+            ) from error
     else:
         check_file(data)
     info = path.stat()
@@ -116,7 +141,9 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
             raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
     kind = filesystem_type(path)
     if kind in _NETWORK and not force:
-        raise StoreFormat(f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold", "use a local disk")
+        raise StoreFormat(
+            f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold", "use a local disk"
+        )
     if write and not os.access(path, os.W_OK):
         raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
 
@@ -199,7 +226,8 @@ def writer_lock(path: Path, timeout: float) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
                     raise StoreLocked(
-                        f"the store at {path} is being written by {holder}", "wait for it, or raise --lock-timeout"
+                        f"the store at {path} is being written by {holder}",
+                        "wait for it, or raise --lock-timeout",
                     ) from None
                 time.sleep(0.005)
         os.ftruncate(handle, 0)

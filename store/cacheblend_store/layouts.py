@@ -29,5 +29,12 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> 
         k_scale = TensorSpec("F32", (groups, num_kv_heads, head_dim))
         v_scale = TensorSpec("F32", (num_tokens, num_kv_heads, 1))
         kv = TensorSpec("U8", packed)
-        return {"k": kv, "v": kv, "k_scale": k_scale, "k_zero": k_scale, "v_scale": v_scale, "v_zero": v_scale}
+        return {
+            "k": kv,
+            "v": kv,
+            "k_scale": k_scale,
+            "k_zero": k_scale,
+            "v_scale": v_scale,
+            "v_zero": v_scale,
+        }
     raise BadBlob(f"unknown codec {codec!r}", f"known: {', '.join(CODECS)}")

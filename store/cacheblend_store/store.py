@@ -82,11 +82,17 @@ class ChunkStore:
     def __enter__(self) -> ChunkStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
         close_environment(self._env)
+
+    @property
+    def writable(self) -> bool:
+        return self._write
 
     # reading
 
@@ -114,7 +120,9 @@ class ChunkStore:
                     break
                 found.append(key.hex())
         if not found:
-            raise ChunkNotFound(f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls")
+            raise ChunkNotFound(
+                f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls"
+            )
         if len(found) > 1:
             raise AmbiguousId(
                 f"{prefix} begins more than one chunk id: {', '.join(i[: len(text) + 6] for i in found)}",
@@ -166,7 +174,9 @@ class ChunkStore:
         """All document records, of one collection or of all, by source."""
         with self.read() as reader:
             found = list(reader.documents())
-        return sorted((d for d in found if collection in (None, d.collection)), key=lambda d: (d.source, d.collection))
+        return sorted(
+            (d for d in found if collection in (None, d.collection)), key=lambda d: (d.source, d.collection)
+        )
 
     @property
     def generation(self) -> int:
@@ -180,7 +190,8 @@ class ChunkStore:
             env = self._environment()
             info, page = env.info(), env.stat()["psize"]
             used = sum(
-                (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * page for s in reader.database_stats()
+                (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * page
+                for s in reader.database_stats()
             )
             return {
                 "chunks": reader.entries("chunks"),
@@ -200,7 +211,9 @@ class ChunkStore:
         manifest = replace(
             manifest,
             blob_sizes=tuple(len(b) for b in blobs),
-            blob_digests=tuple(blob_digest(manifest.key, i, manifest.num_tokens, b) for i, b in enumerate(blobs)),
+            blob_digests=tuple(
+                blob_digest(manifest.key, i, manifest.num_tokens, b) for i, b in enumerate(blobs)
+            ),
         )
         assert len(blobs) == manifest.num_layers
         check_space(self.path, manifest.num_bytes)
@@ -256,9 +269,13 @@ class ChunkStore:
             try:
                 self._dbs = {n: self._env.open_db(n.encode(), create=self._write) for n in DATABASES}
             except lmdb.NotFoundError as error:
-                raise StoreFormat(f"{self.path} is an LMDB file, and no cacheblend store", "name another --store") from error
+                raise StoreFormat(
+                    f"{self.path} is an LMDB file, and no cacheblend store", "name another --store"
+                ) from error
             except lmdb.ReadonlyError as error:
-                raise StoreFormat(f"{self.path} is an LMDB file, and no cacheblend store", "name another --store") from error
+                raise StoreFormat(
+                    f"{self.path} is an LMDB file, and no cacheblend store", "name another --store"
+                ) from error
 
     def _environment(self) -> lmdb.Environment:
         if self._pid != os.getpid():  # a forked child must not use its parent's map and locks
@@ -275,7 +292,9 @@ class ChunkStore:
                     txn.put(b"identity", uuid.uuid4().hex.encode(), db=dbs["meta"])
             return self._identify()
         if version is None or identity is None:
-            raise StoreFormat(f"{self.path} has no identity record: it is no cacheblend store", "name another --store")
+            raise StoreFormat(
+                f"{self.path} has no identity record: it is no cacheblend store", "name another --store"
+            )
         if version != str(FORMAT_VERSION).encode():
             raise StoreFormat(
                 f"the store at {self.path} has format {version.decode(errors='replace')}, this version reads {FORMAT_VERSION}",
@@ -286,7 +305,9 @@ class ChunkStore:
     @contextmanager
     def _writing(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         if not self._write:
-            raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
+            raise StorePermission(
+                f"the store at {self.path} is open for reading only", "open it with mode='write'"
+            )
         env = self._environment()
         with writer_lock(self.path, self._lock_timeout), _translated(self.path), env.begin(write=True) as txn:
             yield txn, self._dbs
@@ -351,7 +372,10 @@ class StoreReader:
             raise BadBlob(f"{name} is missing")
         if len(blob) != manifest.blob_sizes[layer]:
             raise BadBlob(f"{name} has {len(blob)} bytes, and {manifest.blob_sizes[layer]} were written")
-        if verify and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
+        if (
+            verify
+            and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]
+        ):
             raise BadBlob(f"{name} does not match its digest")
         spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
         return parse_blob(blob, spec)
@@ -400,14 +424,18 @@ def _translated(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except lmdb.MapFullError as error:
-        raise StoreFull(f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks rm") from error
+        raise StoreFull(
+            f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks rm"
+        ) from error
     except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError, lmdb.InvalidError) as error:
-        raise StoreCorrupt(f"the store at {path} is damaged: {error}", "move it away and run cacheblend precompute") from error
+        raise StoreCorrupt(
+            f"the store at {path} is damaged: {error}", "move it away and run cacheblend precompute"
+        ) from error
     except lmdb.DiskError as error:
         raise StoreNoSpace(f"the disk of {path} is full: {error}", "free some space") from error
     except lmdb.Error as error:
         if "No space left" in str(error):
             raise StoreNoSpace(f"the disk of {path} is full: {error}", "free some space") from error
-        raise StoreIOError(f"reading or writing the store at {path} failed: {error}", "check the disk") from error
-
-
+        raise StoreIOError(
+            f"reading or writing the store at {path} failed: {error}", "check the disk"
+        ) from error

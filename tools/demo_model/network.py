@@ -36,7 +36,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [batch, length, hidden]; mask: additive [batch, 1, length, length]. Returns the output, rotated q and k."""
         batch, length, _ = x.shape
-        q, k, v = (p(x).view(batch, length, -1, self.s.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).view(batch, length, -1, self.s.head_dim).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         group = self.s.num_attention_heads // self.s.num_key_value_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -76,7 +79,11 @@ class Network(nn.Module):
         self.probe = nn.Linear(s.hidden_size, s.vocab_size, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                scale = 0.02 if "o_proj" not in name and "down_proj" not in name else 0.02 / (2 * s.num_hidden_layers) ** 0.5
+                scale = (
+                    0.02
+                    if "o_proj" not in name and "down_proj" not in name
+                    else 0.02 / (2 * s.num_hidden_layers) ** 0.5
+                )
                 nn.init.normal_(p, std=scale * 2)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +108,11 @@ class Network(nn.Module):
 
     def checkpoint(self) -> dict[str, Tensor]:
         """The weights under their HF names, without the probe."""
-        out = {"model.embed_tokens.weight": self.embed.weight, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        out = {
+            "model.embed_tokens.weight": self.embed.weight,
+            "model.norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.weight,
+        }
         for i, layer in enumerate(self.layers):
             for name, p in layer.named_parameters():
                 prefix = "" if "norm" in name or name.startswith("self_attn") else "mlp."
@@ -123,7 +134,9 @@ def block_mask(block: Tensor) -> Tensor:
     length = block.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = (block[:, :, None] == block[:, None, :]) | (block[:, None, :] == 0)
-    return torch.zeros(block.shape[0], 1, length, length).masked_fill_(~(causal & same)[:, None], float("-inf"))
+    return torch.zeros(block.shape[0], 1, length, length).masked_fill_(
+        ~(causal & same)[:, None], float("-inf")
+    )
 
 
 def tables(positions: Tensor, s: Shape) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,22 @@ FIRST = {
 LAST = """Lind Berg Holm Dahl Strand Falk Moen Krantz Weber Novak Silva Costa Rossi Marin Duarte Keller Brandt Vogel Adler
 Fischer Hansen Larsen Nielsen Olsen Petrov Sokolov Ivanov Kovacs Szabo Toth Janssen Peeters Maes Claes Dubois Laurent Girard
 Moreau Fontaine Mercer Hollis Barlow Whitby Tanner Ashby Calder Draper Ellery Farrow Gaines""".split()
-HELD_OUT_FIRST = {"She": ["Marit", "Bettina", "Ilse", "Katrin", "Solveig", "Dagmar"], "He": ["Torben", "Matteo", "Egon", "Stefan", "Aleks", "Bertil"]}
-HELD_OUT_LAST = ["Lindqvist", "Bergmann", "Holmgren", "Vossler", "Karlsen", "Marchetti", "Tellier", "Sandvik", "Orlov", "Hartley"]
+HELD_OUT_FIRST = {
+    "She": ["Marit", "Bettina", "Ilse", "Katrin", "Solveig", "Dagmar"],
+    "He": ["Torben", "Matteo", "Egon", "Stefan", "Aleks", "Bertil"],
+}
+HELD_OUT_LAST = [
+    "Lindqvist",
+    "Bergmann",
+    "Holmgren",
+    "Vossler",
+    "Karlsen",
+    "Marchetti",
+    "Tellier",
+    "Sandvik",
+    "Orlov",
+    "Hartley",
+]
 SYLLABLES = "ba be bi bo da de di do fa fe ga go ka ke ki ko la le li lo ma me mi mo na ne ni no ra re ri ro sa se si so ta te ti to va ve vi vo".split()
 
 # relation -> (values, statements with {P}ronoun/{p}ossessive, question, answer; {N} is the full name, {v} the value)
@@ -158,7 +172,11 @@ def make_page(rng: random.Random, person: Person, num_paragraphs: int, num_facts
             count = rng.choice((0, 1))
         else:
             count = rng.choice((1, 1, 2))
-        body = [_fact_sentence(rng, person, relations.pop(), facts, across=i > 0) for _ in range(count) if relations]
+        body = [
+            _fact_sentence(rng, person, relations.pop(), facts, across=i > 0)
+            for _ in range(count)
+            if relations
+        ]
         body += [Sentence(_filler(rng)) for _ in range(rng.choice((1, 2, 2)))]
         if i == 0:
             rng.shuffle(body)
@@ -177,7 +195,9 @@ def ask(rng: random.Random, person: Person, fact: Fact) -> tuple[str, str, int]:
     return rng.choice(questions).format(N=person.name), text, text.rindex(fact.value)
 
 
-def _fact_sentence(rng: random.Random, person: Person, relation: str, facts: list[Fact], across: bool) -> Sentence:
+def _fact_sentence(
+    rng: random.Random, person: Person, relation: str, facts: list[Fact], across: bool
+) -> Sentence:
     values, statements, _, _ = RELATIONS[relation]
     value = rng.choice(values)
     possessive = "Her" if person.pronoun == "She" else "His"

@@ -1,0 +1,244 @@
+"""What the CLI calls and what Python users import: load an engine, precompute documents, ask questions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_store import BadBlob, ChunkStore
+
+from cacheblend_cli.corpus.documents import read_documents
+from cacheblend_cli.engine.answer import Answer
+from cacheblend_cli.engine.ask import Request, answer, check_context, resolve_chunks
+from cacheblend_cli.engine.collect import collect, collect_prefix
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.precompute import (
+    Collection,
+    PlannedChunk,
+    PrecomputeEvent,
+    PrecomputeOptions,
+    PrecomputeReport,
+    collect_sequences,
+    precompute,
+    store_chunk,
+)
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.prompt.template import PromptTemplate, split_template
+
+__all__ = [
+    "Answer",
+    "AskPlan",
+    "BlendConfig",
+    "Engine",
+    "EngineConfig",
+    "PrecomputeEvent",
+    "PrecomputeOptions",
+    "PrecomputeReport",
+    "SamplingParams",
+]
+
+
+@dataclass(frozen=True)
+class AskPlan:
+    """What `ask --dry-run` says: tokens by kind and bytes of KV to load."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    fresh_tokens: int
+    kv_bytes: int
+    chunks: list[dict[str, Any]]
+
+
+class Engine:
+    """A loaded model and its prompt template. Not thread-safe; use one a thread."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, model_load_s: float) -> None:
+        self.model, self.config, self.model_load_s = model, config, model_load_s
+        self.template: PromptTemplate = split_template(model.tokenizer)
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
+        """Load the model. Raises NotFoundError, UsageError or DeviceError."""
+        start = time.perf_counter()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = resolve_device(config.device)
+        if config.model is None:
+            from cacheblend_cli.demo import model_dir
+
+            path, name = model_dir(), "demo"
+        else:
+            path, name = resolve_model(config.model), config.model
+        if progress:
+            progress(f"loading {name}")
+        model = load_model(path, name, device, config.dtype, config.attention_backend)
+        return cls(model, config, time.perf_counter() - start)
+
+    def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
+        """What the keys of this engine's chunks are made of."""
+        return Collection.of(self.model, self.template.prefix_ids, kv_dtype or self.config.kv_dtype, salt)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for `doctor`."""
+        spec = self.model.spec
+        return {
+            "name": self.model.name,
+            "path": str(self.model.path),
+            "architecture": spec.architecture,
+            "layers": spec.num_layers,
+            "parameters": self.model.decoder.num_bytes // self.model.decoder.dtype.itemsize,
+            "dtype": str(self.model.decoder.dtype).removeprefix("torch."),
+            "device": str(self.model.decoder.device),
+            "attention_backend": self.model.decoder.kernels.name,
+            "context": spec.max_position_embeddings,
+            "rope": spec.rope["rope_type"],
+            "kv_bytes_per_token": int(spec.kv_bytes_per_token(self.model.decoder.dtype.itemsize)),
+            "fingerprint": self.model.fingerprint,
+        }
+
+    def precompute(
+        self,
+        store: ChunkStore | None,
+        paths: Sequence[str],
+        options: PrecomputeOptions,
+        on_event: Callable[[PrecomputeEvent], None],
+    ) -> PrecomputeReport:
+        """Bring the store up to date with the documents under `paths`. store None: a dry run."""
+        check_context(self.model, len(self.template.prefix_ids) + options.chunk_tokens, 0)
+        roots = [Path(p).as_posix() for p in paths if p != "-" and Path(p).is_dir()]
+        return precompute(
+            self.model,
+            self.collection(options.salt, options.kv_dtype if options.kv_dtype != "auto" else None),
+            store,
+            read_documents(paths),
+            options,
+            on_event,
+            self.config.block_size,
+            roots,
+        )
+
+    def ask(
+        self,
+        store: ChunkStore | None,
+        question: str,
+        chunks: Sequence[bytes],
+        blend: BlendConfig,
+        sampling: SamplingParams,
+        *,
+        on_text: Callable[[str], None] | None = None,
+        verify: bool = False,
+        save_holes: bool = True,
+        salt: str = "",
+    ) -> Answer:
+        """Answer a question over the chunks with these keys, in this order. Blending never changes stored KV.
+
+        Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
+        store is open for writing. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
+        """
+        started, notes = time.perf_counter(), []
+        collection, request = self._request(store, question, chunks, blend, sampling, salt, notes)
+        result = answer(
+            self.model,
+            collection,
+            store,
+            request,
+            self.config.block_size,
+            notes,
+            started,
+            self.model_load_s,
+            on_text,
+            verify,
+        )
+        if save_holes and store is not None and store.writable and blend.mode != "full":
+            self._save_holes(store, collection, result)
+        return result
+
+    def plan(
+        self,
+        store: ChunkStore | None,
+        question: str,
+        chunks: Sequence[bytes],
+        blend: BlendConfig,
+        salt: str = "",
+    ) -> AskPlan:
+        """What `ask` would do, without doing it."""
+        collection, request = self._request(store, question, chunks, blend, SamplingParams(), salt, [])
+        plan = plan_prompt(
+            collection.prefix_ids,
+            request.chunks,
+            request.suffix_ids,
+            prefix_key=collection.prefix_key if request.prefix_cached else None,
+            reuse=blend.mode != "full",
+        )
+        uses = [
+            {
+                "id": s.key.hex() if s.key else "",
+                "source": s.source,
+                "tokens": len(s.token_ids),
+                "status": s.status,
+            }
+            for s in plan.chunks
+        ]
+        size = sum(
+            collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids
+        )
+        return AskPlan(plan.num_tokens, plan.cached_tokens, plan.exact_tokens, plan.fresh_tokens, size, uses)
+
+    def _request(
+        self,
+        store: ChunkStore | None,
+        question: str,
+        chunks: Sequence[bytes],
+        blend: BlendConfig,
+        sampling: SamplingParams,
+        salt: str,
+        notes: list[str],
+    ) -> tuple[Collection, Request]:
+        collection = self.collection(salt)
+        suffix_ids = self.template.suffix_ids(question)
+        inputs: tuple[ChunkInput, ...] = resolve_chunks(self.model, collection, store, chunks, notes)
+        prefix_cached = store is not None and _has(store, collection.prefix_key)
+        return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached)
+
+    def _save_holes(self, store: ChunkStore, collection: Collection, result: Answer) -> None:
+        """Collect and store what the answer had to compute: missing chunks, and chunks whose KV was bad."""
+        holes = {c.id: c for c in result.chunks if c.status == "computed"}
+        if not holes:
+            return
+        prefix = collect_prefix(self.model.decoder, collection.prefix_ids, self.config.block_size)
+        for planned in self._planned_holes(store, collection, result):
+            [kv] = collect(self.model.decoder, prefix, collect_sequences([planned]), self.config.block_size)
+            store_chunk(store, collection, planned, kv)
+        result.notes.append(f"stored the KV of {len(holes)} computed chunks")
+
+    def _planned_holes(self, store: ChunkStore, collection: Collection, result: Answer) -> list[PlannedChunk]:
+        from cacheblend_cli.corpus.chunker import Chunk
+
+        planned, at = [], len(collection.prefix_ids)
+        for use in result.chunks:
+            ids = tuple(result.prompt_ids[at : at + use.tokens])
+            at += use.tokens
+            key = bytes.fromhex(use.id)
+            if use.status != "computed":
+                continue
+            old = store.get_chunk(key)
+            left = old.left_context_ids if old else ()
+            text = old.text if old else self.model.tokenizer.decode(ids)
+            span = old.span if old else (0, len(text))
+            chunk = Chunk(old.index if old else 0, text, ids, *span)
+            planned.append(PlannedChunk(key, use.source, chunk, left, old.context if old else "sink"))
+        return planned
+
+
+def _has(store: ChunkStore, key: bytes) -> bool:
+    try:
+        return store.get_chunk(key) is not None
+    except BadBlob:
+        return False

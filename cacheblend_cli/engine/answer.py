@@ -1,0 +1,99 @@
+"""An answer and everything `ask --json` says of it (the keys are the CLI's contract)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_cli.engine.blend import LayerReport
+from cacheblend_cli.engine.sampling import TokenLogprob
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers."""
+
+    id: str
+    source: str
+    tokens: int
+    status: str
+    recomputed: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ttft_s: from the loaded model and the known question to the first token."""
+
+    model_load_s: float
+    kv_load_s: float
+    kv_load_stall_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The blended prompt against a full prefill of the same ids: KL(full || blended) in nats and whether both would
+    say the same first token."""
+
+    kl: float
+    top1_agree: bool
+    full_ttft_s: float
+
+
+@dataclass
+class Answer:
+    """text is what was streamed. notes are messages for people; layers is the per-layer report."""
+
+    text: str
+    finish_reason: str
+    model: str
+    mode: str
+    selector: str
+    ratio: float
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    recomputed_tokens: int
+    recompute_fraction: float
+    chunks: list[ChunkUse]
+    timing: Timing
+    kv_bytes_loaded: int
+    prompt_ids: list[int]
+    generated_ids: list[int]
+    verify: Verification | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    layers: list[LayerReport] = field(default_factory=list)
+
+    def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
+        """The JSON object of `ask --json`."""
+        out: dict[str, Any] = {
+            "answer": self.text,
+            "finish_reason": self.finish_reason,
+            "model": self.model,
+            "mode": self.mode,
+            "selector": self.selector,
+            "ratio": self.ratio,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "exact_tokens": self.exact_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
+            "recompute_fraction": round(self.recompute_fraction, 6),
+            "generated_tokens": len(self.generated_ids),
+            "chunks": [vars(c) for c in self.chunks],
+            "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
+            "kv_bytes_loaded": self.kv_bytes_loaded,
+        }
+        if self.verify:
+            out["verify"] = vars(self.verify)
+        if self.logprobs:
+            out["logprobs"] = [
+                {"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs
+            ]
+        if ids:
+            out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
+        if explain:
+            out["layers"] = [{**vars(report), "status": report.status.name} for report in self.layers]
+        return out

@@ -1,0 +1,253 @@
+"""ask: question + chunks -> prompt plan -> blocks -> KV loader -> blended prefill -> first token -> decode -> answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store.codecs import is_lossless
+from torch import Tensor
+
+from cacheblend_cli.engine.answer import Answer, ChunkUse, Timing, Verification
+from cacheblend_cli.engine.blend import BlendPolicy, PrefillResult, blended_prefill
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.generate import generate
+from cacheblend_cli.engine.kv_loader import BadChunk, KVLoader
+from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.engine.precompute import Collection
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question over resolved chunks. prefix_cached: the store has the prefix's KV."""
+
+    suffix_ids: tuple[int, ...]
+    chunks: tuple[ChunkInput, ...]
+    blend: BlendConfig
+    sampling: SamplingParams
+    prefix_cached: bool
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt whose KV is in the pool. The caller releases the sequence."""
+
+    plan: PromptPlan
+    pool: KVPool
+    sequence: PagedSequence
+    result: PrefillResult
+    loader: KVLoader
+    prefill_s: float
+
+
+def resolve_chunks(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore | None,
+    keys: Sequence[bytes],
+    notes: list[str],
+) -> tuple[ChunkInput, ...]:
+    """The chunks as this model sees them. A chunk of another model or codec, or a damaged one, becomes a hole."""
+    found: list[ChunkInput] = []
+    for key in keys:
+        if store is None:
+            raise UsageError("chunks are named, and there is no store", "give --store")
+        try:
+            manifest = store.get_chunk(key)
+        except BadBlob as error:
+            raise NotFoundError(
+                f"the record of chunk {key.hex()[:12]} is damaged: {error.message}",
+                "run cacheblend precompute on its document again",
+            ) from error
+        if manifest is None:
+            raise NotFoundError(
+                f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls"
+            )
+        found.append(_as_input(model, collection, store, manifest, notes))
+    return tuple(found)
+
+
+def _as_input(
+    model: LoadedModel, collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]
+) -> ChunkInput:
+    if manifest.collection == collection.id:
+        return ChunkInput(
+            manifest.key,
+            manifest.source,
+            manifest.token_ids,
+            manifest.left_context_ids,
+            same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
+        )
+    token_ids = tuple(model.tokenizer.encode_text(manifest.text))
+    key = collection.key(token_ids)
+    own = store.get_chunk(key)
+    if own is not None:
+        return _as_input(model, collection, store, own, notes)
+    notes.append(f"chunk {manifest.id[:12]} has no KV for this model and KV dtype: it is computed")
+    return ChunkInput(key, manifest.source, token_ids, cached=False)
+
+
+def prefill(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore | None,
+    request: Request,
+    block_size: int,
+    notes: list[str],
+    *,
+    room: int = 0,
+    output_positions: Callable[[PromptPlan], Tensor] | None = None,
+) -> Prefilled:
+    """Lay the prompt out and fill its KV. A chunk whose stored KV is bad is computed instead, and a note says so.
+
+    room: positions to keep free after the prompt. Raises UsageError when the prompt is longer than the context.
+    """
+    blend, chunks, prefix_cached = request.blend, request.chunks, request.prefix_cached
+    while True:
+        plan = plan_prompt(
+            collection.prefix_ids,
+            _in_regime(model, collection, chunks, request),
+            request.suffix_ids,
+            prefix_key=collection.prefix_key if prefix_cached else None,
+            reuse=blend.mode != "full",
+        )
+        check_context(model, plan.num_tokens, room)
+        pool = KVPool(
+            model.spec,
+            -(-(plan.num_tokens + room) // block_size),
+            block_size,
+            model.decoder.dtype,
+            model.decoder.device,
+        )
+        sequence = pool.new_sequence(plan.num_tokens + room)
+        policy = blend.policy(model.spec.num_layers, is_lossless(collection.codec, model.decoder.dtype))
+        loader = KVLoader(model.decoder, store, pool, sequence, plan.segments, plan.num_tokens)
+        positions = output_positions(plan) if output_positions else None
+        try:
+            start = time.perf_counter()
+            with loader:
+                result = _run(model, pool, sequence, plan, policy, loader, positions)
+            return Prefilled(plan, pool, sequence, result, loader, time.perf_counter() - start)
+        except BadChunk as bad:
+            if bad.key == collection.prefix_key:
+                prefix_cached = False
+            chunks = tuple(replace(c, cached=False) if c.key == bad.key else c for c in chunks)
+            notes.append(f"stored KV {bad.key.hex()[:12]} is not used, it is computed: {bad.reason}")
+
+
+def answer(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore | None,
+    request: Request,
+    block_size: int,
+    notes: list[str],
+    started: float,
+    model_load_s: float,
+    on_text: Callable[[str], None] | None = None,
+    verify: bool = False,
+) -> Answer:
+    """The whole path. started: perf_counter when model and question were known."""
+    done = prefill(model, collection, store, request, block_size, notes, room=request.sampling.max_tokens)
+    logits = done.result.logits[-1]
+    first_logits = logits.clone() if verify else None
+    generation = generate(
+        model.decoder, done.pool, done.sequence, done.plan.num_tokens, logits, model.tokenizer, model.eos_ids,
+        request.sampling, on_text,
+    )  # fmt: skip
+    done.sequence.release()
+    ttft = generation.first_token_at - started
+    verification = None
+    if first_logits is not None:
+        verification = _verify(model, collection, request, first_logits, block_size)
+    plan, loader = done.plan, done.loader
+    layers = model.spec.num_layers
+    reusable = plan.cached_tokens
+    return Answer(
+        text=generation.text,
+        finish_reason=generation.finish_reason,
+        model=model.name,
+        mode=request.blend.mode,
+        selector=request.blend.selector,
+        ratio=request.blend.effective_ratio(),
+        prompt_tokens=plan.num_tokens,
+        cached_tokens=reusable,
+        exact_tokens=plan.exact_tokens,
+        recomputed_tokens=len(done.result.chosen),
+        recompute_fraction=done.result.fresh_token_layers / (layers * reusable) if reusable else 0.0,
+        chunks=_chunk_uses(plan, done.result.chosen),
+        timing=Timing(
+            model_load_s, loader.load_s, loader.stall_s, done.prefill_s, ttft, generation.tokens_per_s
+        ),
+        kv_bytes_loaded=loader.num_bytes,
+        prompt_ids=plan.token_ids,
+        generated_ids=generation.token_ids,
+        verify=verification,
+        logprobs=generation.logprobs,
+        notes=notes,
+        layers=done.result.layers,
+    )
+
+
+def check_context(model: LoadedModel, num_tokens: int, room: int) -> None:
+    """Raises UsageError when prompt and answer do not fit the model's context."""
+    limit = model.spec.max_position_embeddings
+    if num_tokens + room > limit:
+        raise UsageError(
+            f"the prompt has {num_tokens} tokens and the answer up to {room}, and the context of {model.name} is {limit}",
+            "ask with fewer chunks, a shorter question or a smaller --max-tokens",
+        )
+
+
+@torch.inference_mode()
+def _run(
+    model: LoadedModel,
+    pool: KVPool,
+    sequence: PagedSequence,
+    plan: PromptPlan,
+    policy: BlendPolicy,
+    loader: KVLoader,
+    positions: Tensor | None,
+) -> PrefillResult:
+    return blended_prefill(model.decoder, pool, sequence, plan, policy, loader, output_positions=positions)
+
+
+def _verify(
+    model: LoadedModel, collection: Collection, request: Request, logits: Tensor, block_size: int
+) -> Verification:
+    start = time.perf_counter()
+    full = replace(request, blend=BlendConfig(mode="full"))
+    done = prefill(model, collection, None, full, block_size, [])
+    seconds = time.perf_counter() - start
+    reference = torch.log_softmax(done.result.logits[-1].double(), -1)
+    ours = torch.log_softmax(logits.double(), -1)
+    kl = float((reference.exp() * (reference - ours)).sum())
+    return Verification(max(0.0, kl), bool(reference.argmax() == ours.argmax()), seconds)
+
+
+def _in_regime(
+    model: LoadedModel, collection: Collection, chunks: Sequence[ChunkInput], request: Request
+) -> list[ChunkInput]:
+    """Chunks are collected in the short regime of a length-dependent RoPE or not at all exact in a long prompt."""
+    total = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(request.suffix_ids)
+    short = model.decoder.rope.regime(total) == 0
+    return [replace(c, same_regime=c.same_regime and short) for c in chunks]
+
+
+def _chunk_uses(plan: PromptPlan, chosen: Tensor) -> list[ChunkUse]:
+    positions = chosen.tolist()
+    out = []
+    for segment in plan.chunks:
+        count = sum(segment.start <= p < segment.end for p in positions)
+        if segment.status == "computed":
+            count = len(segment.token_ids)
+        key = segment.key.hex() if segment.key else ""
+        out.append(ChunkUse(key, segment.source, len(segment.token_ids), segment.status, count))
+    return out

@@ -1,0 +1,394 @@
+"""precompute: documents -> chunks -> collect behind the prefix -> codec -> store. Does only what changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cacheblend_store import (
+    BadBlob,
+    ChunkManifest,
+    ChunkStore,
+    DocumentChunk,
+    DocumentRecord,
+    KeyParts,
+    StoreReader,
+    chunk_key,
+    collection_id,
+)
+from cacheblend_store.codecs import encode_kv
+from cacheblend_store.layouts import CODECS, blob_spec
+
+from cacheblend_cli.corpus.chunker import Chunk, cut
+from cacheblend_cli.corpus.documents import Document, Skipped
+from cacheblend_cli.engine.collect import (
+    PACK_TOKENS,
+    Capture,
+    ChunkKV,
+    CollectSequence,
+    PrefixKV,
+    collect,
+    collect_prefix,
+)
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
+
+PREFIX_SOURCE = "(prefix)"
+CONTEXTS = ("sink", "document")
+
+
+@dataclass(frozen=True)
+class PrecomputeOptions:
+    """context: "sink" (the prefix only) or "document" (the text before it in its document, up to window tokens)."""
+
+    chunk_tokens: int = 512
+    context: str = "sink"
+    window: int = 2048
+    kv_dtype: str = "auto"
+    force: bool = False
+    dry_run: bool = False
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        if self.context not in CONTEXTS:
+            raise UsageError(f"unknown context {self.context!r}", f"known: {', '.join(CONTEXTS)}")
+        if self.chunk_tokens < 1:
+            raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
+        if self.kv_dtype != "auto" and self.kv_dtype not in CODECS:
+            raise UsageError(f"unknown KV dtype {self.kv_dtype!r}", f"known: auto, {', '.join(CODECS)}")
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """One line of `precompute --json`."""
+
+    id: str
+    source: str
+    index: int
+    tokens: int
+    bytes: int
+    status: Literal["new", "unchanged", "replaced"]
+
+
+@dataclass(frozen=True)
+class PrecomputeEvent:
+    """kind: "plan" (totals are known), "chunk", "skipped", "removed". message is for people."""
+
+    kind: Literal["plan", "chunk", "skipped", "removed"]
+    chunk: ChunkResult | None = None
+    message: str = ""
+    tokens_total: int = 0
+    chunks_total: int = 0
+
+
+@dataclass
+class PrecomputeReport:
+    documents: int = 0
+    new: int = 0
+    unchanged: int = 0
+    replaced: int = 0
+    removed: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    estimated_seconds: float | None = None
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.computed_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt."""
+
+    model: LoadedModel
+    prefix_ids: tuple[int, ...]
+    codec: str
+    salt: str
+
+    @classmethod
+    def of(cls, model: LoadedModel, prefix_ids: Sequence[int], kv_dtype: str, salt: str) -> Collection:
+        codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+        if codec == "int4" and model.spec.head_dim % 2:
+            raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
+        return cls(model, tuple(prefix_ids), codec, salt)
+
+    @property
+    def id(self) -> str:
+        return collection_id(self._parts(self.prefix_ids, ()))
+
+    def key(self, token_ids: Sequence[int], left: Sequence[int] = ()) -> bytes:
+        return chunk_key(self._parts(self.prefix_ids, left), token_ids)
+
+    @property
+    def prefix_key(self) -> bytes:
+        return chunk_key(self._parts((), ()), self.prefix_ids)
+
+    def chunk_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV of a chunk in this codec."""
+        spec = self.model.spec
+        layer = blob_spec(self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
+        return spec.num_layers * sum(t.num_bytes for t in layer.values())
+
+    def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
+        model = self.model
+        return KeyParts(
+            model.fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt
+        )
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk to collect or found in the store. left: token ids between the prefix and it."""
+
+    key: bytes
+    source: str
+    chunk: Chunk
+    left: tuple[int, ...]
+    context: str
+
+
+def precompute(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore | None,
+    documents: Iterable[Document | Skipped],
+    options: PrecomputeOptions,
+    on_event: Callable[[PrecomputeEvent], None],
+    block_size: int,
+    roots: Sequence[str] = (),
+) -> PrecomputeReport:
+    """Bring the store up to date with the documents. Each chunk is committed before it is reported.
+
+    roots: directories whose documents that are gone from disk are removed from the store. Safe to interrupt and to
+    run again: what is there is `unchanged`.
+    """
+    start, report = time.perf_counter(), PrecomputeReport()
+    planned: list[tuple[Document, list[PlannedChunk]]] = []
+    for document in documents:
+        if isinstance(document, Skipped):
+            report.skipped.append((document.source, document.reason))
+            on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
+            continue
+        planned.append((document, plan_document(collection, document, options)))
+    report.documents = len(planned)
+    report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
+    report.bytes = sum(
+        collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks
+    )
+    total = sum(len(chunks) for _, chunks in planned)
+    on_event(PrecomputeEvent("plan", tokens_total=report.tokens, chunks_total=total))
+    if options.dry_run or store is None:
+        report.estimated_seconds = _estimate(model, collection, planned, block_size)
+        return report
+    prefix = _ensure_prefix(model, collection, store, block_size)
+    for batch in _batches(planned):
+        _precompute_batch(model, collection, store, prefix, batch, options, on_event, block_size, report)
+    if roots:
+        _remove_gone(collection, store, {d.source for d, _ in planned}, roots, report, on_event)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def plan_document(
+    collection: Collection, document: Document, options: PrecomputeOptions
+) -> list[PlannedChunk]:
+    """The document's chunks with their keys and left contexts."""
+    out: list[PlannedChunk] = []
+    left: tuple[int, ...] = ()
+    for chunk in cut(document.text, collection.model.tokenizer.encode_text, options.chunk_tokens):
+        if options.context == "document" and len(left) + len(chunk.token_ids) > options.window:
+            left = ()  # a new window: the chunks of the one before are no longer in sight
+        out.append(
+            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context)
+        )
+        if options.context == "document":
+            left = left + chunk.token_ids
+    return out
+
+
+def store_chunk(
+    store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV
+) -> tuple[str, int]:
+    """Encode and commit one chunk. Returns the store's status and the bytes of its blobs."""
+    blobs = [encode_kv(k, v, collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+    status = store.put_chunk(_manifest(collection, planned), blobs)
+    return status, sum(len(b) for b in blobs)
+
+
+def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
+    """The sequences to prefill. Chunks that follow each other in one window share one: each sees those before it."""
+    out: list[CollectSequence] = []
+    for planned in chunks:
+        ids = (*planned.left, *planned.chunk.token_ids)
+        capture = Capture(planned.key, len(planned.left), len(ids))
+        if planned.left and out and out[-1].token_ids == planned.left:
+            out[-1] = CollectSequence(ids, (*out[-1].captures, capture))
+        else:
+            out.append(CollectSequence(ids, (capture,)))
+    return out
+
+
+def _precompute_batch(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore,
+    prefix: PrefixKV,
+    batch: list[tuple[Document, list[PlannedChunk]]],
+    options: PrecomputeOptions,
+    on_event: Callable[[PrecomputeEvent], None],
+    block_size: int,
+    report: PrecomputeReport,
+) -> None:
+    """Collect what the batch lacks, commit chunk by chunk, then each document's record."""
+    wanted = {p.key: p for _, chunks in batch for p in chunks}
+    with store.read() as reader:
+        present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None}
+    missing = [p for key, p in wanted.items() if options.force or key not in present]
+    results: dict[bytes, ChunkResult] = {}
+    replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source) is not None}
+    kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
+    for planned, kv in zip(missing, kvs, strict=True):
+        assert planned.key == kv.key
+        status, size = store_chunk(store, collection, planned, kv)
+        if planned.source in replaced_sources and status == "new":
+            status = "replaced"
+        results[planned.key] = _result(planned, size, status)
+        report.computed_tokens += len(planned.chunk.token_ids)
+        on_event(PrecomputeEvent("chunk", results[planned.key]))
+    for document, chunks in batch:
+        for planned in chunks:
+            result = results.pop(planned.key, None)
+            if result is None:  # was there, or appeared earlier in this batch
+                size = collection.chunk_bytes(len(planned.chunk.token_ids))
+                result = _result(planned, size, "unchanged")
+                on_event(PrecomputeEvent("chunk", result))
+            setattr(report, result.status, getattr(report, result.status) + 1)
+        record = _document_record(collection, document, chunks, options)
+        old = store.get_document(collection.id, document.source)
+        if old is None or (old.chunks, old.content_digest) != (record.chunks, record.content_digest):
+            report.removed += len(store.put_document(record))
+
+
+def _ensure_prefix(
+    model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int
+) -> PrefixKV:
+    """The prefix's KV; it is stored as a chunk of its own, so that `ask` loads it instead of computing it."""
+    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
+    if prefix.token_ids:
+        text = model.tokenizer.decode(prefix.token_ids, skip_special_tokens=False)
+        chunk = Chunk(0, text, prefix.token_ids, 0, len(text))
+        planned = PlannedChunk(collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
+        if _manifest_of(store, planned.key) is None:
+            store_chunk(store, collection, planned, prefix.kv)
+    return prefix
+
+
+def _batches(
+    planned: list[tuple[Document, list[PlannedChunk]]],
+) -> Iterable[list[tuple[Document, list[PlannedChunk]]]]:
+    """Documents together up to a pack of tokens: their chunks are prefilled in shared launches."""
+    batch: list[tuple[Document, list[PlannedChunk]]] = []
+    tokens = 0
+    for item in planned:
+        batch.append(item)
+        tokens += sum(len(p.chunk.token_ids) for p in item[1])
+        if tokens >= PACK_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
+
+
+def _remove_gone(
+    collection: Collection,
+    store: ChunkStore,
+    present: set[str],
+    roots: Sequence[str],
+    report: PrecomputeReport,
+    on_event: Callable[[PrecomputeEvent], None],
+) -> None:
+    prefixes = tuple(root.rstrip("/") + "/" for root in roots)
+    for record in store.documents(collection.id):
+        if record.source.startswith(prefixes) and record.source not in present:
+            report.removed += len(store.remove_document(collection.id, record.source))
+            on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
+
+
+def _estimate(
+    model: LoadedModel,
+    collection: Collection,
+    planned: list[tuple[Document, list[PlannedChunk]]],
+    block_size: int,
+) -> float:
+    """Seconds to collect everything, from a measured prefill of one chunk of the average size."""
+    chunks = [p for _, found in planned for p in found]
+    if not chunks:
+        return 0.0
+    tokens = sum(len(p.chunk.token_ids) for p in chunks)
+    size = max(1, min(PACK_TOKENS, tokens))
+    probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Capture(b"", 0, size),))
+    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
+    best = float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in collect(model.decoder, prefix, [probe], block_size):
+            pass
+        best = min(best, time.perf_counter() - start)
+    return best * tokens / size
+
+
+def _document_record(
+    collection: Collection, document: Document, chunks: list[PlannedChunk], options: PrecomputeOptions
+) -> DocumentRecord:
+    places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
+    settings = {"chunk_tokens": options.chunk_tokens, "context": options.context}
+    return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), settings)
+
+
+def _manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
+    model, chunk = collection.model, planned.chunk
+    before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
+    return ChunkManifest(
+        key=planned.key,
+        token_ids=chunk.token_ids,
+        text=chunk.text,
+        model=model.fingerprint,
+        model_name=model.name,
+        tokenizer=model.tokenizer.fingerprint,
+        collection=collection.id,
+        context=planned.context,
+        left_context_ids=planned.left,
+        collected_len=before + len(chunk.token_ids),
+        codec=collection.codec,
+        num_layers=model.spec.num_layers,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        source=planned.source,
+        index=chunk.index,
+        span=(chunk.start, chunk.end),
+        created=time.time(),
+    )
+
+
+def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:
+    chunk = planned.chunk
+    return ChunkResult(planned.key.hex(), planned.source, chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]
+
+
+def _manifest_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
+    with store.read() as reader:
+        return _manifest_or_none(reader, key)
+
+
+def _manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:
+    """A damaged manifest is a miss."""
+    try:
+        return reader.manifest(key)
+    except BadBlob:
+        return None
