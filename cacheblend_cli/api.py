@@ -186,9 +186,7 @@ class Engine:
             }
             for s in plan.chunks
         ]
-        size = sum(
-            collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids
-        )
+        size = sum(collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids)
         return AskPlan(plan.num_tokens, plan.cached_tokens, plan.exact_tokens, plan.fresh_tokens, size, uses)
 
     def _request(

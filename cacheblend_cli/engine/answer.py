@@ -89,9 +89,7 @@ class Answer:
         if self.verify:
             out["verify"] = vars(self.verify)
         if self.logprobs:
-            out["logprobs"] = [
-                {"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs
-            ]
+            out["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs]
         if ids:
             out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
         if explain:

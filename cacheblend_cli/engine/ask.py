@@ -67,9 +67,7 @@ def resolve_chunks(
                 "run cacheblend precompute on its document again",
             ) from error
         if manifest is None:
-            raise NotFoundError(
-                f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls"
-            )
+            raise NotFoundError(f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls")
         found.append(_as_input(model, collection, store, manifest, notes))
     return tuple(found)
 
@@ -110,12 +108,13 @@ def prefill(
     room: positions to keep free after the prompt. Raises UsageError when the prompt is longer than the context.
     """
     blend, chunks, prefix_cached = request.blend, request.chunks, request.prefix_cached
+    short = _short_regime(model, collection, request)
     while True:
         plan = plan_prompt(
             collection.prefix_ids,
-            _in_regime(model, collection, chunks, request),
+            [replace(c, same_regime=c.same_regime and short) for c in chunks],
             request.suffix_ids,
-            prefix_key=collection.prefix_key if prefix_cached else None,
+            prefix_key=collection.prefix_key if prefix_cached and short else None,
             reuse=blend.mode != "full",
         )
         check_context(model, plan.num_tokens, room)
@@ -183,9 +182,7 @@ def answer(
         recomputed_tokens=len(done.result.chosen),
         recompute_fraction=done.result.fresh_token_layers / (layers * reusable) if reusable else 0.0,
         chunks=_chunk_uses(plan, done.result.chosen),
-        timing=Timing(
-            model_load_s, loader.load_s, loader.stall_s, done.prefill_s, ttft, generation.tokens_per_s
-        ),
+        timing=Timing(model_load_s, loader.load_s, loader.stall_s, done.prefill_s, ttft, generation.tokens_per_s),
         kv_bytes_loaded=loader.num_bytes,
         prompt_ids=plan.token_ids,
         generated_ids=generation.token_ids,
@@ -232,13 +229,10 @@ def _verify(
     return Verification(max(0.0, kl), bool(reference.argmax() == ours.argmax()), seconds)
 
 
-def _in_regime(
-    model: LoadedModel, collection: Collection, chunks: Sequence[ChunkInput], request: Request
-) -> list[ChunkInput]:
-    """Chunks are collected in the short regime of a length-dependent RoPE or not at all exact in a long prompt."""
-    total = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(request.suffix_ids)
-    short = model.decoder.rope.regime(total) == 0
-    return [replace(c, same_regime=c.same_regime and short) for c in chunks]
+def _short_regime(model: LoadedModel, collection: Collection, request: Request) -> bool:
+    """Whether the prompt gets the RoPE frequencies chunks are collected under. If not, nothing stored is exact in it."""
+    total = len(collection.prefix_ids) + sum(len(c.token_ids) for c in request.chunks) + len(request.suffix_ids)
+    return model.decoder.rope.regime(total) == 0
 
 
 def _chunk_uses(plan: PromptPlan, chosen: Tensor) -> list[ChunkUse]:

@@ -133,9 +133,7 @@ def blended_prefill(
     return PrefillResult(decoder.logits(delta, residual), state.candidates.positions, reports)
 
 
-def _deviation(
-    layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _RowState, kind: str
-) -> Tensor:
+def _deviation(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _RowState, kind: str) -> Tensor:
     """Deviation [num_candidates] fp32 of fresh from old KV, before the old is overwritten."""
     index = state.candidate_index
     rows = state.rows
@@ -165,9 +163,7 @@ class _RowState:
         self._set(candidates)
 
     @classmethod
-    def start(
-        cls, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, policy: BlendPolicy
-    ) -> _RowState:
+    def start(cls, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, policy: BlendPolicy) -> _RowState:
         device = decoder.device
         candidates, fresh = _split(plan, device)
         state = cls(decoder, sequence, plan, policy, candidates, fresh)

@@ -55,9 +55,7 @@ class PrefixKV:
 
 
 @torch.inference_mode()
-def collect_prefix(
-    decoder: Decoder, prefix_ids: Sequence[int], block_size: int, key: bytes = b""
-) -> PrefixKV:
+def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int, key: bytes = b"") -> PrefixKV:
     """Prefill the prefix alone. An empty prefix is allowed and has no KV."""
     prefix = PrefixKV((), ChunkKV(key))
     if prefix_ids:
@@ -104,8 +102,7 @@ def _collect_pack(
     for sequence in held:
         _place_prefix(decoder, pool, sequence, prefix, rope_len)
     parts = [
-        (sequence, torch.arange(start, n, device=decoder.device), n)
-        for sequence, n in zip(held, lengths, strict=True)
+        (sequence, torch.arange(start, n, device=decoder.device), n) for sequence, n in zip(held, lengths, strict=True)
     ]
     rows = packed_rows(decoder, parts, rope_len)
     found = [ChunkKV(c.key) for s in pack for c in s.captures]
@@ -130,9 +127,7 @@ def _capture_spans(pack: Sequence[CollectSequence]) -> list[slice]:
     return spans
 
 
-def _place_prefix(
-    decoder: Decoder, pool: KVPool, sequence: PagedSequence, prefix: PrefixKV, rope_len: int
-) -> None:
+def _place_prefix(decoder: Decoder, pool: KVPool, sequence: PagedSequence, prefix: PrefixKV, rope_len: int) -> None:
     if not prefix.token_ids:
         return
     positions = torch.arange(len(prefix.token_ids), device=decoder.device)

@@ -51,9 +51,7 @@ class BlendConfig:
             raise UsageError(f"unknown deviation {self.deviation!r}", f"known: {', '.join(DEVIATIONS)}")
         for _, ratio in self.checks or ((self.check_layer, self.ratio),):
             if not 0 <= ratio <= 1:
-                raise UsageError(
-                    f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens"
-                )
+                raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
         if self.block < 1:
             raise UsageError(f"--block {self.block} is not 1 or more", "1 chooses single tokens")
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]

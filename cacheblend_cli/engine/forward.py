@@ -65,14 +65,10 @@ def forward(
 
 def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, rows: Rows) -> None:
     """Rotate K and write both to the rows' slots of the layer."""
-    layer.kernels.rope_and_cache(
-        None, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots
-    )
+    layer.kernels.rope_and_cache(None, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots)
 
 
-def decode_one_token(
-    decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int
-) -> Tensor:
+def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
     """Status DECODE: one row a sequence, paged attention over everything before it. Returns fp32 logits [vocab_size]."""
     sequence.ensure(position + 1)
     sequence.make_writable(position, position + 1)

@@ -32,11 +32,7 @@ class Generation:
     @property
     def tokens_per_s(self) -> float:
         """Tokens after the first, over the time after the first."""
-        return (
-            (len(self.token_ids) - 1) / self.decode_s
-            if self.decode_s > 0 and len(self.token_ids) > 1
-            else 0.0
-        )
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
 
 
 def generate(

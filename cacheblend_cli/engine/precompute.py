@@ -137,9 +137,7 @@ class Collection:
 
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
         model = self.model
-        return KeyParts(
-            model.fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt
-        )
+        return KeyParts(model.fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt)
 
 
 @dataclass(frozen=True)
@@ -178,9 +176,7 @@ def precompute(
         planned.append((document, plan_document(collection, document, options)))
     report.documents = len(planned)
     report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
-    report.bytes = sum(
-        collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks
-    )
+    report.bytes = sum(collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks)
     total = sum(len(chunks) for _, chunks in planned)
     on_event(PrecomputeEvent("plan", tokens_total=report.tokens, chunks_total=total))
     if options.dry_run or store is None:
@@ -195,26 +191,20 @@ def precompute(
     return report
 
 
-def plan_document(
-    collection: Collection, document: Document, options: PrecomputeOptions
-) -> list[PlannedChunk]:
+def plan_document(collection: Collection, document: Document, options: PrecomputeOptions) -> list[PlannedChunk]:
     """The document's chunks with their keys and left contexts."""
     out: list[PlannedChunk] = []
     left: tuple[int, ...] = ()
     for chunk in cut(document.text, collection.model.tokenizer.encode_text, options.chunk_tokens):
         if options.context == "document" and len(left) + len(chunk.token_ids) > options.window:
             left = ()  # a new window: the chunks of the one before are no longer in sight
-        out.append(
-            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context)
-        )
+        out.append(PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context))
         if options.context == "document":
             left = left + chunk.token_ids
     return out
 
 
-def store_chunk(
-    store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV
-) -> tuple[str, int]:
+def store_chunk(store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV) -> tuple[str, int]:
     """Encode and commit one chunk. Returns the store's status and the bytes of its blobs."""
     blobs = [encode_kv(k, v, collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
     status = store.put_chunk(_manifest(collection, planned), blobs)
@@ -275,9 +265,7 @@ def _precompute_batch(
             report.removed += len(store.put_document(record))
 
 
-def _ensure_prefix(
-    model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int
-) -> PrefixKV:
+def _ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int) -> PrefixKV:
     """The prefix's KV; it is stored as a chunk of its own, so that `ask` loads it instead of computing it."""
     prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
     if prefix.token_ids:

@@ -18,9 +18,7 @@ class DecoderLayer:
     (after QK-norm, where the family has one): that is what is stored.
     """
 
-    def __init__(
-        self, index: int, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend
-    ) -> None:
+    def __init__(self, index: int, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend) -> None:
         self.index, self.spec, self.kernels = index, spec, kernels
         get = {name.split(".", 1)[1]: t for name, t in weights.items() if name.startswith(f"{index}.")}
         self.qkv_weight, self.qkv_bias = get["qkv_proj.weight"], get.get("qkv_proj.bias")
@@ -54,9 +52,7 @@ class DecoderLayer:
 
     def mlp(self, h: Tensor) -> Tensor:
         gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
-        return F.linear(
-            self.kernels.act_and_mul(gate_up, self.spec.activation), self.down_weight, self.down_bias
-        )
+        return F.linear(self.kernels.act_and_mul(gate_up, self.spec.activation), self.down_weight, self.down_bias)
 
     def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Everything after attention. Returns (what the next layer adds to the residual, residual)."""
@@ -94,9 +90,7 @@ class Decoder:
         """[num_rows] int64 -> [num_rows, hidden_size]."""
         return F.embedding(token_ids, self.embedding)
 
-    def input_norm(
-        self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's normed input and the residual stream with `delta` added (residual None: the first layer)."""
         if residual is None:
             return self.kernels.rms_norm(delta, layer.input_norm, self.spec.rms_norm_eps), delta

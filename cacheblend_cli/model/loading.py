@@ -37,9 +37,7 @@ class LoadedModel:
         return self.decoder.spec
 
 
-def load_model(
-    path: Path, name: str, device: torch.device, dtype: str, attention_backend: str
-) -> LoadedModel:
+def load_model(path: Path, name: str, device: torch.device, dtype: str, attention_backend: str) -> LoadedModel:
     """Load the checkpoint in `path`. Raises UsageError, NotFoundError or DeviceError."""
     spec = read_spec(path)
     compute_dtype = resolve_dtype(dtype, device, spec)
@@ -105,9 +103,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(
-            f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+        raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -119,9 +115,7 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
         return DTYPES[name]
     if device.type == "cpu":
         return torch.float32
-    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
+    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return DTYPES.get(stated, torch.bfloat16)
 
 
@@ -140,9 +134,7 @@ def _eos_ids(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int
         try:
             found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
         except ValueError as error:
-            raise UsageError(
-                f"{generation} is not valid JSON: {error}", "fetch the checkpoint again"
-            ) from error
+            raise UsageError(f"{generation} is not valid JSON: {error}", "fetch the checkpoint again") from error
     if found is None:
         found = spec.config.get("eos_token_id")
     if found is None and (token := tokenizer.special("eos_token")):

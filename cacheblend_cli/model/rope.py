@@ -77,9 +77,7 @@ class RotaryEmbedding:
             self._config = _transformers_config(self.spec)
         length = seq_len if self.rope_type in LENGTH_DEPENDENT else None
         try:
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](
-                self._config, torch.device("cpu"), seq_len=length
-            )
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self._config, torch.device("cpu"), seq_len=length)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"rope_parameters of type {self.rope_type!r} are incomplete: {error}", "check config.json"

@@ -112,9 +112,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         raise UsageError(f"unknown activation {activation!r}", f"known: {', '.join(ACTIVATIONS)}")
     kv_heads = int(config.get("num_key_value_heads") or heads)
     if heads % kv_heads:
-        raise UsageError(
-            f"{heads} attention heads do not divide into {kv_heads} KV heads", "check config.json"
-        )
+        raise UsageError(f"{heads} attention heads do not divide into {kv_heads} KV heads", "check config.json")
     bias = bool(config.get("attention_bias", False)) if family.qkv_bias == "config" else bool(family.qkv_bias)
     max_positions = int(config.get("max_position_embeddings", 2048))
     return ModelSpec(
@@ -169,9 +167,7 @@ def _rope_parameters(config: dict[str, Any], max_positions: int) -> dict[str, An
     parameters.setdefault("rope_type", "default")
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if parameters["rope_type"] == "mrope":
-        raise UsageError(
-            "unknown RoPE type 'mrope'", "known: default, linear, dynamic, yarn, longrope, llama3"
-        )
+        raise UsageError("unknown RoPE type 'mrope'", "known: default, linear, dynamic, yarn, longrope, llama3")
     if "original_max_position_embeddings" in config:
         parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
     return parameters

@@ -29,9 +29,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(raw)
             data = json.loads(raw)
         except Exception as error:  # tokenizers raises bare Exception
-            raise UsageError(
-                f"{path} is not a readable tokenizer: {error}", "fetch the checkpoint again"
-            ) from error
+            raise UsageError(f"{path} is not a readable tokenizer: {error}", "fetch the checkpoint again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.added_ids: frozenset[int] = frozenset(token["id"] for token in data.get("added_tokens") or ())
@@ -85,11 +83,7 @@ class Tokenizer:
     def render(self, messages: list[dict[str, str]]) -> str:
         """The chat template over the messages with the generation prompt. Without a template: bos and the plain content."""
         if self._template_source is None:
-            return (
-                (self.special("bos_token") or "")
-                + "\n\n".join(m["content"] for m in messages)
-                + "\n\nAnswer:"
-            )
+            return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
         from jinja2 import TemplateError
 
         try:
@@ -99,11 +93,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 enable_thinking=False,
-                **{
-                    n: v
-                    for n in ("bos_token", "eos_token", "unk_token", "pad_token")
-                    if (v := self.special(n))
-                },
+                **{n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))},
             )
         except TemplateError as error:
             raise UsageError(
@@ -128,9 +118,7 @@ class Tokenizer:
         def tojson(value: Any, indent: int | None = None) -> str:
             return json.dumps(value, ensure_ascii=False, indent=indent)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)

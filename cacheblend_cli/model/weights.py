@@ -35,9 +35,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise UsageError(
-                f"{index} is not a valid index: {error}", "fetch the checkpoint again"
-            ) from error
+            raise UsageError(f"{index} is not a valid index: {error}", "fetch the checkpoint again") from error
         if any(Path(name).name != name for name in names):
             raise UsageError(f"{index} names files outside its directory", "fetch the checkpoint again")
         missing = [name for name in names if not (model_dir / name).is_file()]
@@ -53,9 +51,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def load_weights(
-    spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Every tensor of the model under our names, in `dtype` on `device`.
 
     Names: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
@@ -71,9 +67,7 @@ def load_weights(
         if name not in shapes:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tied):
                 continue
-            raise UsageError(
-                f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}"
-            )
+            raise UsageError(f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}")
         shape, target, start, full_shape = shapes[name]
         if tuple(tensor.shape) != shape:
             raise UsageError(

@@ -102,9 +102,7 @@ def plan_prompt(
     segments: list[Segment] = []
     if prefix_ids:
         status = "exact" if prefix_cached else "computed"
-        segments.append(
-            Segment("prefix", 0, tuple(prefix_ids), status, prefix_key if prefix_cached else None)
-        )
+        segments.append(Segment("prefix", 0, tuple(prefix_ids), status, prefix_key if prefix_cached else None))
     position = len(prefix_ids)
     right = True  # every position so far holds the KV a full prefill would give it
     behind: list[int] = []  # chunk ids so far

@@ -28,9 +28,7 @@ class PromptTemplate:
         """
         question = question.strip()
         if not question:
-            raise UsageError(
-                "the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"'
-            )
+            raise UsageError("the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"')
         encode = self.tokenizer.encode_template
         if self.tokenizer.added_ids.isdisjoint(encode(question)):
             return tuple(encode(self.before_question + question + self.after_question))

@@ -183,6 +183,3 @@ class KernelBackend(ABC):
         """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]."""
         for pool in pools:
             pool.index_copy_(0, dst, pool.index_select(0, src))
-
-    def check_device(self, device: torch.device) -> None:
-        """Raise KernelError when this backend cannot run on the device."""

@@ -43,9 +43,7 @@ class TorchBackend(KernelBackend):
                 continue
             k, v = _keys_of(k_cache, v_cache, meta.block_table[seq], kv_lens[seq], meta.contiguous_slot)
             positions = meta.positions[rows]
-            dense_from_zero = (
-                meta.dense and sliding_window is None and soft_cap is None and int(positions[0]) == 0
-            )
+            dense_from_zero = meta.dense and sliding_window is None and soft_cap is None and int(positions[0]) == 0
             if dense_from_zero:
                 n = rows.stop - rows.start
                 out[rows] = _full_causal(q[rows], k[:n], v[:n], scale)
@@ -109,9 +107,7 @@ class TorchBackend(KernelBackend):
         first_slot: int = -1,
     ) -> None:
         if k_scale is not None or v_scale is not None:
-            raise KernelError(
-                "the torch backend loads decoded K and V", "decode with cacheblend_store.codecs first"
-            )
+            raise KernelError("the torch backend loads decoded K and V", "decode with cacheblend_store.codecs first")
         k_slots, v_slots = _slots(k_cache), _slots(v_cache)
         if first_slot >= 0:
             span = slice(first_slot, first_slot + k.shape[0])
@@ -227,14 +223,10 @@ def _scattered(
         tile_q = tile_q.reshape(1, num_kv_heads, group * n, head_dim)
         kt, vt = k[lo:hi].transpose(0, 1)[None], v[lo:hi].transpose(0, 1)[None]
         tile = _attend(tile_q, kt, vt, bias.repeat(group, 1), scale, soft_cap)
-        out[start:stop] = (
-            tile.view(num_kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1, head_dim)
-        )
+        out[start:stop] = tile.view(num_kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1, head_dim)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, soft_cap: float | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, soft_cap: float | None) -> Tensor:
     """softmax(cap(q k^T * scale) + bias) v. q: [1, heads, rows, dim]; k, v: [1, heads, keys, dim]."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     if soft_cap is None:

@@ -1,0 +1,31 @@
+"""Shared fixtures: a tiny engine with a store of chunks, on its own home."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `checkpoints`; the root stays off the path
+
+
+def pytest_report_header() -> str:
+    names = ("torch", "transformers", "lmdb", "safetensors", "typer", "tokenizers", "hypothesis")
+    return "versions: " + ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's settings, caches or stores."""
+    home = tmp_path_factory.mktemp("home")
+    for name, sub in (
+        ("HOME", ""),
+        ("XDG_CONFIG_HOME", "config"),
+        ("XDG_DATA_HOME", "data"),
+        ("XDG_CACHE_HOME", "cache"),
+        ("XDG_STATE_HOME", "state"),
+    ):
+        monkeypatch.setenv(name, str(home / sub))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
