@@ -38,9 +38,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
         texts.append("".join(page.chunk_texts()))
         for fact in page.facts:
             question, answer, _ = world.ask(rng, person, fact)
-            texts.append(
-                SUFFIX.format(question=question).replace("<|end|>", "").replace("<|assistant|>", "") + answer
-            )
+            texts.append(SUFFIX.format(question=question).replace("<|end|>", "").replace("<|assistant|>", "") + answer)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -38,9 +38,7 @@ def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes
     header = _header(spec)
     for name, tensor in spec.items():
         if memoryview(data[name]).nbytes != tensor.num_bytes:
-            raise ValueError(
-                f"tensor {name} has {memoryview(data[name]).nbytes} bytes, its spec {tensor.num_bytes}"
-            )
+            raise ValueError(f"tensor {name} has {memoryview(data[name]).nbytes} bytes, its spec {tensor.num_bytes}")
     return b"".join([struct.pack("<Q", len(header)), header, *(data[name] for name in spec)])
 
 
@@ -55,9 +53,7 @@ def parse_blob(view: memoryview, spec: BlobSpec) -> dict[str, memoryview]:
     if 8 + length + total != len(view):
         raise BadBlob(f"the blob has {len(view)} bytes, and {8 + length + total} are implied")
     raw = bytes(view[8 : 8 + length])
-    if raw != _header(
-        spec
-    ):  # the common case is byte for byte what we write; anything else is read carefully
+    if raw != _header(spec):  # the common case is byte for byte what we write; anything else is read carefully
         _check_header(raw, spec)
     out, offset = {}, 8 + length
     for name, tensor in spec.items():

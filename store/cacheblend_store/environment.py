@@ -84,9 +84,7 @@ def open_environment(path: Path, *, write: bool, create: bool, force: bool) -> l
         except lmdb.CorruptedError as error:
             raise StoreCorrupt(f"the store at {path} is damaged: {error}", _restore_hint(path)) from error
         except (lmdb.Error, OSError) as error:
-            raise StoreIOError(
-                f"cannot open the store at {path}: {error}", "check the disk and permissions"
-            ) from error
+            raise StoreIOError(f"cannot open the store at {path}: {error}", "check the disk and permissions") from error
         if write:
             environment.reader_check()
         _opened[key] = (environment, 1)
@@ -112,25 +110,17 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     if path.exists() and not path.is_dir():
         raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
     if not data.exists():
-        others = (
-            [p.name for p in path.iterdir() if p.name not in ("lock.mdb", "writer.lock")]
-            if path.is_dir()
-            else []
-        )
+        others = [p.name for p in path.iterdir() if p.name not in ("lock.mdb", "writer.lock")] if path.is_dir() else []
         if path.is_dir() and (path / "lock.mdb").exists() and not create:
             raise StoreCorrupt(f"the store at {path} has lost its data.mdb", _restore_hint(path))
         if not (write and create):
             raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
         if others:
-            raise StoreFormat(
-                f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory"
-            )
+            raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StorePermission(
-                f"cannot create the store at {path}: {error}", "name another --store"
-            ) from error
+            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
     else:
         check_file(data)
     info = path.stat()

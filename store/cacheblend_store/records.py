@@ -95,9 +95,7 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         for name in ("token_ids", "left_context_ids"):
             data[name] = unpack_ids(base64.b64decode(data[name]))
         digests = base64.b64decode(data["blob_digests"])
-        data["blob_digests"] = tuple(
-            digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)
-        )
+        data["blob_digests"] = tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
         data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
         manifest = ChunkManifest(key=key, **data)
     except (ValueError, KeyError, TypeError) as error:

@@ -82,9 +82,7 @@ class ChunkStore:
     def __enter__(self) -> ChunkStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -120,9 +118,7 @@ class ChunkStore:
                     break
                 found.append(key.hex())
         if not found:
-            raise ChunkNotFound(
-                f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls"
-            )
+            raise ChunkNotFound(f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls")
         if len(found) > 1:
             raise AmbiguousId(
                 f"{prefix} begins more than one chunk id: {', '.join(i[: len(text) + 6] for i in found)}",
@@ -174,9 +170,7 @@ class ChunkStore:
         """All document records, of one collection or of all, by source."""
         with self.read() as reader:
             found = list(reader.documents())
-        return sorted(
-            (d for d in found if collection in (None, d.collection)), key=lambda d: (d.source, d.collection)
-        )
+        return sorted((d for d in found if collection in (None, d.collection)), key=lambda d: (d.source, d.collection))
 
     @property
     def generation(self) -> int:
@@ -190,8 +184,7 @@ class ChunkStore:
             env = self._environment()
             info, page = env.info(), env.stat()["psize"]
             used = sum(
-                (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * page
-                for s in reader.database_stats()
+                (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * page for s in reader.database_stats()
             )
             return {
                 "chunks": reader.entries("chunks"),
@@ -211,9 +204,7 @@ class ChunkStore:
         manifest = replace(
             manifest,
             blob_sizes=tuple(len(b) for b in blobs),
-            blob_digests=tuple(
-                blob_digest(manifest.key, i, manifest.num_tokens, b) for i, b in enumerate(blobs)
-            ),
+            blob_digests=tuple(blob_digest(manifest.key, i, manifest.num_tokens, b) for i, b in enumerate(blobs)),
         )
         assert len(blobs) == manifest.num_layers
         check_space(self.path, manifest.num_bytes)
@@ -292,9 +283,7 @@ class ChunkStore:
                     txn.put(b"identity", uuid.uuid4().hex.encode(), db=dbs["meta"])
             return self._identify()
         if version is None or identity is None:
-            raise StoreFormat(
-                f"{self.path} has no identity record: it is no cacheblend store", "name another --store"
-            )
+            raise StoreFormat(f"{self.path} has no identity record: it is no cacheblend store", "name another --store")
         if version != str(FORMAT_VERSION).encode():
             raise StoreFormat(
                 f"the store at {self.path} has format {version.decode(errors='replace')}, this version reads {FORMAT_VERSION}",
@@ -305,9 +294,7 @@ class ChunkStore:
     @contextmanager
     def _writing(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         if not self._write:
-            raise StorePermission(
-                f"the store at {self.path} is open for reading only", "open it with mode='write'"
-            )
+            raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
         env = self._environment()
         with writer_lock(self.path, self._lock_timeout), _translated(self.path), env.begin(write=True) as txn:
             yield txn, self._dbs
@@ -372,10 +359,7 @@ class StoreReader:
             raise BadBlob(f"{name} is missing")
         if len(blob) != manifest.blob_sizes[layer]:
             raise BadBlob(f"{name} has {len(blob)} bytes, and {manifest.blob_sizes[layer]} were written")
-        if (
-            verify
-            and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]
-        ):
+        if verify and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
             raise BadBlob(f"{name} does not match its digest")
         spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
         return parse_blob(blob, spec)
@@ -424,9 +408,7 @@ def _translated(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except lmdb.MapFullError as error:
-        raise StoreFull(
-            f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks rm"
-        ) from error
+        raise StoreFull(f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks rm") from error
     except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError, lmdb.InvalidError) as error:
         raise StoreCorrupt(
             f"the store at {path} is damaged: {error}", "move it away and run cacheblend precompute"
@@ -436,6 +418,4 @@ def _translated(path: Path) -> Iterator[None]:
     except lmdb.Error as error:
         if "No space left" in str(error):
             raise StoreNoSpace(f"the disk of {path} is full: {error}", "free some space") from error
-        raise StoreIOError(
-            f"reading or writing the store at {path} failed: {error}", "check the disk"
-        ) from error
+        raise StoreIOError(f"reading or writing the store at {path} failed: {error}", "check the disk") from error

@@ -134,9 +134,7 @@ def block_mask(block: Tensor) -> Tensor:
     length = block.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = (block[:, :, None] == block[:, None, :]) | (block[:, None, :] == 0)
-    return torch.zeros(block.shape[0], 1, length, length).masked_fill_(
-        ~(causal & same)[:, None], float("-inf")
-    )
+    return torch.zeros(block.shape[0], 1, length, length).masked_fill_(~(causal & same)[:, None], float("-inf"))
 
 
 def tables(positions: Tensor, s: Shape) -> tuple[Tensor, Tensor]:

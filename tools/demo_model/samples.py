@@ -28,9 +28,7 @@ class Sample:
     block: list[int] = field(default_factory=list)
     loss_weight: list[float] = field(default_factory=list)  # weight of predicting THIS token
     subject: list[int] = field(default_factory=list)  # first piece of the subject's last name, or -100
-    look_at: list[int] = field(
-        default_factory=list
-    )  # index the token BEFORE this one should attend to, or -1
+    look_at: list[int] = field(default_factory=list)  # index the token BEFORE this one should attend to, or -1
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,7 @@ class SampleMaker:
             self._add_page(out, page, values)
             asked += [(person, fact) for fact in page.facts]
         rng.shuffle(asked)
-        asked.sort(
-            key=lambda item: sum(f.relation == item[1].relation for _, f in asked) < 2
-        )  # ambiguous ones first
+        asked.sort(key=lambda item: sum(f.relation == item[1].relation for _, f in asked) < 2)  # ambiguous ones first
         start = len(out.ids)
         for block, (person, fact) in enumerate(asked, 1):
             if not self._add_question(out, person, fact, values[person.name, fact.relation], start, block):

@@ -172,11 +172,7 @@ def make_page(rng: random.Random, person: Person, num_paragraphs: int, num_facts
             count = rng.choice((0, 1))
         else:
             count = rng.choice((1, 1, 2))
-        body = [
-            _fact_sentence(rng, person, relations.pop(), facts, across=i > 0)
-            for _ in range(count)
-            if relations
-        ]
+        body = [_fact_sentence(rng, person, relations.pop(), facts, across=i > 0) for _ in range(count) if relations]
         body += [Sentence(_filler(rng)) for _ in range(rng.choice((1, 2, 2)))]
         if i == 0:
             rng.shuffle(body)
@@ -195,9 +191,7 @@ def ask(rng: random.Random, person: Person, fact: Fact) -> tuple[str, str, int]:
     return rng.choice(questions).format(N=person.name), text, text.rindex(fact.value)
 
 
-def _fact_sentence(
-    rng: random.Random, person: Person, relation: str, facts: list[Fact], across: bool
-) -> Sentence:
+def _fact_sentence(rng: random.Random, person: Person, relation: str, facts: list[Fact], across: bool) -> Sentence:
     values, statements, _, _ = RELATIONS[relation]
     value = rng.choice(values)
     possessive = "Her" if person.pronoun == "She" else "His"
