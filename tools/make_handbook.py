@@ -37,7 +37,10 @@ def write_heldout(out: Path, seed: int) -> None:
     for number in range(NUM_CONTEXTS):
         taken: set[str] = set()
         split = "held_out" if number % 3 == 2 else "known"
-        pages = [world.make_page(rng, world.make_person(rng, taken, split), rng.choice((3, 3, 4))) for _ in range(rng.choice((3, 3, 4)))]
+        pages = [
+            world.make_page(rng, world.make_person(rng, taken, split), rng.choice((3, 3, 4)))
+            for _ in range(rng.choice((3, 3, 4)))
+        ]
         ctxs = [{"title": p.person.name, "text": text} for p in pages for text in p.chunk_texts()]
         asked = [(p.person, fact) for p in pages for fact in p.facts]
         counts = {f.relation: sum(g.relation == f.relation for _, g in asked) for _, f in asked}
@@ -45,7 +48,14 @@ def write_heldout(out: Path, seed: int) -> None:
         asked.sort(key=lambda item: counts[item[1].relation] < 2)  # ambiguous by relation first
         for person, fact in asked[:QUESTIONS_A_CONTEXT]:
             question, answer, _ = world.ask(rng, person, fact)
-            row = {"question": question, "answers": [answer], "across": fact.across, "ambiguous": counts[fact.relation] > 1, "names": split, "ctxs": ctxs}
+            row = {
+                "question": question,
+                "answers": [answer],
+                "across": fact.across,
+                "ambiguous": counts[fact.relation] > 1,
+                "names": split,
+                "ctxs": ctxs,
+            }
             rows.append(row)
     _write_lines(out / "heldout.jsonl", rows)
 

@@ -24,7 +24,7 @@ TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-VOCAB, LENGTH, BATCH = 1400, 448, 16
+VOCAB, LENGTH, BATCH = 1200, 448, 16
 MUON_LR, ADAMW_LR = 0.0045, 0.0015
 
 

@@ -39,9 +39,7 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
 
     Raises NotFoundError for a path that is not there, before anything is read.
     """
-    for name in paths:
-        if name != "-" and not Path(name).exists():
-            raise NotFoundError(f"no such file or directory: {name}", "check the path")
+    check_paths(paths)
     seen: set[Path] = set()
     for name in paths:
         if name == "-":
@@ -52,6 +50,13 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
             if resolved not in seen:
                 seen.add(resolved)
                 yield _read(file)
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises NotFoundError for the first path that is not there."""
+    for name in paths:
+        if name != "-" and not Path(name).exists():
+            raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
 def _files(path: Path) -> Iterator[Path]:

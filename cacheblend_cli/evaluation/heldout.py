@@ -70,17 +70,23 @@ def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
                 tags = {k: v for k, v in row.items() if k not in ("question", "answers", "ctxs")}
                 samples.append(Sample(row["question"], tuple(row["answers"]), texts, tags))
             except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{path}:{number} is not a sample: {error!r}", "see `question`, `answers`, `ctxs`") from error
+                raise UsageError(
+                    f"{path}:{number} is not a sample: {error!r}", "see `question`, `answers`, `ctxs`"
+                ) from error
     return samples
 
 
 def store_texts(engine: Engine, store: ChunkStore, texts: Iterable[str]) -> dict[str, bytes]:
     """Collect every distinct text as a chunk of its own. Returns text -> key."""
     collection: Collection = engine.collection()
-    prefix = collect_prefix(engine.model.decoder, collection.prefix_ids, engine.config.block_size, collection.prefix_key)
+    prefix = collect_prefix(
+        engine.model.decoder, collection.prefix_ids, engine.config.block_size, collection.prefix_key
+    )
     if prefix.token_ids:
         chunk = Chunk(0, "", prefix.token_ids, 0, 0)
-        store_chunk(store, collection, PlannedChunk(collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix"), prefix.kv)
+        store_chunk(
+            store, collection, PlannedChunk(collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix"), prefix.kv
+        )
     planned, keys = [], {}
     for text in dict.fromkeys(texts):
         ids = tuple(engine.model.tokenizer.encode_text(text))
@@ -107,7 +113,9 @@ def score(
     for sample in samples:
         chunk_keys = [keys[t] for t in sample.texts]
         for (_, blend), result in zip(settings, scores, strict=True):
-            answer = engine.ask(store, sample.question, chunk_keys, blend, SamplingParams(max_tokens=max_tokens), save_holes=False)
+            answer = engine.ask(
+                store, sample.question, chunk_keys, blend, SamplingParams(max_tokens=max_tokens), save_holes=False
+            )
             right = exact_match(answer.text, sample.answers)
             result.samples += 1
             result.correct += right
@@ -118,5 +126,3 @@ def score(
                 result.by_tag.setdefault(f"{name}={value}", []).append(right)
         on_sample()
     return scores
-
-

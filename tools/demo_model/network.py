@@ -67,7 +67,7 @@ class Layer(nn.Module):
 class Network(nn.Module):
     """probe: the linear map that names the subject at each fact; it is dropped at export."""
 
-    PROBE_LAYER, LOOK_LAYER, LOOK_HEAD = 1, 3, 0
+    PROBE_LAYER, LOOK_LAYER, LOOK_HEAD, COPY_HEAD = 1, 3, 0, 1
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -97,14 +97,18 @@ class Network(nn.Module):
                 known = batch.subject >= 0
                 probe_loss = F.cross_entropy(self.probe(x[known]), batch.subject[known])
             if i == self.LOOK_LAYER:
-                row, col = torch.nonzero(batch.look_at > 0, as_tuple=True)
-                head_q, head_k = q[row, self.LOOK_HEAD, col - 1], k[:, self.LOOK_HEAD]
-                scores = torch.einsum("nd,nld->nl", head_q, head_k[row]) * self.shape.head_dim**-0.5
-                look_loss = F.cross_entropy(scores + mask[row, 0, col - 1], batch.look_at[row, col])
+                look_loss = self._attention_loss(q, k, mask, batch.look_at, self.LOOK_HEAD)
+                look_loss = look_loss + self._attention_loss(q, k, mask, batch.copy_of, self.COPY_HEAD)
         target, weight = batch.ids[:, 1:], batch.loss_weight[:, 1:]
         use = weight > 0
         losses = F.cross_entropy(self.lm_head(self.norm(x[:, :-1][use])), target[use], reduction="none")
         return (losses * weight[use]).sum() / weight[use].sum(), probe_loss, look_loss
+
+    def _attention_loss(self, q: Tensor, k: Tensor, mask: Tensor, targets: Tensor, head: int) -> Tensor:
+        """Cross entropy of the head's attention, one position before each target's row, to the target."""
+        row, col = torch.nonzero(targets >= 0, as_tuple=True)
+        scores = torch.einsum("nd,nld->nl", q[row, head, col - 1], k[:, head][row]) * self.shape.head_dim**-0.5
+        return F.cross_entropy(scores + mask[row, 0, col - 1], targets[row, col])
 
     def checkpoint(self) -> dict[str, Tensor]:
         """The weights under their HF names, without the probe."""

@@ -28,12 +28,13 @@ class Sample:
     block: list[int] = field(default_factory=list)
     loss_weight: list[float] = field(default_factory=list)  # weight of predicting THIS token
     subject: list[int] = field(default_factory=list)  # first piece of the subject's last name, or -100
-    look_at: list[int] = field(default_factory=list)  # index the token BEFORE this one should attend to, or -1
+    look_at: list[int] = field(default_factory=list)  # where the value's token stands in the documents, or -1
+    copy_of: list[int] = field(default_factory=list)  # where the name's token stands in the question, or -1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """ids, positions, block, subject, look_at: [batch, length] int64; loss_weight: [batch, length] fp32."""
+    """ids, positions, block, subject, look_at, copy_of: [batch, length] int64; loss_weight: [batch, length] fp32."""
 
     ids: Tensor
     positions: Tensor
@@ -41,6 +42,7 @@ class Batch:
     loss_weight: Tensor
     subject: Tensor
     look_at: Tensor
+    copy_of: Tensor
 
 
 class SampleMaker:
@@ -68,6 +70,7 @@ class SampleMaker:
             stack("loss_weight", 0, torch.float32),
             stack("subject", -100, torch.int64),
             stack("look_at", -1, torch.int64),
+            stack("copy_of", -1, torch.int64),
         )
 
     def sample(self, num_pages: int, paragraphs: tuple[int, int]) -> Sample:
@@ -98,6 +101,7 @@ class SampleMaker:
         out.loss_weight += [weight] * len(ids)
         out.subject += [-100] * len(ids)
         out.look_at += [-1] * len(ids)
+        out.copy_of += [-1] * len(ids)
 
     def _add_page(self, out: Sample, page: world.Page, values: dict[tuple[str, str], list[int]]) -> None:
         subject = self.encode(" " + page.person.last)[0][0]
@@ -112,8 +116,8 @@ class SampleMaker:
                     if sentence.about and b > at and a < end:
                         out.subject[base + i] = subject
                 if sentence.value_at >= 0:
-                    start, stop = at + sentence.value_at, at + sentence.value_at + len(sentence.value)
-                    found = [base + i for i, (a, b) in enumerate(offsets) if b > start and a < stop]
+                    start = at + sentence.value_at
+                    found = [base + i for i in _within(offsets, start, sentence.value)]
                     values[page.person.name, sentence.relation] = found
                 at = end + 1
 
@@ -121,19 +125,28 @@ class SampleMaker:
         self, out: Sample, person: world.Person, fact: world.Fact, value_at: list[int], start: int, block: int
     ) -> bool:
         question, answer, at = world.ask(self.rng, person, fact)
-        suffix, _ = self.encode(SUFFIX.format(question=question))
+        suffix_text = SUFFIX.format(question=question)
+        suffix, suffix_offsets = self.encode(suffix_text)
         ids, offsets = self.encode(answer)
         end, _ = self.encode("<|end|>")
         if len(out.ids) + len(suffix) + len(ids) + 1 > self.length:
             return False
         self._extend(out, suffix, range(start, start + len(suffix)), block, 0.0)
-        base = len(out.ids)
+        question_base, base = len(out.ids) - len(suffix), len(out.ids)
         position = start + len(suffix)
         self._extend(out, ids + end, range(position, position + len(ids) + 1), block, 1.0)
         subject = self.encode(" " + person.last)[0][0]
-        found = [i for i, (a, b) in enumerate(offsets) if b > at and a < at + len(fact.value)]
+        found = _within(offsets, at, fact.value)
         for i in range(len(ids)):
             out.subject[base + i] = subject
         for i, target in zip(found, value_at, strict=False):
             out.look_at[base + i] = target
+        asked = _within(suffix_offsets, suffix_text.index(person.name), person.name)
+        for i, j in zip(_within(offsets, answer.index(person.name), person.name), asked, strict=True):
+            out.copy_of[base + i] = question_base + j
         return True
+
+
+def _within(offsets: list[tuple[int, int]], start: int, text: str) -> list[int]:
+    """Indexes of the tokens that overlap text at characters start : start + len(text)."""
+    return [i for i, (a, b) in enumerate(offsets) if b > start and a < start + len(text)]

@@ -30,7 +30,32 @@ HELD_OUT_LAST = [
     "Orlov",
     "Hartley",
 ]
-SYLLABLES = "ba be bi bo da de di do fa fe ga go ka ke ki ko la le li lo ma me mi mo na ne ni no ra re ri ro sa se si so ta te ti to va ve vi vo".split()
+ONSETS = "b c d f g h j k l m n p r s t v w z br ch dr fl gr kl kr pl sch sh st sv th tr v".split()
+VOWELS = "a e i o u a e i o ie ei au oe".split()
+CODAS = [
+    "",
+    "",
+    "",
+    "n",
+    "l",
+    "r",
+    "s",
+    "t",
+    "m",
+    "nn",
+    "rd",
+    "ll",
+    "ck",
+    "nd",
+    "rg",
+    "st",
+    "x",
+    "sen",
+    "mann",
+    "ley",
+    "qvist",
+    "ier",
+]
 
 # relation -> (values, statements with {P}ronoun/{p}ossessive, question, answer; {N} is the full name, {v} the value)
 RELATIONS: dict[str, tuple[list[str], list[str], list[str], str]] = {
@@ -39,37 +64,37 @@ RELATIONS: dict[str, tuple[list[str], list[str], list[str], str]] = {
         Bremen Lyon Nantes Seville Bilbao Cork Basel""".split(),
         ["{P} lives in {v}.", "{p} home is in {v}."],
         ["Where does {N} live?", "In which city does {N} live?"],
-        "{N} lives in {v}.",
+        "The city of {N} is {v}.",
     ),
     "building": (
         "Maple Cedar Willow Birch Aspen Juniper Harbor Lantern Granite Copper Falcon Heron Orchard Meadow Summit Anchor".split(),
         ["{p} desk is in the {v} building.", "{P} works in the {v} building."],
         ["Which building does {N} work in?", "Where is the desk of {N}?"],
-        "{N} works in the {v} building.",
+        "The building of {N} is {v}.",
     ),
     "day": (
         "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
         ["{P} is on call on {v}.", "{p} day on call is {v}."],
         ["When is {N} on call?", "On which day is {N} on call?"],
-        "{N} is on call on {v}.",
+        "The call day of {N} is {v}.",
     ),
     "pet": (
         "cat dog parrot rabbit turtle hamster goldfish pony canary lizard ferret hedgehog".split(),
         ["{P} keeps a {v} at home.", "{p} pet is a {v}."],
         ["Which pet does {N} have?", "What pet does {N} keep?"],
-        "{N} keeps a {v}.",
+        "The pet of {N} is a {v}.",
     ),
     "drink": (
         "coffee tea cocoa lemonade espresso cider juice milk kombucha chai water matcha".split(),
         ["{P} drinks {v} in the morning.", "{p} favourite drink is {v}."],
         ["What does {N} drink?", "Which drink does {N} like?"],
-        "{N} drinks {v}.",
+        "The drink of {N} is {v}.",
     ),
     "team": (
         "billing search platform design security payroll hiring research support logistics mobile data legal sales training network".split(),
         ["{P} leads the {v} team.", "{p} team is {v}."],
         ["Which team does {N} lead?", "What team is led by {N}?"],
-        "{N} leads the {v} team.",
+        "The team of {N} is {v}.",
     ),
     "hobby": (
         "chess rowing pottery climbing sailing painting cycling baking fencing gardening skating knitting juggling archery".split(),
@@ -81,7 +106,7 @@ RELATIONS: dict[str, tuple[list[str], list[str], list[str], str]] = {
         "Spanish Polish Danish Finnish Greek Turkish Korean Arabic Hindi Dutch Czech Welsh Swahili Catalan".split(),
         ["{P} speaks {v} with the customers.", "{p} second language is {v}."],
         ["Which language does {N} speak?", "What language does {N} speak with customers?"],
-        "{N} speaks {v}.",
+        "The language of {N} is {v}.",
     ),
 }  # fmt: skip
 
@@ -96,7 +121,7 @@ FILLERS = [
     "Guests get a blue badge.", "Large parcels go to gate {n}.", "The all hands meeting lasts {k} minutes.", "Coats are left at the entrance.",
 ]  # fmt: skip
 OPENINGS = [
-    "{N} joined the company in {y}.", "{N} has been with us since {y}.", "This page is about {N}, who started in {y}.",
+    "Our colleague {N} joined the company in {y}.", "We welcomed {N} in {y}.", "This page is about {N}, who started in {y}.",
 ]  # fmt: skip
 
 
@@ -150,10 +175,10 @@ def make_person(rng: random.Random, taken: set[str], split: str) -> Person:
         first, last = rng.choice(FIRST[pronoun]), rng.choice(LAST)
         if split == "held_out":
             first, last = rng.choice(HELD_OUT_FIRST[pronoun]), rng.choice(HELD_OUT_LAST)
-        elif split == "train" and rng.random() < 0.3:
-            last = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).capitalize()
-            if rng.random() < 0.5:
-                first = "".join(rng.choice(SYLLABLES) for _ in range(2)).capitalize()
+        elif split == "train" and rng.random() < 0.5:
+            last = _invented(rng, rng.choice((2, 3)))
+            if rng.random() < 0.6:
+                first = _invented(rng, 2)
         if last not in taken and first not in taken:
             taken.update((first, last))
             return Person(f"{first} {last}", last, pronoun)
@@ -189,6 +214,12 @@ def ask(rng: random.Random, person: Person, fact: Fact) -> tuple[str, str, int]:
     _, _, questions, answer = RELATIONS[fact.relation]
     text = answer.format(N=person.name, v=fact.value)
     return rng.choice(questions).format(N=person.name), text, text.rindex(fact.value)
+
+
+def _invented(rng: random.Random, syllables: int) -> str:
+    """A name nobody has: its spelling has to be copied, it cannot be remembered."""
+    parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)]
+    return ("".join(parts) + rng.choice(CODAS)).capitalize()
 
 
 def _fact_sentence(rng: random.Random, person: Person, relation: str, facts: list[Fact], across: bool) -> Sentence:

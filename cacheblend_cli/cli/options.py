@@ -1,0 +1,64 @@
+"""Flags that several commands share, each declared once, and the settings they resolve to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_cli.settings import Resolved, Settings, resolve
+
+if TYPE_CHECKING:
+    from cacheblend_store import ChunkStore
+
+    from cacheblend_cli.api import Engine
+    from cacheblend_cli.cli.output import Output
+
+Model = Annotated[
+    str | None, typer.Option(help="Model directory or hub id. Default: the bundled demo model.", show_default=False)
+]
+Store = Annotated[str | None, typer.Option(help="Directory of the store.", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False)]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)]
+Backend = Annotated[str | None, typer.Option(help="auto, torch, triton or xformers.", show_default=False)]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="How KV is stored: auto (as computed), float32, bfloat16, float16, float8_e4m3, int8 or int4.",
+        show_default=False,
+    ),
+]
+Salt = Annotated[str | None, typer.Option(help="Keep the chunks of this tenant apart.", show_default=False)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
+
+
+def settings_of(**flags: Any) -> Settings:
+    """Flags (None: not given) over environment, files and defaults."""
+    resolved: Resolved = resolve(flags)
+    return resolved.settings
+
+
+def load_engine(settings: Settings, output: Output) -> Engine:
+    """The engine the settings name; says so when that is the demo model."""
+    from cacheblend_cli.api import Engine, EngineConfig
+
+    if not settings.model:
+        output.note("no --model given: using the bundled demo model, which knows the demo handbook's kind of text only")
+    config = EngineConfig(
+        model=settings.model or None,
+        device=settings.device,
+        dtype=settings.dtype,
+        attention_backend=settings.attention_backend,
+        threads=settings.threads or None,
+        kv_dtype=settings.kv_dtype,
+    )
+    return Engine.load(config, output.note if output.err_tty else None)
+
+
+def open_store(settings: Settings, *, write: bool) -> ChunkStore:
+    """The store the settings name. Writing creates it; reading one that is not there is an error."""
+    from cacheblend_store import ChunkStore
+
+    return ChunkStore.open(settings.store_path, mode="write" if write else "read", lock_timeout=settings.lock_timeout)

@@ -1,0 +1,49 @@
+"""cacheblend search: stored chunks by their words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.errors import NotFoundError, UsageError
+
+
+def search(
+    query: Annotated[str, typer.Argument(help="Words to look for.")],
+    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="How many chunks.")] = 5,
+    store: options.Store = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Find stored chunks by their words and their documents' titles.
+
+    With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
+    """
+    from cacheblend_cli.corpus.search import search as find
+
+    output = Output(quiet=quiet)
+    if not query.strip():
+        raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
+    with options.open_store(options.settings_of(store=store), write=False) as kv_store:
+        hits = find(kv_store, query, top_k)
+    for hit in hits:
+        if json:
+            output.json(
+                {
+                    "id": hit.id,
+                    "source": hit.source,
+                    "index": hit.index,
+                    "score": round(hit.score, 4),
+                    "snippet": hit.snippet,
+                }
+            )
+        elif quiet:
+            output.text(hit.id)
+    if not hits:
+        raise NotFoundError(f"no stored chunk matches {query!r}", "try other words, or precompute more documents")
+    if not json and not quiet:
+        rows = [(h.id[:12], f"{h.score:.2f}", f"{h.source}#{h.index}", h.snippet[:90]) for h in hits]
+        output.table(("id", "score", "source", "snippet"), rows, right=(1,))
