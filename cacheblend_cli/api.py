@@ -142,7 +142,8 @@ class Engine:
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
         store is open for writing. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
         """
-        started, notes = time.perf_counter(), []
+        started = time.perf_counter()
+        notes: list[str] = []
         collection, request = self._request(store, question, chunks, blend, sampling, salt, notes)
         result = answer(
             self.model,

@@ -64,7 +64,7 @@ class Resolved:
     origin: Mapping[str, str]
 
 
-_FIELDS = {f.name: type(f.default) for f in fields(Settings)}
+_FIELDS: dict[str, type[str] | type[int] | type[float]] = {f.name: type(f.default) for f in fields(Settings)}  # type: ignore[misc]
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:

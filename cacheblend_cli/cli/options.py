@@ -20,7 +20,7 @@ Model = Annotated[
 Store = Annotated[str | None, typer.Option(help="Directory of the store.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False)]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)]
-Backend = Annotated[str | None, typer.Option(help="auto, torch, triton or xformers.", show_default=False)]
+Backend = Annotated[str | None, typer.Option(help="auto or torch.", show_default=False)]
 KvDtype = Annotated[
     str | None,
     typer.Option(

@@ -59,7 +59,7 @@ class Score:
 
 def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
     """JSON lines of {question, answers, ctxs: [{title, text}], ...}. Raises UsageError on a line that is not."""
-    samples = []
+    samples: list[Sample] = []
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, 1):
             if limit is not None and len(samples) >= limit:

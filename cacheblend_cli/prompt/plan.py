@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SegmentKind = Literal["prefix", "chunk", "suffix"]
+SegmentStatus = Literal["exact", "blended", "computed"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Segment:
     kind: SegmentKind
     start: int
     token_ids: tuple[int, ...]
-    status: Literal["exact", "blended", "computed"]
+    status: SegmentStatus
     key: bytes | None = None
     source: str = ""
 
@@ -101,11 +102,12 @@ def plan_prompt(
     prefix_cached = reuse and prefix_key is not None
     segments: list[Segment] = []
     if prefix_ids:
-        status = "exact" if prefix_cached else "computed"
-        segments.append(Segment("prefix", 0, tuple(prefix_ids), status, prefix_key if prefix_cached else None))
+        head: SegmentStatus = "exact" if prefix_cached else "computed"
+        segments.append(Segment("prefix", 0, tuple(prefix_ids), head, prefix_key if prefix_cached else None))
     position = len(prefix_ids)
     right = True  # every position so far holds the KV a full prefill would give it
     behind: list[int] = []  # chunk ids so far
+    status: SegmentStatus
     for chunk in chunks:
         if not (reuse and chunk.cached):
             status = "computed"

@@ -1,4 +1,4 @@
-"""Attention, KV-cache and norm kernels behind one typed interface, with torch, Triton and xformers backends."""
+"""Attention, KV-cache and norm kernels behind one typed interface, and its torch backend."""
 
 from cacheblend_kernels.interface import AttentionMetadata, KernelBackend, KernelError
 from cacheblend_kernels.registry import BACKENDS, select_backend

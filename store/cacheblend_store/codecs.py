@@ -121,4 +121,4 @@ def _unpack4(packed: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1)).cast("B")
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data).cast("B")
