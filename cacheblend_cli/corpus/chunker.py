@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 Encode = Callable[[str], list[int]]
 
+# From coarse to fine. Every level matches all of the text: what separates two pieces belongs to the piece before.
 _LEVELS = (
     re.compile(r".*?(?:\n[ \t]*\n\s*|\Z)", re.DOTALL),  # paragraphs with the blank lines after them
     re.compile(r".*?(?:\n|\Z)", re.DOTALL),
@@ -15,7 +16,7 @@ _LEVELS = (
     re.compile(r"\s*\S+\s*|\s+", re.DOTALL),
     re.compile(r".", re.DOTALL),
 )
-_HEADING = re.compile(r"#{1,6} [^\n]*\n\s*\Z")
+_HEADING = re.compile(r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*")  # Markdown's, or a line underlined
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,17 @@ def cut(text: str, encode: Encode, max_tokens: int) -> list[Chunk]:
     special tokens. A single character of more than max_tokens tokens is a chunk of its own.
     """
     chunks: list[Chunk] = []
-    at = 0
-    for piece in _pack(list(_pieces(text, encode, max_tokens, 0)), encode, max_tokens):
-        ids = tuple(encode(piece))
+    pieces = list(_pieces(text, encode, max_tokens, 0))
+    first = start = 0
+    while first < len(pieces):
+        stop, ids = _fill(pieces, first, encode, max_tokens)
+        kept = _before_headings(pieces, first, stop)
+        if kept < stop < len(pieces) and len(encode("".join(pieces[kept : stop + 1]))) <= max_tokens:
+            stop, ids = kept, encode("".join(pieces[first:kept]))
+        body = "".join(pieces[first:stop])
         if ids:
-            chunks.append(Chunk(len(chunks), piece, ids, at, at + len(piece)))
-        at += len(piece)
+            chunks.append(Chunk(len(chunks), body, tuple(ids), start, start + len(body)))
+        first, start = stop, start + len(body)
     return chunks
 
 
@@ -54,18 +60,27 @@ def _pieces(text: str, encode: Encode, max_tokens: int, level: int) -> Iterator[
             yield from _pieces(part, encode, max_tokens, level + 1)
 
 
-def _pack(pieces: list[str], encode: Encode, max_tokens: int) -> Iterator[str]:
-    """Join adjacent pieces while they fit; a heading that would end a chunk opens the next one instead."""
-    held: list[str] = []
-    for piece in pieces:
-        if held and len(encode("".join(held) + piece)) > max_tokens:
-            headings: list[str] = []
-            while len(held) > 1 and _HEADING.fullmatch(held[-1]):
-                headings.insert(0, held.pop())
-            if headings and len(encode("".join(headings) + piece)) > max_tokens:
-                held, headings = held + headings, []
-            yield "".join(held)
-            held = headings
-        held.append(piece)
-    if held:
-        yield "".join(held)
+def _fill(pieces: Sequence[str], first: int, encode: Encode, max_tokens: int) -> tuple[int, list[int]]:
+    """The end of the longest run from `first` that fits, and its token ids. At least one piece, whatever its size.
+
+    The run doubles until it is too long, then halves its step: a few encodes a chunk, however fine the pieces are.
+    """
+    stop, ids = first + 1, encode(pieces[first])
+    step, growing = 1, True
+    while step:
+        end = min(stop + step, len(pieces))
+        tried = encode("".join(pieces[first:end])) if end > stop else None
+        if tried is not None and len(tried) <= max_tokens:
+            stop, ids = end, tried
+            step = step * 2 if growing else step // 2
+        else:
+            growing, step = False, step // 2
+    return stop, ids
+
+
+def _before_headings(pieces: Sequence[str], first: int, stop: int) -> int:
+    """Where the headings begin that the run ends with; `stop` when there are none, or nothing else."""
+    end = stop
+    while end > first and _HEADING.fullmatch(pieces[end - 1]):
+        end -= 1
+    return end if end > first else stop

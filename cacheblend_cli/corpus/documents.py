@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import NotFoundError
 
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".adoc", ".org", ".text")
 MAX_BYTES = 256 << 20
@@ -16,7 +17,10 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """source: the path as given (directories walked, POSIX separators). digest: blake2b-128 of the text, hex."""
+    """source: the path as given (directories walked, POSIX separators). digest: blake2b-128 of the text, hex.
+
+    Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
+    """
 
     source: str
     text: str
@@ -28,7 +32,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is no document, and why."""
+    """A file or directory that gives no document, and why."""
 
     source: str
     reason: str
@@ -37,7 +41,7 @@ class Skipped:
 def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
     """The documents under `paths` in sorted order. "-" is stdin. In directories only SUFFIXES are read, hidden names not.
 
-    Raises NotFoundError for a path that is not there, before anything is read.
+    A file reached twice is read once. Raises NotFoundError for a path that is not there, before anything is read.
     """
     check_paths(paths)
     seen: set[Path] = set()
@@ -45,42 +49,46 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
         if name == "-":
             yield _decode("-", sys.stdin.buffer.read())
             continue
-        for file in _files(Path(name)):
-            resolved = file.resolve()
+        for entry in _walk(Path(name), ()):
+            if isinstance(entry, Skipped):
+                yield entry
+                continue
+            resolved = entry.resolve()
             if resolved not in seen:
                 seen.add(resolved)
-                yield _read(file)
+                yield _read(entry)
 
 
 def check_paths(paths: Sequence[str]) -> None:
     """Raises NotFoundError for the first path that is not there."""
     for name in paths:
-        if name != "-" and not Path(name).exists():
+        if name != "-" and not os.path.lexists(name):
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _walk(path: Path, parents: tuple[Path, ...]) -> Iterator[Path | Skipped]:
+    """`path` when it is a file, else the documents below it. A link to a directory above itself is not followed."""
     if not path.is_dir():
         yield path
+        return
+    resolved = path.resolve()
+    if resolved in parents:
         return
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
-        raise UsageError(f"cannot list {path}: {error.strerror}", "check its permissions") from error
+        yield Skipped(_source(path), f"unreadable: {error.strerror}")
+        return
     for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _files(entry)
-        elif entry.suffix.lower() in SUFFIXES:
-            yield entry
+        if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in SUFFIXES):
+            yield from _walk(entry, (*parents, resolved))
 
 
 def _read(file: Path) -> Document | Skipped:
-    source = file.as_posix()
+    source = _source(file)
     try:
         if not file.is_file():
-            return Skipped(source, "not a regular file")
+            return Skipped(source, "a broken link" if file.is_symlink() else "not a regular file")
         if file.stat().st_size > MAX_BYTES:
             return Skipped(source, f"larger than {MAX_BYTES >> 20} MiB")
         data = file.read_bytes()
@@ -90,11 +98,20 @@ def _read(file: Path) -> Document | Skipped:
 
 
 def _decode(source: str, data: bytes) -> Document | Skipped:
-    if b"\0" in data[:65536]:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return Skipped(source, "UTF-16, not UTF-8")
+    if b"\0" in data:
         return Skipped(source, "binary")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return Skipped(source, f"invalid UTF-8 at byte {error.start}")
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return Document(source, text) if text.strip() else Skipped(source, "empty")
+    if not text.strip():
+        return Skipped(source, "empty")
+    return Document(source, text if text.endswith("\n") else text + "\n")
+
+
+def _source(path: Path) -> str:
+    """The path as text; bytes of a name that are no UTF-8 become \\xNN, so that it can be stored and printed."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")

@@ -1,0 +1,131 @@
+"""The cut into chunks: lossless, never too long, at the places a reader would cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_cli.corpus.chunker import Chunk, Encode, cut
+
+
+def words(text: str) -> list[int]:
+    """A token a word or a newline, so that sizes can be counted by eye."""
+    return [hash(w) for w in text.replace("\n", " \n ").split(" ") if w]
+
+
+def characters(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+@pytest.fixture(scope="module")
+def encode(tmp_path_factory: pytest.TempPathFactory) -> Encode:
+    from cacheblend_cli.model.tokenizer import Tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return Tokenizer(path).encode_text
+
+
+def texts(chunks: list[Chunk]) -> list[str]:
+    return [c.text for c in chunks]
+
+
+def check(text: str, chunks: list[Chunk], encode: Encode, most: int) -> None:
+    assert "".join(texts(chunks)) == text
+    assert [c.index for c in chunks] == list(range(len(chunks)))
+    for chunk in chunks:
+        assert text[chunk.start : chunk.end] == chunk.text
+        assert list(chunk.token_ids) == encode(chunk.text)
+        assert len(chunk.token_ids) <= most
+
+
+def test_paragraphs_are_packed_whole() -> None:
+    text = "one two\n\nthree four\n\nfive six\n"
+    assert texts(cut(text, words, 8)) == ["one two\n\nthree four\n\n", "five six\n"]
+    assert texts(cut(text, words, 6)) == ["one two\n\n", "three four\n\n", "five six\n"]
+    assert texts(cut(text, words, 100)) == [text]
+
+
+def test_a_heading_stays_with_the_paragraph_after_it() -> None:
+    text = "one two three\n\n# Title\n\nfour five six\n\nTitle\n=====\n\nseven eight nine\n"
+    assert texts(cut(text, words, 9)) == [
+        "one two three\n\n",
+        "# Title\n\nfour five six\n\n",
+        "Title\n=====\n\nseven eight nine\n",
+    ]
+
+
+def test_a_heading_without_room_for_its_paragraph_makes_no_chunk_of_its_own() -> None:
+    chunks = cut("one two\n\n# Title\n\nthree four five six seven\n", words, 8)
+    assert texts(chunks) == ["one two\n\n# Title\n\n", "three four five six seven\n"]
+
+
+def test_a_heading_that_ends_the_document_stays() -> None:
+    assert texts(cut("one\n\n# Two\n", words, 3)) == ["one\n\n", "# Two\n"]
+
+
+def test_a_long_paragraph_is_cut_at_lines_then_sentences_then_words() -> None:
+    assert texts(cut("a b c\nd e f\n", words, 4)) == ["a b c\n", "d e f\n"]
+    assert texts(cut("a b c. d e f. g h\n", words, 4)) == ["a b c. ", "d e f. ", "g h\n"]
+    assert texts(cut("a b c d e f g\n", words, 3)) == ["a b c ", "d e f ", "g\n"]
+
+
+def test_one_token_and_a_character_of_too_many_tokens() -> None:
+    [chunk] = cut("a", words, 1)
+    assert (chunk.text, chunk.start, chunk.end) == ("a", 0, 1)
+    chunks = cut("aé", lambda t: list(t.encode()), 1)
+    assert [c.token_ids for c in chunks] == [(97,), (0xC3, 0xA9)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["a", "lead of billing", " ", "\n", "\n\n", "# H\n", ". ", "\t", "né", "\U0001f600", "x" * 40])
+    ),
+    st.integers(1, 40),
+)
+def test_nothing_is_lost_and_nothing_is_too_long(parts: list[str], most: int) -> None:
+    text = "".join(parts)
+    check(text, cut(text, characters, most), characters, most)
+
+
+def test_with_a_real_tokenizer_added_tokens_are_plain_text(encode: Encode) -> None:
+    text = "# The lead\n\nof billing <|im_end|> is <tool_call> Mara.\n\n" * 12
+    chunks = cut(text, encode, 30)
+    check(text, chunks, encode, 30)
+    assert len(chunks) > 12
+    assert all(
+        not {0, 1, 2, 310}.intersection(c.token_ids) for c in chunks
+    )  # <s>, <|im_start|>, <|im_end|>, <tool_call>
+
+
+def test_text_without_any_break_takes_few_encodes(encode: Encode) -> None:
+    calls = 0
+
+    def counting(text: str) -> list[int]:
+        nonlocal calls
+        calls += 1
+        return encode(text)
+
+    text = "x" * 20_000
+    chunks = cut(text, counting, 100)
+    check(text, chunks, encode, 100)
+    assert calls < 40 * len(chunks)
+
+
+def test_the_handbook_is_cut_at_paragraphs() -> None:
+    from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, model_dir
+    from cacheblend_cli.model.tokenizer import Tokenizer
+
+    if not Path(model_dir(), "tokenizer.json").is_file():
+        pytest.skip("the demo model is not there")
+    encode = Tokenizer(model_dir()).encode_text
+    for page in sorted(handbook_dir().glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        chunks = cut(text, encode, CHUNK_TOKENS)
+        check(text, chunks, encode, CHUNK_TOKENS)
+        assert all(c.text.endswith("\n\n") for c in chunks[:-1])

@@ -1,0 +1,132 @@
+"""Reading documents: what is read, in which order, and what is said of the rest."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.errors import NotFoundError
+
+
+def read(*paths: Path | str) -> dict[str, str]:
+    """source -> text, or the reason in brackets."""
+    return {
+        d.source: d.text if isinstance(d, Document) else f"[{d.reason}]"
+        for d in read_documents([str(p) for p in paths])
+    }
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_directories_are_walked_in_order_without_hidden_names(here: Path) -> None:
+    for name in ("docs/b.md", "docs/a.txt", "docs/sub/c.rst", "docs/.git/d.md", "docs/.hidden.md", "docs/e.py"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(f"{name}\n")
+    assert list(read("docs")) == ["docs/a.txt", "docs/b.md", "docs/sub/c.rst"]
+    assert list(read("./docs/")) == ["docs/a.txt", "docs/b.md", "docs/sub/c.rst"]
+
+
+def test_a_named_file_is_read_whatever_its_suffix_and_only_once(here: Path) -> None:
+    (here / "notes.py").write_text("text\n")
+    (here / "a.md").write_text("a\n")
+    assert read("notes.py", "a.md", ".", "notes.py") == {"notes.py": "text\n", "a.md": "a\n"}
+
+
+def test_text_has_unix_line_ends_no_byte_order_mark_and_a_last_newline(here: Path) -> None:
+    (here / "a.md").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree")
+    assert read("a.md") == {"a.md": "one\ntwo\nthree\n"}
+
+
+def test_the_digest_follows_the_text() -> None:
+    assert Document("a", "x\n").digest == Document("b", "x\n").digest != Document("a", "y\n").digest
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b" \n\t\n", "empty"),
+        (b"caf\xe9", "invalid UTF-8 at byte 3"),
+        (b"text" + b" " * 70_000 + b"\0", "binary"),
+        ("text".encode("utf-16"), "UTF-16, not UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_skipped_with_a_reason(here: Path, data: bytes, reason: str) -> None:
+    (here / "a.md").write_bytes(data)
+    (here / "b.md").write_text("fine\n")
+    assert read(".") == {"a.md": f"[{reason}]", "b.md": "fine\n"}
+
+
+def test_control_characters_are_text(here: Path) -> None:
+    (here / "a.md").write_text("bell \a escape \x1b[31m\n")
+    assert read("a.md") == {"a.md": "bell \a escape \x1b[31m\n"}
+
+
+def test_links_that_lead_back_up_are_not_followed(here: Path) -> None:
+    (here / "docs/sub").mkdir(parents=True)
+    (here / "docs/a.md").write_text("a\n")
+    (here / "docs/sub/b.md").write_text("b\n")
+    (here / "docs/sub/up").symlink_to(here / "docs")
+    (here / "docs/broken.md").symlink_to(here / "nowhere")
+    assert read("docs") == {"docs/a.md": "a\n", "docs/broken.md": "[a broken link]", "docs/sub/b.md": "b\n"}
+
+
+def test_a_linked_directory_is_read_once(here: Path) -> None:
+    (here / "docs").mkdir()
+    (here / "other").mkdir()
+    (here / "other/a.md").write_text("a\n")
+    (here / "docs/one").symlink_to(here / "other")
+    (here / "docs/two").symlink_to(here / "other")
+    assert list(read("docs")) == ["docs/one/a.md"]
+
+
+def test_an_unreadable_directory_or_file_is_skipped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "docs/shut").mkdir(parents=True)
+    (here / "docs/a.md").write_text("a\n")
+    (here / "docs/b.md").write_text("b\n")
+    real_list, real_read = Path.iterdir, Path.read_bytes  # root may read everything: refuse here
+
+    def refuse_list(path: Path):  # type: ignore[no-untyped-def]
+        if path.name == "shut":
+            raise PermissionError(13, "Permission denied")
+        return real_list(path)
+
+    def refuse_read(path: Path) -> bytes:
+        if path.name == "b.md":
+            raise PermissionError(13, "Permission denied")
+        return real_read(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse_list)
+    monkeypatch.setattr(Path, "read_bytes", refuse_read)
+    denied = "[unreadable: Permission denied]"
+    assert read("docs") == {"docs/a.md": "a\n", "docs/b.md": denied, "docs/shut": denied}
+
+
+def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:
+    try:
+        Path(os.fsdecode(b"caf\xe9.md")).write_text("x\n")
+    except OSError:
+        pytest.skip("this file system wants UTF-8 names")
+    assert list(read(".")) == ["caf\\xe9.md"]
+
+
+def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
+    assert list(read_documents(["-"])) == [Document("-", "piped\n")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert list(read_documents(["-"])) == [Skipped("-", "empty")]
+
+
+def test_a_missing_path_is_found_before_anything_is_read(here: Path) -> None:
+    (here / "a.md").write_text("a\n")
+    with pytest.raises(NotFoundError, match="nowhere"):
+        next(read_documents(["a.md", "nowhere"]))
