@@ -43,25 +43,28 @@ def _root(
     pass
 
 
-def main() -> None:
-    """Run the command and exit with the code of the contract."""
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command (default: the process's arguments) and return the exit code of the contract."""
     try:
-        code = app(standalone_mode=False)
+        code = app(arguments, standalone_mode=False)
     except BaseException as error:
         code = _failed(error)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(run())
 
 
 def _failed(error: BaseException) -> int:
-    import click
-
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, click.exceptions.Exit):
+    if isinstance(error, typer.Exit):
         return error.exit_code
-    if isinstance(error, click.exceptions.Abort):
+    if isinstance(error, SystemExit):  # how the parser ends when the reader of a pipe has left
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, typer.Abort):
         error = KeyboardInterrupt()
-    if isinstance(error, click.ClickException):
+    if hasattr(error, "format_message"):  # the parser's own errors, whichever click typer carries
         error.show()
         return 2
     from cacheblend_cli.cli.exits import report

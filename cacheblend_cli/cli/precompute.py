@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,12 +56,9 @@ def precompute(
     )
     check_paths(paths)
     engine = options.load_engine(settings, output)
-    kv_store = None if dry_run else options.open_store(settings, write=True)
-    with output.progress("precompute") as bar:
-        view = _View(output, bar, json, quiet)
-        report = engine.precompute(kv_store, paths, wanted, view.on_event)
-    if kv_store is not None:
-        kv_store.close()
+    opened = nullcontext() if dry_run else options.open_store(settings, write=True)
+    with opened as kv_store, output.progress("precompute") as bar:
+        report = engine.precompute(kv_store, paths, wanted, _View(output, bar, json, quiet).on_event)
     _check_explicit(paths, report)
     _summary(report, output, str(settings.store_path), dry_run, json)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_kernels import KernelError, select_backend
+from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.decoder import Decoder
@@ -41,6 +41,8 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
     """Load the checkpoint in `path`. Raises UsageError, NotFoundError or DeviceError."""
     spec = read_spec(path)
     compute_dtype = resolve_dtype(dtype, device, spec)
+    if attention_backend not in ("auto", *BACKENDS):
+        raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
     tokenizer = Tokenizer(path)
     try:
         kernels = select_backend(attention_backend, device)

@@ -54,21 +54,24 @@ def open_environment(path: Path, *, write: bool, create: bool, force: bool) -> l
 
     Raises StoreNotFound, StoreFormat, StoreCorrupt, StorePermission, StoreNoSpace or StoreIOError.
     """
-    key = (os.getpid(), f"{path.resolve()}|{write}")
+    key = (os.getpid(), str(path.resolve()))
     with _opened_lock:
-        if key in _opened:
+        check_path(path, write=write, create=create, force=force)
+        if key in _opened:  # LMDB allows one environment a file and process: readers and writers share it
             environment, count = _opened[key]
             _opened[key] = (environment, count + 1)
             return environment
-        check_path(path, write=write, create=create, force=force)
+        for other in [k for k in _opened if k[0] != os.getpid() and k[1] == key[1]]:
+            _opened.pop(other)[0].close()  # inherited by a fork: py-lmdb forgets it and leaves the parent's locks alone
+        readonly = not os.access(path / "data.mdb" if (path / "data.mdb").exists() else path, os.W_OK)
         try:
             environment = lmdb.open(
                 str(path),
                 map_size=max(MAP_SIZE, _file_size(path)),
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
-                readonly=not write,
-                create=write and create,
+                readonly=readonly,
+                create=not readonly and create,
                 mode=0o600,
                 sync=True,
                 metasync=True,
@@ -85,7 +88,7 @@ def open_environment(path: Path, *, write: bool, create: bool, force: bool) -> l
             raise StoreCorrupt(f"the store at {path} is damaged: {error}", _restore_hint(path)) from error
         except (lmdb.Error, OSError) as error:
             raise StoreIOError(f"cannot open the store at {path}: {error}", "check the disk and permissions") from error
-        if write:
+        if not readonly:
             environment.reader_check()
         _opened[key] = (environment, 1)
         return environment

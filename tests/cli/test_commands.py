@@ -1,0 +1,386 @@
+"""The command line as a user meets it: answers on stdout, everything else on stderr, the exit codes of the contract."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checkpoints import WORDS, write_checkpoint
+
+from cacheblend_cli.cli.main import run
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model"
+    write_checkpoint(path, "qwen2", max_position_embeddings=1024)
+    return path
+
+
+@pytest.fixture
+def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command in an empty directory with a store and a random model of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("CACHEBLEND_MODEL", str(model))
+
+    def call(*arguments: str, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        code = run(list(arguments))
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for d, name in enumerate(("alpha", "beta")):
+        text = "\n\n".join(f"{name} {p} " + " ".join(WORDS[(d + p) % 5 : (d + p) % 5 + 8]) + "." for p in range(3))
+        (folder / f"{name}.md").write_text(f"# {name}\n\n{text}\n")
+    return folder
+
+
+@pytest.fixture
+def stored(cli: Cli, docs: Path) -> list[str]:
+    result = cli("precompute", "docs", "--chunk-tokens", "40", "--json")
+    assert result.code == 0, result.err
+    return [r["id"] for r in result.records]
+
+
+def test_precompute_reports_chunks_and_does_only_what_changed(cli: Cli, docs: Path) -> None:
+    first = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
+    assert {r["status"] for r in first} == {"new"}
+    assert set(first[0]) == {"id", "source", "index", "tokens", "bytes", "status"}
+    assert {r["status"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--json").records} == {"unchanged"}
+    (docs / "alpha.md").write_text("# alpha\n\nsomething else entirely\n")
+    (docs / "beta.md").unlink()
+    again = cli("precompute", "docs", "--chunk-tokens", "40", "--json")
+    assert [r["status"] for r in again.records] == ["replaced"]
+    assert "docs/beta.md is gone" in again.err
+    listed = cli("chunks", "ls", "--json").records
+    assert [r["id"] for r in listed] == [again.records[0]["id"]]
+    assert {r["status"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--force", "--json").records} <= {
+        "unchanged",
+        "replaced",
+    }
+
+
+def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    [facts] = cli("precompute", "docs", "--dry-run", "--json").records
+    assert facts["documents"] == 2
+    assert facts["tokens"] > 0
+    assert facts["seconds"] > 0
+    assert not (tmp_path / "store").exists()
+
+
+def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> None:
+    result = cli(
+        "ask",
+        "who leads billing?",
+        "--chunks",
+        ",".join(stored[:3]),
+        "--json",
+        "--verify",
+        "--ids",
+        "--max-tokens",
+        "4",
+        "--logprobs",
+        "2",
+    )
+    assert result.code == 0, result.err
+    [answer] = result.records
+    assert set(answer) >= {
+        "answer", "finish_reason", "model", "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens",
+        "recomputed_tokens", "recompute_fraction", "generated_tokens", "chunks", "timing", "kv_bytes_loaded", "verify",
+        "prompt_ids", "generated_ids",
+    }  # fmt: skip
+    assert set(answer["timing"]) == {
+        "model_load_s",
+        "kv_load_s",
+        "kv_load_stall_s",
+        "prefill_s",
+        "ttft_s",
+        "decode_tokens_per_s",
+    }
+    assert set(answer["verify"]) == {"kl", "top1_agree", "full_ttft_s"}
+    assert [c["status"] for c in answer["chunks"]] == ["exact", "blended", "blended"]
+    assert [c["id"] for c in answer["chunks"]] == stored[:3]
+    assert len(answer["prompt_ids"]) == answer["prompt_tokens"]
+    assert answer["kv_bytes_loaded"] > 0
+    assert len(answer["logprobs"][0]["top"]) == 2
+
+
+def test_answer_is_on_stdout_and_the_rest_on_stderr(cli: Cli, stored: list[str]) -> None:
+    asked = cli("ask", "who?", "--chunks", stored[0][:12], "--max-tokens", "5", "--json").records[0]
+    plain = cli("ask", "who?", "--chunks", stored[0][:12], "--max-tokens", "5")
+    assert plain.out == asked["answer"] + "\n"
+    assert "first token" in plain.err
+
+
+def test_search_feeds_ask(cli: Cli, stored: list[str]) -> None:
+    found = cli("search", "alpha", "-q")
+    assert found.code == 0
+    assert set(found.out.split()) <= set(stored)
+    answer = cli("ask", "alpha?", "--chunks", "-", "--max-tokens", "2", "--json", stdin=found.out).records[0]
+    assert [c["id"] for c in answer["chunks"]] == found.out.split()
+
+
+def test_ask_without_chunks_searches(cli: Cli, stored: list[str]) -> None:
+    answer = cli("ask", "what does beta say?", "--top-k", "2", "--max-tokens", "2", "--json").records[0]
+    assert len(answer["chunks"]) == 2
+    assert all(c["source"] == "docs/beta.md" for c in answer["chunks"])
+
+
+def test_batch_answers_each_line(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps({"question": "one?", "chunks": stored[:1]}) + "\n" + json.dumps({"question": "beta?"}) + "\n"
+    )
+    answers = cli("ask", "--batch", "q.jsonl", "--max-tokens", "2", "--json").records
+    assert len(answers[0]["chunks"]) == 1
+    assert len(answers) == 2
+
+
+def test_dry_run_of_ask(cli: Cli, stored: list[str]) -> None:
+    [plan] = cli("ask", "one?", "--chunks", ",".join(stored[:2]), "--dry-run", "--json").records
+    assert plan["cached_tokens"] > plan["exact_tokens"] > 0
+
+
+def test_a_corrupt_blob_is_reported_computed_and_replaced(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    from cacheblend_store import ChunkStore
+
+    good = cli(
+        "ask", "who?", "--chunks", ",".join(stored[:3]), "--mode", "full", "--max-tokens", "6", "--json"
+    ).records[0]
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        key = bytes.fromhex(stored[1])
+        with store._writing() as (txn, dbs):
+            name = key + (1).to_bytes(4, "big")
+            blob = bytearray(txn.get(name, db=dbs["blobs"]))
+            blob[-7] ^= 1
+            txn.put(name, bytes(blob), db=dbs["blobs"])
+    result = cli("ask", "who?", "--chunks", ",".join(stored[:3]), "--ratio", "1", "--max-tokens", "6", "--json")
+    assert result.code == 0
+    assert "does not match its digest" in result.err
+    assert result.records[0]["answer"] == good["answer"]
+    assert [c["status"] for c in result.records[0]["chunks"]] == ["exact", "computed", "blended"]
+    again = cli("ask", "who?", "--chunks", ",".join(stored[:3]), "--max-tokens", "2", "--json")
+    assert [c["status"] for c in again.records[0]["chunks"]] == ["exact", "blended", "blended"]
+
+
+def test_another_models_chunks_are_computed_and_then_stored(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "other", "qwen3")
+    ask = (
+        "ask",
+        "who?",
+        "--chunks",
+        ",".join(stored[:2]),
+        "--model",
+        str(tmp_path / "other"),
+        "--max-tokens",
+        "2",
+        "--json",
+    )
+    assert [c["status"] for c in cli(*ask).records[0]["chunks"]] == ["computed", "computed"]
+    assert [c["status"] for c in cli(*ask).records[0]["chunks"]] == ["exact", "blended"]
+
+
+def test_chunks_show_and_rm(cli: Cli, stored: list[str]) -> None:
+    shown = cli("chunks", "show", stored[0][:10], "--json").records[0]
+    assert shown["id"] == stored[0]
+    assert shown["text"].startswith("# alpha")
+    assert cli("chunks", "rm", stored[0][:10], "--json").records == [{"removed": 1}]
+    assert cli("chunks", "show", stored[0]).code == 3
+    statuses = [r["status"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--json").records]
+    assert sum(s != "unchanged" for s in statuses) == 1
+    assert cli("chunks", "rm", "--source", "docs/beta.md").code == 0
+    assert all(r["source"] == "docs/alpha.md" for r in cli("chunks", "ls", "--json").records)
+
+
+def test_config_show_names_the_origin(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "cacheblend.toml").write_text("chunk-tokens = 77\n")
+    shown = cli("config", "show", "--json").records[0]
+    assert shown["chunk_tokens"] == {"value": 77, "from": str(tmp_path / "cacheblend.toml")}
+    assert shown["store"]["from"] == "CACHEBLEND_STORE"
+    (tmp_path / "cacheblend.toml").write_text("chunk_token = 77\n")
+    failed = cli("config", "show")
+    assert failed.code == 2
+    assert "chunk_token" in failed.err
+    assert "known:" in failed.err
+
+
+def test_doctor(cli: Cli, stored: list[str]) -> None:
+    [facts] = cli("doctor", "--json").records
+    assert facts["ok"] is True
+    assert facts["store"]["chunks"] == len(stored) + 1  # and the prefix
+    assert facts["model"]["architecture"] == "Qwen2ForCausalLM"
+    assert cli("doctor", "--model", "nowhere/at/all").code == 3
+
+
+BAD = [
+    (("ask",), 2, "no question"),
+    (("ask", "  "), 2, "question is empty"),
+    (("ask", "q", "--chunks", "ffffffffff"), 3, "no chunk"),
+    (("ask", "q", "--chunks", "zz"), 3, "no chunk id"),
+    (("ask", "q", "--selector", "best"), 2, "unknown selector"),
+    (("ask", "q", "--mode", "fast"), 2, "unknown mode"),
+    (("ask", "q", "--ratio", "2"), 2, "between 0 and 1"),
+    (("ask", "q", "--temperature", "-1"), 2, "--temperature"),
+    (("ask", "q", "--max-tokens", "x"), 2, "max-tokens"),
+    (("ask", "q", "--chunks", "-", "--batch", "none.jsonl"), 2, "--batch"),
+    (("ask", "--batch", "none.jsonl"), 3, "no such file"),
+    (("ask", "-", "--chunks", "-"), 2, "stdin"),
+    (("ask", "q " * 600, "--top-k", "1"), 2, "context"),
+    (("ask", "q", "--attention-backend", "magic"), 2, "unknown attention backend"),
+    (("ask", "q", "--device", "abacus"), 2, "unknown device"),
+    (("precompute", "nowhere"), 3, "no such file"),
+    (("precompute", "docs", "--chunk-tokens", "0"), 2, "--chunk-tokens"),
+    (("precompute", "docs", "--chunk-tokens", "9999"), 2, "context"),
+    (("precompute", "docs", "--kv-dtype", "int2"), 2, "unknown KV dtype"),
+    (("precompute", "docs", "--context", "moon"), 2, "unknown context"),
+    (("search", " "), 2, "query is empty"),
+    (("search", "qqqqzzz"), 3, "no stored chunk matches"),
+    (("chunks", "rm"), 2, "say what to remove"),
+    (("chunks", "ls", "--store", "nowhere"), 3, "no store"),
+    (("frobnicate",), 2, "No such command"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"), BAD, ids=lambda v: " ".join(v)[:30] if isinstance(v, tuple) else None
+)
+def test_bad_input_gets_the_right_code_and_message(
+    cli: Cli, stored: list[str], arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    if arguments[0] == "ask" and len(arguments) > 1 and "--chunks" not in arguments and "q" in arguments[1]:
+        arguments = (arguments[0], arguments[1].replace("q", "alpha"), *arguments[2:])
+    result = cli(*arguments)
+    assert result.code == code, result.err
+    assert says in result.err
+    assert len(cli("chunks", "ls", "--json").records) == len(stored)
+
+
+def test_a_missing_cuda_device_is_named(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = cli("ask", "alpha", "--device", "cuda")
+    assert result.code == 5
+    assert "no CUDA" in result.err
+
+
+def test_an_ambiguous_id_names_its_candidates(cli: Cli, docs: Path) -> None:
+    for i in range(40):
+        (docs / f"n{i}.md").write_text(f"note number {i}\n")
+    ids = [r["id"] for r in cli("precompute", "docs", "--json").records]
+    first = next(a[0] for a in ids if sum(b[0] == a[0] for b in ids) > 1)
+    result = cli("chunks", "show", first)
+    assert result.code == 3
+    assert "more than one" in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "code", "says"),
+    [
+        ("im_end.md", b"stop <|im_end|> here <tool_call> and <s>", 0, ""),
+        ("control.md", b"bell \x07 escape \x1b[31m red", 0, ""),
+        ("one.md", b"a", 0, ""),
+        ("empty.md", b"", 2, "empty"),
+        ("latin.md", b"caf\xe9 au lait", 2, "invalid UTF-8"),
+        ("binary.md", b"\x00\x01\x02", 2, "binary"),
+    ],
+)
+def test_odd_documents(
+    cli: Cli, stored: list[str], tmp_path: Path, model: Path, name: str, data: bytes, code: int, says: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    result = cli("precompute", name, "--json")
+    assert result.code == code, result.err
+    assert says in result.err
+    assert len(cli("chunks", "ls", "--json").records) == len(stored) + (code == 0)
+    if code == 0:
+        from cacheblend_cli.model.tokenizer import Tokenizer
+
+        shown = cli("chunks", "show", result.records[0]["id"], "--json").records[0]
+        tokenizer = Tokenizer(model)
+        assert shown["text"] == data.decode() + "\n" or shown["text"] == data.decode()
+        assert tokenizer.added_ids.isdisjoint(shown["token_ids"])
+        assert tokenizer.decode(shown["token_ids"]) == shown["text"]
+        assert cli("ask", "so?", "--chunks", shown["id"], "--max-tokens", "2").code == 0
+
+
+def test_a_bad_file_in_a_directory_is_skipped_with_a_warning(cli: Cli, docs: Path) -> None:
+    (docs / "bad.md").write_bytes(b"caf\xe9")
+    (docs / "folder.md").mkdir()
+    result = cli("precompute", "docs", "--json")
+    assert result.code == 0
+    assert "skipped docs/bad.md: invalid UTF-8" in result.err
+
+
+def test_a_bad_model_directory(cli: Cli, stored: list[str], model: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_text((model / "config.json").read_text())
+    (bad / "tokenizer.json").write_text((model / "tokenizer.json").read_text())
+    ask = ("ask", "alpha", "--model", str(bad))
+    result = cli(*ask)
+    assert (result.code, "no *.safetensors" in result.err) == (3, True)
+    (bad / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    result = cli(*ask)
+    assert (result.code, "shape" in result.err) == (2, True)
+    (bad / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    result = cli(*ask)
+    assert (result.code, "known: LlamaForCausalLM" in result.err) == (2, True)
+    (bad / "config.json").write_text(json.dumps(config))
+    (bad / "model.safetensors").write_bytes(b"\x10" * 40)
+    assert cli(*ask).code == 2
+
+
+def test_help_and_listing_import_nothing_heavy(tmp_path: Path, stored: list[str]) -> None:
+    heavy = "('torch', 'numpy', 'transformers', 'pydantic')"
+    for arguments in (["--help"], ["--version"], ["chunks", "ls", "--store", str(tmp_path / "store")]):
+        code = (
+            f"import sys; from cacheblend_cli.cli.main import run; code = run({arguments!r});"
+            f"sys.stderr.write(repr((code, [m for m in {heavy} if m in sys.modules])))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr.endswith("(0, [])"), done.stderr
+
+
+def test_a_closed_pipe_is_quiet(stored: list[str], tmp_path: Path) -> None:
+    command = f"{sys.executable} -c 'from cacheblend_cli.cli.main import main; main()' chunks ls --json --store {tmp_path / 'store'} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert "error" not in done.stderr
+
+
+def test_control_characters_are_shown_on_a_terminal_only() -> None:
+    from cacheblend_cli.cli.output import Output, visible
+
+    assert visible("a\x1b[31mb\tc\n") == "a\u241b[31mb\tc\n"
+    pipe = io.StringIO()
+    Output(pipe, io.StringIO()).text("\x1b[31m")
+    assert pipe.getvalue() == "\x1b[31m\n"

@@ -1,0 +1,367 @@
+"""The store: what is written comes back, what is damaged is found, what is there is there whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cacheblend_store import (
+    AmbiguousId,
+    BadBlob,
+    ChunkManifest,
+    ChunkNotFound,
+    ChunkStore,
+    DocumentChunk,
+    DocumentRecord,
+    KeyParts,
+    StoreCorrupt,
+    StoreError,
+    StoreFormat,
+    StoreLocked,
+    StoreNotFound,
+    StorePermission,
+    chunk_key,
+    collection_id,
+)
+from cacheblend_store.blob import encode_blob, parse_blob
+from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
+from cacheblend_store.environment import writer_lock
+from cacheblend_store.layouts import blob_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
+LAYERS, HEADS, DIM = 3, 2, 8
+
+
+def make_chunk(seed: int, num_tokens: int = 5, codec: str = "float32") -> tuple[ChunkManifest, list[bytes]]:
+    generator = torch.Generator().manual_seed(seed)
+    parts = replace(PARTS, codec=codec)
+    ids = tuple(torch.randint(0, 1000, (num_tokens,), generator=generator).tolist())
+    blobs = []
+    for _ in range(LAYERS):
+        k, v = torch.randn(2, num_tokens, HEADS, DIM, generator=generator)
+        blobs.append(encode_kv(k, v, codec))
+    manifest = ChunkManifest(
+        key=chunk_key(parts, ids), token_ids=ids, text=f"chunk {seed}", model="model", model_name="m", tokenizer="tokenizer",
+        collection=collection_id(parts), context="sink", left_context_ids=(), collected_len=7, codec=codec,
+        num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, source=f"{seed}.md", index=0, span=(0, 4), created=1.0,
+    )  # fmt: skip
+    return manifest, blobs
+
+
+def load(store: ChunkStore, key: bytes) -> list[dict[str, bytes]]:
+    with store.read() as reader:
+        manifest = reader.manifest(key)
+        assert manifest is not None
+        return [{n: bytes(v) for n, v in reader.layer(manifest, i).items()} for i in range(LAYERS)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ChunkStore:
+    return ChunkStore.open(tmp_path / "store", mode="write")
+
+
+def test_what_is_put_comes_back_and_survives_reopening(store: ChunkStore) -> None:
+    manifest, blobs = make_chunk(1)
+    assert store.put_chunk(manifest, blobs) == "new"
+    assert store.put_chunk(manifest, blobs) == "unchanged"
+    identity = store.identity
+    store.close()
+    with ChunkStore.open(store.path) as again:
+        assert again.identity == identity
+        found = again.get_chunk(manifest.key)
+        assert found is not None
+        assert (found.text, found.token_ids, found.span) == (manifest.text, manifest.token_ids, manifest.span)
+        spec = blob_spec("float32", 5, HEADS, DIM)
+        expected = [{n: bytes(v) for n, v in parse_blob(memoryview(b), spec).items()} for b in blobs]
+        assert load(again, manifest.key) == expected
+        with pytest.raises(StorePermission):
+            again.put_chunk(manifest, blobs)
+
+
+def test_privacy_of_files(store: ChunkStore) -> None:
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(f.stat().st_mode) for f in store.path.iterdir()} == {0o600}
+    store.close()
+    store.path.chmod(0o707)
+    with pytest.raises(StorePermission):
+        ChunkStore.open(store.path, mode="write")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 70])
+def test_codecs(codec: str, num_tokens: int) -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(2, num_tokens, HEADS, DIM)
+    parts = parse_blob(memoryview(encode_kv(k, v, codec)), blob_spec(codec, num_tokens, HEADS, DIM))
+    k2, v2 = decode_kv(view_kv(parts, codec, num_tokens, HEADS, DIM))
+    tolerance = {"float32": 0, "bfloat16": 0.02, "float16": 2e-3, "float8_e4m3": 0.2, "int8": 0.03, "int4": 0.35}[codec]
+    assert (k - k2).abs().max() <= tolerance
+    assert (v - v2).abs().max() <= tolerance
+    assert is_lossless(codec, torch.float32) == (codec == "float32")
+
+
+def test_keys_depend_on_everything_and_fields_do_not_run_together() -> None:
+    base = chunk_key(PARTS, (1, 2, 3))
+    others = [
+        chunk_key(replace(PARTS, **{name: value}), (1, 2, 3))
+        for name, value in {
+            "model": "x", "tokenizer": "x", "prefix_ids": (1,), "left_context_ids": (1,), "codec": "int8", "salt": "s",
+        }.items()
+    ]  # fmt: skip
+    others += [chunk_key(PARTS, (1, 2)), chunk_key(replace(PARTS, prefix_ids=(1, 2, 1)), (2, 3))]
+    others.append(chunk_key(replace(PARTS, model="modelt", tokenizer="okenizer"), (1, 2, 3)))
+    assert len({base, *others}) == len(others) + 1
+
+
+def test_ids_resolve_by_unique_prefix(store: ChunkStore) -> None:
+    keys = []
+    for seed in range(40):
+        manifest, blobs = make_chunk(seed)
+        store.put_chunk(manifest, blobs)
+        keys.append(manifest.key)
+    assert store.resolve(keys[0].hex()[:12]) == keys[0]
+    shared = next(k.hex()[0] for k in keys if sum(o.hex()[0] == k.hex()[0] for o in keys) > 1)
+    with pytest.raises(AmbiguousId):
+        store.resolve(shared)
+    for bad in ("", "xyz", "0" * 41, "f" * 40):
+        with pytest.raises(ChunkNotFound):
+            store.resolve(bad)
+
+
+def test_documents_own_their_chunks(store: ChunkStore) -> None:
+    (a, blobs_a), (b, blobs_b) = make_chunk(1), make_chunk(2)
+    store.put_chunk(a, blobs_a)
+    store.put_chunk(b, blobs_b)
+
+    def record(source: str, *keys: bytes) -> DocumentRecord:
+        return DocumentRecord(
+            source, a.collection, "d", tuple(DocumentChunk(k, i, 0, 1) for i, k in enumerate(keys)), 1.0
+        )
+
+    store.put_document(record("x.md", a.key, b.key))
+    store.put_document(record("y.md", a.key))
+    assert store.put_document(record("x.md")) == [b.key]  # a is still in y
+    assert store.get_chunk(b.key) is None
+    assert store.remove_document(a.collection, "y.md") == [a.key]
+    assert store.stats()["live_bytes"] == 0
+
+
+def test_every_kind_of_damage_to_a_blob_is_a_bad_blob(store: ChunkStore) -> None:
+    manifest, blobs = make_chunk(1)
+    for damage in (lambda b: b[:-1], lambda b: b + b"x", lambda b: b"", lambda b: bytes([b[0] ^ 1]) + b[1:], None):
+        store.put_chunk(manifest, blobs)
+        with store._writing() as (txn, dbs):
+            name = manifest.key + (1).to_bytes(4, "big")
+            if damage is None:
+                txn.delete(name, db=dbs["blobs"])
+            else:
+                txn.put(name, damage(blobs[1]), db=dbs["blobs"])
+        with pytest.raises(BadBlob):
+            load(store, manifest.key)
+        assert store.put_chunk(manifest, blobs) == "replaced"
+        load(store, manifest.key)
+
+
+def test_a_blob_swapped_with_another_layers_or_chunks_is_found(store: ChunkStore) -> None:
+    (a, blobs_a), (b, blobs_b) = make_chunk(1), make_chunk(2)
+    store.put_chunk(a, blobs_a)
+    store.put_chunk(b, blobs_b)
+    for foreign in (blobs_a[0], blobs_b[1]):
+        with store._writing() as (txn, dbs):
+            txn.put(a.key + (1).to_bytes(4, "big"), foreign, db=dbs["blobs"])
+        with pytest.raises(BadBlob):
+            load(store, a.key)
+
+
+def test_a_damaged_manifest_is_passed_over_and_replaced(store: ChunkStore) -> None:
+    manifest, blobs = make_chunk(1)
+    store.put_chunk(manifest, blobs)
+    with store._writing() as (txn, dbs):
+        value = bytearray(txn.get(manifest.key, db=dbs["chunks"]))
+        value[40] ^= 4
+        txn.put(manifest.key, bytes(value), db=dbs["chunks"])
+    with pytest.raises(BadBlob):
+        store.get_chunk(manifest.key)
+    assert list(store.chunks()) == []
+    assert store.damaged_keys() == [manifest.key]
+    assert store.put_chunk(manifest, blobs) == "replaced"
+    assert store.damaged_keys() == []
+
+
+SPEC = blob_spec("float32", 5, HEADS, DIM)
+GOOD = encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()})
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.data())
+def test_the_blob_parser_trusts_nothing(data: st.DataObject) -> None:
+    blob = bytearray(GOOD)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(blob) - 1))
+        blob[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+        if not blob:
+            break
+    try:
+        parts = parse_blob(memoryview(bytes(blob)), SPEC)
+    except BadBlob:
+        return
+    assert {n: len(v) for n, v in parts.items()} == {n: t.num_bytes for n, t in SPEC.items()}
+
+
+def test_truncation_at_every_page_is_an_error_and_no_signal(store: ChunkStore) -> None:
+    for seed in range(6):
+        store.put_chunk(*make_chunk(seed, num_tokens=40))
+    store.close()
+    data = store.path / "data.mdb"
+    whole = data.read_bytes()
+    for size in (*range(0, len(whole), 4096), len(whole) - 1):
+        data.write_bytes(whole[:size])
+        with pytest.raises((StoreCorrupt, StoreFormat)):
+            ChunkStore.open(store.path)
+        assert data.stat().st_size == size  # and no new, empty store in its place
+    data.unlink()
+    with pytest.raises(StoreCorrupt):
+        ChunkStore.open(store.path)
+
+
+def test_foreign_paths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFound):
+        ChunkStore.open(tmp_path / "nothing")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreFormat):
+        ChunkStore.open(tmp_path / "file")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    with pytest.raises(StoreFormat):
+        ChunkStore.open(tmp_path / "full", mode="write")
+    (tmp_path / "full" / "data.mdb").write_bytes(os.urandom(20000))
+    with pytest.raises(StoreFormat):
+        ChunkStore.open(tmp_path / "full", mode="write")
+
+
+def test_another_format_version_is_refused(store: ChunkStore) -> None:
+    with store._writing() as (txn, dbs):
+        txn.put(b"format_version", b"99", db=dbs["meta"])
+    store.close()
+    with pytest.raises(StoreFormat, match="format 99"):
+        ChunkStore.open(store.path)
+
+
+def test_the_writer_lock_names_its_holder(store: ChunkStore) -> None:
+    code = f"import sys; from pathlib import Path; from cacheblend_store.environment import writer_lock\nwith writer_lock(Path({str(store.path)!r}), 5):\n print('held', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    try:
+        with pytest.raises(StoreLocked, match=str(holder.pid)), writer_lock(store.path, 0.05):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with writer_lock(store.path, 5):  # a dead holder holds nothing
+        pass
+
+
+def test_a_full_disk_is_named_and_loses_nothing(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put_chunk(*make_chunk(1))
+    usage = os.statvfs(store.path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 1000, "total": usage.f_blocks})())
+    with pytest.raises(StoreError, match="free"):
+        store.put_chunk(*make_chunk(2))
+    assert len(list(store.chunks())) == 1
+
+
+def _in_child(work: Callable[..., None], *arguments: object) -> None:
+    child = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_a_forked_child_reopens(store: ChunkStore) -> None:
+    manifest, blobs = make_chunk(1)
+    store.put_chunk(manifest, blobs)
+
+    def child() -> None:
+        assert len(load(store, manifest.key)) == LAYERS
+        store.put_chunk(*make_chunk(2))
+
+    _in_child(child)
+    assert len(list(store.chunks())) == 2
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_store import make_chunk
+from cacheblend_store import ChunkStore
+store = ChunkStore.open({path!r}, mode="write")
+for seed in range({start}, {start} + 100000):
+    manifest, blobs = make_chunk(seed, num_tokens=30)
+    store.put_chunk(manifest, blobs)
+    print(manifest.id, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_writers", [1, 4])
+def test_a_killed_writer_loses_nothing_it_reported(tmp_path: Path, num_writers: int) -> None:
+    """SIGKILL at random moments: every chunk that was reported is there and whole, and nothing is there in part."""
+    path, rng, acknowledged = tmp_path / "store", random.Random(num_writers), set()
+    ChunkStore.open(path, mode="write").close()
+    for round_ in range(3):
+        code = [
+            WRITER.format(tests=str(Path(__file__).parent), path=str(path), start=1_000_000 * (round_ * 10 + w))
+            for w in range(num_writers)
+        ]
+        writers = [subprocess.Popen([sys.executable, "-c", c], stdout=subprocess.PIPE, text=True) for c in code]
+        for writer in writers:
+            assert writer.stdout is not None
+            acknowledged.add(writer.stdout.readline().strip())  # running
+        time.sleep(rng.uniform(0.05, 0.4))
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+        for writer in writers:
+            out, _ = writer.communicate()
+            acknowledged |= {line for line in out.splitlines() if len(line) == 40}
+    with ChunkStore.open(path) as store:
+        there = {m.id for m in store.chunks()}
+        assert acknowledged <= there
+        assert len(acknowledged) > 6 * num_writers
+        assert store.damaged_keys() == []
+        for chunk_id in there:
+            load(store, bytes.fromhex(chunk_id))
+
+
+def test_readers_and_writers_at_once(store: ChunkStore) -> None:
+    """Readers of other processes see whole chunks only while two writers add and replace."""
+    manifest, blobs = make_chunk(0)
+    store.put_chunk(manifest, blobs)
+    store.close()
+    code = WRITER.format(tests=str(Path(__file__).parent), path=str(store.path), start=0)
+    writers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        with ChunkStore.open(store.path) as reading:
+            seen, deadline = 0, time.monotonic() + 30
+            while seen < 25 and time.monotonic() < deadline:
+                found = list(reading.chunks())
+                seen = len(found)
+                for m in found[-3:]:
+                    load(reading, m.key)
+            assert seen >= 25
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
