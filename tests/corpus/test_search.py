@@ -1,0 +1,177 @@
+"""Search over stored chunks: what is found, in which order, and that the index follows the store."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
+
+from cacheblend_cli.corpus.search import query_terms, search
+
+SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
+
+
+def put(store: ChunkStore, source: str, *paragraphs: str, collection: str = "one") -> list[str]:
+    """Store a document of one chunk a paragraph; returns the ids."""
+    parts = KeyParts("model", "tokenizer", (), (), "float32", collection)
+    places = []
+    for index, text in enumerate(paragraphs):
+        ids = tuple(text.encode())
+        key = chunk_key(parts, ids)
+        manifest = ChunkManifest(
+            key=key, token_ids=ids, text=text, model="model", model_name="tiny", tokenizer="tokenizer", collection=collection,
+            context="sink", left_context_ids=(), collected_len=len(ids), codec="float32", source=source, index=index,
+            span=(0, len(text)), created=time.time(), **SHAPE,
+        )  # fmt: skip
+        store.put_chunk(manifest, [b"kv" * len(ids)])
+        places.append(DocumentChunk(key, index, 0, len(text)))
+    store.put_document(DocumentRecord(source, collection, "digest", tuple(places), time.time()))
+    return [place.key.hex() for place in places]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store", mode="write") as opened:
+        put(
+            opened,
+            "docs/mara-lind.md",
+            "# Mara Lind\n\nMara Lind started in 2011.\n\n",
+            "She lives in Bergen, and the canteen closes at five.\n\n",
+            "Her desk is in the Heron building.\n",
+        )
+        put(opened, "docs/jonas-berg.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
+        put(opened, "docs/faq.md", "The canteen opens at nine.\n")
+        yield opened
+
+
+def found(store: ChunkStore, query: str, k: int = 10) -> list[str]:
+    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, k)]
+
+
+def test_a_page_is_found_by_its_title_though_its_paragraphs_do_not_name_it(store: ChunkStore) -> None:
+    assert sorted(found(store, "Where does Mara Lind live?")[:3]) == ["mara-lind#0", "mara-lind#1", "mara-lind#2"]
+    assert found(store, "Where does Mara Lind live?", 1) == ["mara-lind#1"]
+
+
+def test_words_are_stemmed_and_question_words_do_not_count(store: ChunkStore) -> None:
+    assert found(store, "who is the lead of the billing") == ["jonas-berg#0"]
+    assert found(store, "what are the buildings?") == ["mara-lind#2"]
+    assert len(found(store, "where is the")) > 0  # there is nothing else to go by
+
+
+@pytest.mark.parametrize(
+    "query", ['"', "AND OR NOT (", "NEAR(billing", "body: billing*", "billing'; DROP TABLE chunks", "^", "\x00", "- -"]
+)
+def test_any_text_is_a_query(store: ChunkStore, query: str) -> None:
+    hits = found(store, query)
+    assert ("jonas-berg#0" in hits) == ("billing" in query)
+
+
+def test_a_query_without_words_finds_nothing(store: ChunkStore) -> None:
+    assert query_terms("?! ...") == []
+    assert search(store, "?! ...", 5) == []
+
+
+def test_k_bounds_the_hits_and_the_snippet_is_one_line(store: ChunkStore) -> None:
+    [hit] = search(store, "Bergen", 1)
+    assert hit.snippet == "She lives in Bergen, and the canteen closes at five."
+    assert hit.score > 0
+    assert store.resolve(hit.id[:12]) == hit.key
+
+
+def test_the_index_follows_the_store(store: ChunkStore) -> None:
+    assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+    put(store, "docs/faq.md", "# Harbor\n\nNothing is here.\n", "The canteen is gone.\n")
+    assert found(store, "canteen opens nine") == ["mara-lind#1", "faq#1"] or set(
+        found(store, "canteen opens nine")
+    ) == {"mara-lind#1", "faq#1"}
+    assert found(store, "harbor") == ["faq#0", "faq#1"]
+    store.remove_document("one", "docs/faq.md")
+    assert found(store, "canteen") == ["mara-lind#1"]
+    store.remove_chunks([search(store, "canteen", 1)[0].key])
+    assert found(store, "canteen") == []
+    assert found(store, "Mara Lind") == ["mara-lind#0", "mara-lind#2"]
+
+
+def test_a_new_title_reaches_the_paragraphs_that_did_not_change(store: ChunkStore) -> None:
+    assert found(store, "Solveig") == []
+    rest = ("She lives in Bergen, and the canteen closes at five.\n\n", "Her desk is in the Heron building.\n")
+    put(store, "docs/mara-lind.md", "# Solveig Holm\n\nShe is new.\n\n", *rest)
+    assert sorted(found(store, "Solveig")) == ["mara-lind#0", "mara-lind#1", "mara-lind#2"]
+
+
+def test_a_moved_document_is_found_under_its_new_name(store: ChunkStore) -> None:
+    put(store, "docs/billing.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
+    store.remove_document("one", "docs/jonas-berg.md")
+    assert {h.source for h in search(store, "Oslo", 5)} == {"docs/billing.md"}
+
+
+def test_what_is_stored_twice_is_found_once(store: ChunkStore) -> None:
+    put(store, "docs/copy.md", "The canteen opens at nine.\n")
+    put(store, "docs/faq.md", "The canteen opens at nine.\n", collection="two")
+    assert len(search(store, "nine", 9)) == 1
+    [hit] = search(store, "nine", 9, collection="two")
+    manifest = store.get_chunk(hit.key)
+    assert manifest is not None
+    assert manifest.collection == "two"
+
+
+def test_scripts_without_spaces(store: ChunkStore) -> None:
+    put(store, "docs/kyoto.md", "京都の図書館は九時に開きます。\n")
+    [hit] = search(store, "図書館はいつ開く", 1)
+    assert hit.source == "docs/kyoto.md"
+    assert "図書館" in hit.snippet
+
+
+def test_the_file_is_private_and_a_damaged_one_is_made_anew(store: ChunkStore) -> None:
+    found(store, "canteen")
+    path = store.path / "search.sqlite3"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_bytes(b"no database" * 1000)
+    assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+    path.unlink()
+    assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+
+
+def test_an_index_of_another_store_or_version_is_made_anew(store: ChunkStore, tmp_path: Path) -> None:
+    found(store, "canteen")
+    with ChunkStore.open(tmp_path / "other", mode="write") as other:
+        put(other, "docs/x.md", "The canteen moved.\n")
+        (other.path / "search.sqlite3").write_bytes((store.path / "search.sqlite3").read_bytes())
+        assert found(other, "canteen") == ["x#0"]
+    with sqlite3.connect(store.path / "search.sqlite3") as db:
+        db.execute("PRAGMA user_version = 1")
+    assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+
+
+def test_a_store_that_cannot_be_written_is_searched_in_memory(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
+    assert not (store.path / "search.sqlite3").exists()
+
+
+def test_several_processes_search_while_the_store_changes(store: ChunkStore) -> None:
+    code = (
+        "import sys; from cacheblend_store import ChunkStore; from cacheblend_cli.corpus.search import search\n"
+        "with ChunkStore.open(sys.argv[1]) as s:\n"
+        "    for _ in range(20): assert len(search(s, 'canteen', 50)) >= 2"
+    )
+    readers = [
+        subprocess.Popen([sys.executable, "-c", code, str(store.path)], stderr=subprocess.PIPE) for _ in range(3)
+    ]
+    for i in range(15):
+        put(store, f"docs/{i}.md", f"The canteen again, number {i}.\n")
+    for reader in readers:
+        assert reader.communicate(timeout=60)[1] == b""
+        assert reader.returncode == 0
+    assert len(found(store, "canteen", 50)) == 17
