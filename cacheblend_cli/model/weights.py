@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -26,6 +25,8 @@ STACKED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+
+BLOCK_BYTES = 32 << 20
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
@@ -63,20 +64,20 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
     shapes = expected_shapes(spec)
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
-    for name, tensor in _tensors(checkpoint_files(model_dir)):
+    for file, name, found in _headers(checkpoint_files(model_dir)):
         if name not in shapes:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tied):
                 continue
             raise UsageError(f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}")
         shape, target, start, full_shape = shapes[name]
-        if tuple(tensor.shape) != shape:
+        if found != shape:
             raise UsageError(
-                f"tensor {name} has shape {list(tensor.shape)}, and config.json implies {list(shape)}",
+                f"tensor {name} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
         if target not in weights:
             weights[target] = torch.empty(full_shape, dtype=dtype, device=device)
-        weights[target][start : start + shape[0]].copy_(tensor)
+        _copy(file, name, weights[target][start : start + shape[0]])
         seen.add(name)
     missing = sorted(set(shapes) - seen)
     if missing:
@@ -174,14 +175,24 @@ def weights_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    with ExitStack() as stack:
-        for file in files:
-            try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
-                for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    yield name, handle.get_tensor(name)
-            except SafetensorError as error:
-                raise UsageError(
-                    f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again"
-                ) from error
+def _headers(files: list[Path]) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
+    """(file, tensor name, shape) of everything in the files, nothing read but their headers."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise UsageError(
+                f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again"
+            ) from error
+        for name, shape in shapes.items():
+            yield file, name, shape
+
+
+def _copy(file: Path, name: str, target: Tensor) -> None:
+    """Copy a tensor in blocks of rows, each under a mapping of its own: pages already copied do not stay resident."""
+    row_bytes = 4 * max(1, target[0].numel())
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for start in range(0, target.shape[0], step):
+        with safe_open(file, framework="pt") as handle:
+            target[start : start + step].copy_(handle.get_slice(name)[start : start + step])

@@ -1,0 +1,240 @@
+"""Time to the first token: transformers' prefill, our full prefill and our blended prefill, in one process and in turn.
+
+    python benchmarks/prefill.py [--rounds 5] [--out benchmarks/results/prefill.json]
+
+Shape of Qwen2.5-0.5B with random weights, fp32 on CPU, 2048 chunk tokens in 8 chunks, a question of 32 tokens. The
+blend reads its KV from the store in the page cache, verification included. Medians over rounds after one warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_store import ChunkStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.demo import model_dir
+from cacheblend_cli.engine.ask import Prefilled, Request, prefill
+from cacheblend_cli.engine.collect import collect, collect_prefix
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.precompute import Collection, PlannedChunk, collect_sequences, store_chunk
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.model.loading import LoadedModel, load_model
+from cacheblend_cli.prompt.plan import ChunkInput
+
+ROOT = Path(__file__).parent.parent
+CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS = 8, 256, 32, 4
+RATIOS = (0.0, 0.05, 0.15, 0.30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/prefill.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder) / "model", arguments.config)
+        memory = measure_memory(checkpoint, Path(folder))
+        result = {
+            "hardware": hardware(),
+            "shape": shape(),
+            "memory": memory,
+            **measure(checkpoint, Path(folder), arguments.rounds),
+        }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    arguments.out.with_suffix(".md").write_text(table(result))
+    print(table(result))
+
+
+def write_checkpoint(path: Path, config: Path) -> Path:
+    """Random weights in the shape of the config, with the demo model's tokenizer (only ids matter here)."""
+    torch.manual_seed(0)
+    path.mkdir(parents=True)
+    shutil.copy(config, path / "config.json")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    model.save_pretrained(path)
+    shutil.copy(config, path / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(model_dir() / name, path / name)
+    return path
+
+
+def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
+    ours = load_model(checkpoint, "bench", torch.device("cpu"), "float32", "auto")
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(5, ours.spec.vocab_size, (CHUNK_TOKENS,), generator=generator).tolist() for _ in range(CHUNKS)]
+    prefix = torch.randint(5, 1000, (PREFIX_TOKENS,), generator=generator).tolist()
+    suffix = tuple(torch.randint(5, 1000, (SUFFIX_TOKENS,), generator=generator).tolist())
+    collection = Collection.of(ours, prefix, "auto", "")
+    with ChunkStore.open(folder / "bench-store", mode="write") as store:
+        chunks = fill(ours, collection, store, ids)
+        prompt = torch.tensor([[*prefix, *(i for c in ids for i in c), *suffix]])
+
+        def run(blend: BlendConfig) -> Prefilled:
+            done = prefill(ours, collection, store, Request(suffix, chunks, blend, SamplingParams(), True), 64, [])
+            done.result.logits.argmax()
+            return done
+
+        @torch.inference_mode()
+        def run_theirs() -> torch.Tensor:
+            logits: torch.Tensor = theirs(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
+            logits.argmax()
+            return logits
+
+        agree = float((run(BlendConfig(mode="full")).result.logits[-1] - run_theirs()).abs().max())
+        cases: dict[str, Callable[[], Any]] = {
+            "transformers": run_theirs,
+            "full": lambda: run(BlendConfig(mode="full")),
+        }
+        for ratio in RATIOS:
+            cases[f"blend {ratio:.2f}"] = lambda ratio=ratio: run(BlendConfig(ratio=ratio))
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        loads: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+        for round_ in range(rounds + 1):
+            for name, case in cases.items():
+                start = time.perf_counter()
+                done = case()
+                if round_:
+                    times[name].append(time.perf_counter() - start)
+                    if isinstance(done, Prefilled):
+                        loads[name].append((done.loader.stall_s, done.loader.load_s))
+        size = run(BlendConfig()).loader.num_bytes
+    median = {name: statistics.median(t) for name, t in times.items()}
+    return {
+        "seconds": median,
+        "all_seconds": times,
+        "max_logit_difference_to_transformers": agree,
+        "full_over_transformers": median["full"] / median["transformers"],
+        "speedup_over_full": {n: median["full"] / t for n, t in median.items() if n.startswith("blend")},
+        "ceiling": {f"blend {r:.2f}": ceiling(ours.spec.num_layers, r) for r in RATIOS},
+        "store_share_of_ttft": {
+            n: statistics.median(s for s, _ in found) / median[n] for n, found in loads.items() if n.startswith("blend")
+        },
+        "load_seconds": {
+            n: statistics.median(t for _, t in found) for n, found in loads.items() if n.startswith("blend")
+        },
+        "kv_bytes_loaded": size,
+    }
+
+
+def fill(model: LoadedModel, collection: Collection, store: ChunkStore, ids: list[list[int]]) -> tuple[ChunkInput, ...]:
+    """Collect and store prefix and chunks."""
+    prefix = collect_prefix(model.decoder, collection.prefix_ids, 64, collection.prefix_key)
+    head = Chunk(0, "", tuple(collection.prefix_ids), 0, 0)
+    store_chunk(store, collection, PlannedChunk(collection.prefix_key, "(prefix)", head, (), "prefix"), prefix.kv)
+    planned = [
+        PlannedChunk(collection.key(i), "bench", Chunk(n, "", tuple(i), 0, 0), (), "sink") for n, i in enumerate(ids)
+    ]
+    for p, kv in zip(planned, collect(model.decoder, prefix, collect_sequences(planned), 64), strict=True):
+        store_chunk(store, collection, p, kv)
+    return tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
+
+
+def ceiling(layers: int, ratio: float) -> float:
+    """The cost model: layer 0 on all rows, the check layer's K and V aside, the rest on the chosen rows and the suffix.
+
+    The first chunk is exact and no row of any layer.
+    """
+    reusable = (CHUNKS - 1) * CHUNK_TOKENS
+    total = PREFIX_TOKENS + CHUNKS * CHUNK_TOKENS + SUFFIX_TOKENS
+    rows = ratio * reusable + SUFFIX_TOKENS
+    first = rows if ratio == 0 else reusable + SUFFIX_TOKENS
+    return layers * total / (first + (layers - 1) * rows)
+
+
+def measure_memory(checkpoint: Path, folder: Path) -> dict[str, float]:
+    """Peak resident MiB of the two commands over a corpus of the same number of tokens, beside weights and one prompt's KV."""
+    docs = folder / "docs"
+    docs.mkdir()
+    for n in range(CHUNKS):
+        words = " ".join(f"billing {i % 7} team {n}" for i in range(60))
+        (docs / f"{n}.txt").write_text(words + "\n")
+    common = ["--model", str(checkpoint), "--store", str(folder / "memory-store"), "--dtype", "float32"]
+    cli = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
+    peaks = {"idle": peak([sys.executable, "-c", "import torch, transformers, cacheblend_cli.api"])}
+    peaks["precompute"] = peak([*cli, "precompute", str(docs), "--chunk-tokens", str(CHUNK_TOKENS), "--json", *common])
+    peaks["ask"] = peak([*cli, "ask", "billing team", "--top-k", str(CHUNKS), "--max-tokens", "2", "--json", *common])
+    weights = (checkpoint / "model.safetensors").stat().st_size / 2**20
+    return {**peaks, "weights": weights}
+
+
+def peak(command: list[str]) -> float:
+    """Peak resident MiB of a command (of this one child: the largest so far is compared)."""
+    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=2); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) / 1024
+
+
+def hardware() -> dict[str, Any]:
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def shape() -> dict[str, int]:
+    return {
+        "chunks": CHUNKS,
+        "chunk_tokens": CHUNK_TOKENS,
+        "prefix_tokens": PREFIX_TOKENS,
+        "suffix_tokens": SUFFIX_TOKENS,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    h, seconds = result["hardware"], result["seconds"]
+    lines = [
+        f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}, fp32; Qwen2.5-0.5B's shape, random weights, "
+        f"{CHUNKS} chunks of {CHUNK_TOKENS} tokens and a question of {SUFFIX_TOKENS}.",
+        "",
+        "| | first token, ms | faster than our full prefill | ceiling | store's part |",
+        "|---|---|---|---|---|",
+    ]
+    for name, value in seconds.items():
+        speedup, top, share = (result[k].get(name) for k in ("speedup_over_full", "ceiling", "store_share_of_ttft"))
+        cells = [
+            f"{speedup:.2f} x" if speedup else "",
+            f"{top:.2f} x" if top else "",
+            f"{share:.1%}" if share is not None else "",
+        ]
+        lines.append(f"| {name} | {value * 1000:.0f} | " + " | ".join(cells) + " |")
+    m = result["memory"]
+    lines += [
+        "",
+        f"Full prefill over transformers: {result['full_over_transformers']:.3f}. KV loaded: {result['kv_bytes_loaded'] / 2**20:.1f} MiB.",
+        f"Peak memory, MiB: libraries alone {m['idle']:.0f}, weights {m['weights']:.0f}, precompute {m['precompute']:.0f}, ask {m['ask']:.0f}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
