@@ -1,6 +1,6 @@
 """Which of the reusable, inexact tokens to recompute. A policy is a class of a few lines that scores tokens.
 
-docs/selectors.md shows how to add one.
+To add one: write the class, name it in SELECTORS and make_selector.
 """
 
 from __future__ import annotations
