@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from cacheblend_store import BadBlob, ChunkStore
+from cacheblend_store.codecs import is_lossless
+from cacheblend_store.layouts import CODECS
 
 from cacheblend_cli.corpus.documents import read_documents
 from cacheblend_cli.engine.answer import Answer
@@ -84,6 +86,11 @@ class Engine:
     def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
         """What the keys of this engine's chunks are made of."""
         return Collection.of(self.model, self.template.prefix_ids, kv_dtype or self.config.kv_dtype, salt)
+
+    def collection_ids(self, salt: str = "") -> list[str]:
+        """The collections whose chunks this engine can use as they are: one a codec, or the one that was asked for."""
+        names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
+        return [self.collection(salt, codec).id for codec in names]
 
     def describe(self) -> dict[str, Any]:
         """Facts for `doctor`."""
@@ -200,11 +207,21 @@ class Engine:
         salt: str,
         notes: list[str],
     ) -> tuple[Collection, Request]:
-        collection = self.collection(salt)
+        collection = self._collection_of(store, chunks, salt)
         suffix_ids = self.template.suffix_ids(question)
         inputs: tuple[ChunkInput, ...] = resolve_chunks(self.model, collection, store, chunks, notes)
         prefix_cached = store is not None and _has(store, collection.prefix_key)
-        return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached)
+        codecs = {m.codec for c in inputs if c.cached and store and (m := store.get_chunk(c.key))} | {collection.codec}
+        lossless = all(is_lossless(codec, self.model.decoder.dtype) for codec in codecs)
+        return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached, lossless)
+
+    def _collection_of(self, store: ChunkStore | None, chunks: Sequence[bytes], salt: str) -> Collection:
+        """With kv_dtype auto, the codec is that of the first chunk this model has KV for: what was stored is used."""
+        if self.config.kv_dtype == "auto" and store is not None:
+            for key in chunks:
+                if _has(store, key) and (manifest := store.get_chunk(key)) and manifest.model == self.model.fingerprint:
+                    return self.collection(salt, manifest.codec)
+        return self.collection(salt)
 
     def _save_holes(self, store: ChunkStore, collection: Collection, result: Answer) -> None:
         """Collect and store what the answer had to compute: missing chunks, and chunks whose KV was bad."""

@@ -101,7 +101,7 @@ def ask(
     with _store_for_holes(settings, save and not dry_run) as kv_store:
         for text, keys in wanted:
             if keys is None:
-                keys = find_chunks(kv_store, text, settings.top_k, engine.collection(settings.salt).id)
+                keys = find_chunks(kv_store, text, settings.top_k, engine.collection_ids(settings.salt))
             if dry_run:
                 _show_plan(engine, kv_store, text, keys, blend, settings.salt, output, json)
                 continue
@@ -203,11 +203,11 @@ def _store_for_holes(settings: Settings, save: bool) -> ChunkStore:
     return options.open_store(settings, write=False)
 
 
-def find_chunks(store: ChunkStore, question: str, k: int, collection: str) -> list[bytes]:
+def find_chunks(store: ChunkStore, question: str, k: int, collections: list[str]) -> list[bytes]:
     """The k best chunks in reading order: documents by their best hit, chunks of one document by their place."""
     from cacheblend_cli.corpus.search import search
 
-    hits = search(store, question, k, collection)
+    hits = next((found for c in collections if (found := search(store, question, k, c))), [])
     if not hits:
         raise NotFoundError(
             "no stored chunk of this model matches the question",

@@ -66,7 +66,7 @@ def _ask_three(engine: Engine, store: ChunkStore, output: Output, json: bool) ->
 
     across = [q for q in questions() if q.across]
     for item in across[:3]:
-        keys = find_chunks(store, item.question, 5, engine.collection().id)
+        keys = find_chunks(store, item.question, 5, engine.collection_ids())
         answer = engine.ask(store, item.question, keys, BlendConfig(), SamplingParams(max_tokens=32))
         if json:
             output.json({"question": item.question, "expected": item.answer, **answer.to_dict()})

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
-from cacheblend_store.codecs import is_lossless
 from torch import Tensor
 
 from cacheblend_cli.engine.answer import Answer, ChunkUse, Timing, Verification
@@ -26,13 +25,15 @@ from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
 @dataclass(frozen=True)
 class Request:
-    """One question over resolved chunks. prefix_cached: the store has the prefix's KV."""
+    """One question over resolved chunks. prefix_cached: the store has the prefix's KV. lossless: what is stored is
+    what this run would compute."""
 
     suffix_ids: tuple[int, ...]
     chunks: tuple[ChunkInput, ...]
     blend: BlendConfig
     sampling: SamplingParams
     prefix_cached: bool
+    lossless: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def resolve_chunks(
 def _as_input(
     model: LoadedModel, collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]
 ) -> ChunkInput:
-    if manifest.collection == collection.id:
+    if manifest.collection == replace(collection, codec=manifest.codec).id:
         return ChunkInput(
             manifest.key,
             manifest.source,
@@ -126,7 +127,7 @@ def prefill(
             model.decoder.device,
         )
         sequence = pool.new_sequence(plan.num_tokens + room)
-        policy = blend.policy(model.spec.num_layers, is_lossless(collection.codec, model.decoder.dtype))
+        policy = blend.policy(model.spec.num_layers, request.lossless)
         loader = KVLoader(model.decoder, store, pool, sequence, plan.segments, plan.num_tokens)
         positions = output_positions(plan) if output_positions else None
         try:

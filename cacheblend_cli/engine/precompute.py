@@ -272,8 +272,7 @@ def _ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore
         text = model.tokenizer.decode(prefix.token_ids, skip_special_tokens=False)
         chunk = Chunk(0, text, prefix.token_ids, 0, len(text))
         planned = PlannedChunk(collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
-        if _manifest_of(store, planned.key) is None:
-            store_chunk(store, collection, planned, prefix.kv)
+        store_chunk(store, collection, planned, prefix.kv)  # unchanged when it is there, repaired when it is damaged
     return prefix
 
 
@@ -367,11 +366,6 @@ def _manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
 def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:
     chunk = planned.chunk
     return ChunkResult(planned.key.hex(), planned.source, chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]
-
-
-def _manifest_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
-    with store.read() as reader:
-        return _manifest_or_none(reader, key)
 
 
 def _manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:
