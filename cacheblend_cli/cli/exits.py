@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-
-from platformdirs import user_log_path
 
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ExitCode
@@ -17,51 +17,87 @@ from cacheblend_cli.errors import CacheBlendError, ExitCode
 def report(error: BaseException, output: Output) -> int:
     """Say on stderr what happened and what to do; returns the exit code."""
     if isinstance(error, CacheBlendError):
-        output.error(error.message, error.hint)
-        return int(error.exit_code)
+        return _say(output, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        output.error("interrupted; what was committed stays", None)
-        return int(ExitCode.INTERRUPTED)
+        return _say(output, "interrupted", "what was stored stays; the same command goes on from there", 130)
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: no complaint at exit
-        return int(ExitCode.OK)
-    code = _library_code(error)
-    if code is not None:
-        output.error(getattr(error, "message", str(error)), getattr(error, "hint", None))
-        return int(code)
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: no complaint at exit
+        return ExitCode.OK
+    if hasattr(error, "format_message"):  # the parser's errors, whichever click typer carries
+        return _usage(error, output)
+    found = _library_code(error)
+    if found is not None:
+        code, hint = found
+        return _say(
+            output, getattr(error, "message", None) or _first_line(error), getattr(error, "hint", None) or hint, code
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return _say(
+            output, f"writing failed: {error.strerror}", "free some space where the output goes", ExitCode.INTERNAL
+        )
     log = _log(error)
-    output.error(f"a fault of cacheblend ({type(error).__name__}: {error}); the traceback is in {log}", None)
-    return int(ExitCode.INTERNAL)
+    hint = f"the traceback is in {log}" if log else "the log directory cannot be written: the traceback is above"
+    return _say(output, f"a fault of cacheblend: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
 
 
-def _library_code(error: BaseException) -> ExitCode | None:
-    """Codes for errors of the store, the kernels and torch, looked up only when their packages are loaded."""
+def _say(output: Output, message: str, hint: str | None, code: int) -> int:
+    output.error(message, hint)
+    return int(code)
+
+
+def _usage(error: BaseException, output: Output) -> int:
+    """A wrong command, flag or value. Without any argument a group shows its help, which is the message then."""
+    context = getattr(error, "ctx", None)
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoArgsIsHelpError":
+        output.err.write(message + "\n")
+    else:
+        path = context.command_path if context is not None else "cacheblend"
+        output.error(message[:1].lower() + message[1:].rstrip("."), f"see: {path} --help")
+    return int(ExitCode.USAGE)
+
+
+def _library_code(error: BaseException) -> tuple[ExitCode, str | None] | None:
+    """Codes and hints for errors of the store, the kernels, torch and the system; packages are not loaded for it."""
     if "cacheblend_store" in sys.modules:
         from cacheblend_store import AmbiguousId, ChunkNotFound, StoreError, StoreNotFound
 
         if isinstance(error, (ChunkNotFound, AmbiguousId, StoreNotFound)):
-            return ExitCode.NOT_FOUND
+            return ExitCode.NOT_FOUND, None
         if isinstance(error, StoreError):
-            return ExitCode.STORE
+            return ExitCode.STORE, None
     if "cacheblend_kernels" in sys.modules:
         from cacheblend_kernels import KernelError
 
         if isinstance(error, KernelError):
-            return ExitCode.DEVICE
+            return ExitCode.DEVICE, None
+    less = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"
     if "torch" in sys.modules:
         import torch
 
         if isinstance(error, torch.OutOfMemoryError):
-            return ExitCode.DEVICE
-    return ExitCode.DEVICE if isinstance(error, MemoryError) else None
+            return ExitCode.DEVICE, less
+    return (ExitCode.DEVICE, less) if isinstance(error, MemoryError) else None
 
 
-def _log(error: BaseException) -> Path:
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _log(error: BaseException) -> Path | None:
+    """Write the traceback to a file of this user's; None when that cannot be."""
+    from platformdirs import user_log_path
+
     folder = user_log_path("cacheblend")
     path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
+    text = "".join(traceback.format_exception(error))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+            stream.write(text)
     except OSError:
-        traceback.print_exception(error)
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return None
     return path

@@ -9,7 +9,8 @@ import typer
 
 import cacheblend_cli
 from cacheblend_cli.cli import ask, chunks, config, demo, doctor, precompute, search
-from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.output import Output, flush
+from cacheblend_cli.errors import ExitCode
 
 app = typer.Typer(
     name="cacheblend",
@@ -46,7 +47,10 @@ def _root(
 def run(arguments: list[str] | None = None) -> int:
     """Run the command (default: the process's arguments) and return the exit code of the contract."""
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(arguments, prog_name="cacheblend", standalone_mode=False)
+        if code == ExitCode.INTERRUPTED:  # the parser has caught the Ctrl-C
+            raise KeyboardInterrupt
+        flush()
     except BaseException as error:
         code = _failed(error)
     return code if isinstance(code, int) else 0
@@ -60,13 +64,13 @@ def main() -> None:
 def _failed(error: BaseException) -> int:
     if isinstance(error, typer.Exit):
         return error.exit_code
-    if isinstance(error, SystemExit):  # how the parser ends when the reader of a pipe has left
-        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, SystemExit):
+        if isinstance(error.__context__, BrokenPipeError):  # the parser ends so when the reader of a pipe has left
+            error = error.__context__
+        else:
+            return error.code if isinstance(error.code, int) else 1
     if isinstance(error, typer.Abort):
         error = KeyboardInterrupt()
-    if hasattr(error, "format_message"):  # the parser's own errors, whichever click typer carries
-        error.show()
-        return 2
     from cacheblend_cli.cli.exits import report
 
     return report(error, Output())

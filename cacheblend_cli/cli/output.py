@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+_ERASE_LINE = "\r\x1b[2K"
+_REDRAW_S = 0.1
 
 
 class Output:
@@ -15,45 +20,55 @@ class Output:
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False) -> None:
         self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr, quiet
+        for stream in (self.out, self.err):  # a character the locale lacks is escaped, and ends no command
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
         self.out_tty, self.err_tty = self.out.isatty(), self.err.isatty()
-        self.color = self.err_tty and "NO_COLOR" not in os.environ
+        self.animated = self.err_tty and os.environ.get("TERM") != "dumb"
+        self.color = self.animated and not os.environ.get("NO_COLOR")
+        self._bar_shown = False
 
     def text(self, text: str, end: str = "\n") -> None:
         """Data for stdout. On a terminal control characters are made visible; a pipe gets them raw."""
+        self._erase_bar(self.out_tty)
         self.out.write((visible(text) if self.out_tty else text) + end)
         self.out.flush()
 
     def json(self, record: Any) -> None:
         """One JSON object a line."""
-        self.out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._erase_bar(self.out_tty)
+        unicode = (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
+        self.out.write(json.dumps(record, ensure_ascii=not unicode) + "\n")
         self.out.flush()
 
     def note(self, text: str) -> None:
         """A message on stderr, not with --quiet."""
         if not self.quiet:
-            self._err(text, "2")
+            self._message(text, "2")
 
     def warn(self, text: str) -> None:
-        self._err(f"warning: {text}", "33")
+        self._message(f"warning: {text}", "33")
 
     def error(self, message: str, hint: str | None) -> None:
-        self._err(f"error: {message}", "31")
+        self._message(f"error: {message}", "31")
         if hint:
-            self._err(f"hint: {hint}", "2")
+            self._message(f"hint: {hint}", "2")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> None:
-        """A plain aligned table on stdout. right: indexes of the columns to align right."""
-        cells = [[visible(str(c)) for c in row] for row in [list(columns), *rows]]
+        """An aligned table on stdout. right: indexes of the columns to align right. A terminal cuts long lines."""
+        show = visible if self.out_tty else str
+        cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+        limit = shutil.get_terminal_size().columns if self.out_tty else None
         for row in cells:
             parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            self.out.write("  ".join(parts).rstrip() + "\n")
+            self.out.write("  ".join(parts).rstrip()[:limit] + "\n")
         self.out.flush()
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Callable[[int, int, str], None]]:
         """A progress bar on stderr when that is a terminal; calls are (done, total, text beside the bar)."""
-        if self.quiet or not self.err_tty:
+        if self.quiet or not self.animated:
             yield lambda done, total, text: None
             return
         from rich.console import Console
@@ -63,19 +78,43 @@ class Output:
         columns = (
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
         )  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(description, total=None, note="")
-            yield lambda done, total, text: bar.update(task, completed=done, total=total, note=text)
+        # No thread redraws it, so that messages and records can be written between two updates.
+        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+            task, drawn = bar.add_task(description, total=None, note=""), 0.0
 
-    def _err(self, text: str, style: str) -> None:
+            def update(done: int, total: int, text: str) -> None:
+                nonlocal drawn
+                bar.update(task, completed=done, total=total, note=text)
+                if time.monotonic() - drawn >= _REDRAW_S:
+                    bar.refresh()
+                    drawn, self._bar_shown = time.monotonic(), True
+
+            try:
+                yield update
+            finally:
+                self._bar_shown = False
+
+    def _message(self, text: str, style: str) -> None:
+        self._erase_bar(True)
         text = visible(text) if self.err_tty else text
         self.err.write(f"\x1b[{style}m{text}\x1b[0m\n" if self.color else text + "\n")
         self.err.flush()
+
+    def _erase_bar(self, same_terminal: bool) -> None:
+        if self._bar_shown and same_terminal:
+            self.err.write(_ERASE_LINE)
+            self.err.flush()
+            self._bar_shown = False
 
 
 def visible(text: str) -> str:
     """Control characters but newline and tab as their Unicode pictures, so that text cannot drive the terminal."""
     return "".join(_picture(c) if _is_control(c) else c for c in text)
+
+
+def flush() -> None:
+    """Write out what stdout still holds, so that a reader who has left is noticed before the end."""
+    sys.stdout.flush()
 
 
 def _is_control(c: str) -> bool:

@@ -207,6 +207,14 @@ def test_another_models_chunks_are_computed_and_then_stored(cli: Cli, stored: li
     assert [c["status"] for c in cli(*ask).records[0]["chunks"]] == ["exact", "blended"]
 
 
+def test_ask_takes_the_codec_the_chunks_were_stored_in(cli: Cli, docs: Path) -> None:
+    ids = [r["id"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", "int8", "--json").records]
+    named = cli("ask", "alpha?", "--chunks", ",".join(ids[:2]), "--max-tokens", "2", "--json").records[0]
+    assert [c["status"] for c in named["chunks"]] == ["exact", "blended"]
+    found = cli("ask", "alpha?", "--max-tokens", "2", "--json").records[0]
+    assert {c["status"] for c in found["chunks"]} == {"exact", "blended"}
+
+
 def test_chunks_show_and_rm(cli: Cli, stored: list[str]) -> None:
     shown = cli("chunks", "show", stored[0][:10], "--json").records[0]
     assert shown["id"] == stored[0]
@@ -264,7 +272,8 @@ BAD = [
     (("search", "qqqqzzz"), 3, "no stored chunk matches"),
     (("chunks", "rm"), 2, "say what to remove"),
     (("chunks", "ls", "--store", "nowhere"), 3, "no store"),
-    (("frobnicate",), 2, "No such command"),
+    (("frobnicate",), 2, "no such command 'frobnicate'"),
+    (("ask", "--frobnicate"), 2, "see: cacheblend ask --help"),
 ]  # fmt: skip
 
 
