@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.demo_model import world
@@ -72,12 +72,14 @@ def export(network: Network, tokenizer: Tokenizer, out: Path) -> None:
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def train(out: Path, minutes: float, seed: int) -> None:
+def train(out: Path, minutes: float, seed: int, resume: Path | None) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(2)
     tokenizer = train_tokenizer(seed)
-    maker = SampleMaker(tokenizer, LENGTH, seed + 1)
+    maker = SampleMaker(tokenizer, LENGTH, seed + 1 + 1000 * (resume is not None))
     network = Network(Shape(tokenizer.get_vocab_size()))
+    if resume is not None:  # the exported weights; the probe is learned anew
+        network.restore(load_file(resume / "model.safetensors"))
     print("parameters", sum(p.numel() for p in network.parameters()), flush=True)
     matrices = [p for n, p in network.named_parameters() if p.dim() == 2 and "layers" in n]
     rest = [p for n, p in network.named_parameters() if not (p.dim() == 2 and "layers" in n)]
@@ -85,9 +87,9 @@ def train(out: Path, minutes: float, seed: int) -> None:
     start, step, tokens, log = time.time(), 0, 0, (out / "train_log.jsonl")
     out.mkdir(parents=True, exist_ok=True)
     while (share := (time.time() - start) / (60 * minutes)) < 1:
-        short = share < 0.12  # first few people, then the size of a real prompt
+        short = resume is None and share < 0.12  # first few people, then the size of a real prompt
         batch = maker.batch(BATCH, (2, 4) if short else (2, 6), (2, 3) if short else (2, 4))
-        factor = min(1.0, step / 50) * (1.0 if share < 0.6 else max(0.02, (1 - share) / 0.4))
+        factor = min(1.0, step / 50) * min(1.0, max(0.02, (1 - share) / (0.4 if resume is None else 1.0)))
         muon.lr, adamw.param_groups[0]["lr"] = MUON_LR * factor, ADAMW_LR * factor
         lm, probe, look = network.losses(batch)
         (lm + 0.5 * probe + 0.5 * look).backward()
@@ -118,5 +120,6 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--resume", type=Path, help="continue from the checkpoint in this directory")
     arguments = parser.parse_args()
-    train(arguments.out, arguments.minutes, arguments.seed)
+    train(arguments.out, arguments.minutes, arguments.seed, arguments.resume)

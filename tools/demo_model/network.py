@@ -123,6 +123,12 @@ class Network(nn.Module):
                 out[f"model.layers.{i}.{prefix}{name}"] = p
         return {name: p.detach() for name, p in out.items()}
 
+    @torch.no_grad()
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Take over exported weights."""
+        for name, target in self.checkpoint().items():
+            target.copy_(weights[name])
+
     def config(self, eos: int, bos: int, max_positions: int) -> dict[str, object]:
         s = asdict(self.shape)
         theta = s.pop("rope_theta")
