@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from platformdirs import user_config_path, user_data_path
 
@@ -19,7 +21,7 @@ _ENV = "CACHEBLEND_"
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting with its default. model "" is the bundled demo model."""
+    """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed."""
 
     model: str = ""
     store: str = ""
@@ -41,10 +43,12 @@ class Settings:
     top_k: int = 5
     sample_top_k: int = 0
     min_p: float = 0.0
-    seed: int = -1
+    seed: int | None = None
     lock_timeout: float = 30.0
     salt: str = ""
-    threads: int = 0
+    threads: int | None = None
+    block_size: int = 64
+    gpu_memory_utilization: float = 0.9
 
     @property
     def store_path(self) -> Path:
@@ -64,32 +68,46 @@ class Resolved:
     origin: Mapping[str, str]
 
 
-_FIELDS: dict[str, type[str] | type[int] | type[float]] = {f.name: type(f.default) for f in fields(Settings)}  # type: ignore[misc]
+def _kind(hint: Any) -> type:
+    """The type a setting's value has when it is given."""
+    kind: type = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+    return kind
+
+
+_FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
+_LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0}  # what no other place checks
+_PATHS = ("store", "model")  # in a file they are relative to it
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:
     """Put the layers together; a flag of None was not given. Raises UsageError naming the place of a bad value."""
     values: dict[str, Any] = {}
     origin = dict.fromkeys(_FIELDS, "default")
-    for path in (user_config_path("cacheblend") / "config.toml", project_file()):
-        if path is not None and path.is_file():
-            _merge(values, origin, _read(path), str(path))
-    env = {k.removeprefix(_ENV).lower(): v for k, v in os.environ.items() if k.startswith(_ENV)}
-    for name, text in env.items():
-        _merge(values, origin, {name: text}, f"{_ENV}{name.upper()}")
+    for path in config_files():
+        if path.is_file():
+            _merge(values, origin, _read(path), str(path), path.parent)
+    for variable, text in os.environ.items():
+        if variable.startswith(_ENV) and text:  # an empty variable is an unset one
+            _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
     _merge(values, origin, {k: v for k, v in flags.items() if v is not None}, "flag")
     return Resolved(Settings(**values), origin)
 
 
-def project_file() -> Path | None:
-    """The nearest cacheblend.toml, from the working directory up to the home directory or the root of a repository."""
+def config_files() -> list[Path]:
+    """The user's file and the project's, the latter stronger: the nearest cacheblend.toml from the working directory up
+    to the root of its repository or the home directory."""
+    files = [user_config_path("cacheblend") / "config.toml"]
     here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / FILE).is_file():
-            return folder / FILE
+            return [*files, folder / FILE]
         if (folder / ".git").exists() or folder == Path.home():
-            return None
-    return None
+            break
+    return files
+
+
+class _Text(str):
+    """A value that can only be text where it was written: "5" is a number then."""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -101,20 +119,40 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror}", "check its permissions") from error
 
 
-def _merge(values: dict[str, Any], origin: dict[str, str], layer: Mapping[str, Any], place: str) -> None:
+def _merge(
+    values: dict[str, Any], origin: dict[str, str], layer: Mapping[str, Any], place: str, folder: Path | None = None
+) -> None:
     for key, value in layer.items():
         name = key.replace("-", "_")
         if name not in _FIELDS:
             raise UsageError(f"unknown setting {key!r} in {place}", f"known: {', '.join(_FIELDS)}")
         values[name] = _convert(name, value, place)
+        if folder is not None and name in _PATHS:
+            values[name] = _beside(folder, name, values[name])
         origin[name] = place
 
 
 def _convert(name: str, value: Any, place: str) -> Any:
     kind = _FIELDS[name]
+    shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}"
+    fits = isinstance(value, kind) or (kind is float and isinstance(value, int)) or isinstance(value, _Text)
     try:
-        if isinstance(value, bool) or (kind is int and isinstance(value, float)) or isinstance(value, (list, dict)):
+        if not fits or isinstance(value, bool):
             raise ValueError
-        return kind(value)
+        converted = kind(value)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ValueError
     except ValueError:
-        raise UsageError(f"{name} in {place} is {value!r}, and a {kind.__name__} is wanted", "mend the value") from None
+        hint = {int: "a whole number", float: "a number", str: "text"}[kind]
+        raise UsageError(f"{shown} is {value!r}, and {hint} is wanted", "see: cacheblend config show") from None
+    if name in _LEAST and converted < _LEAST[name]:
+        raise UsageError(f"{shown} is {value!r}, and {_LEAST[name]} is the least", "see: cacheblend config show")
+    return converted
+
+
+def _beside(folder: Path, name: str, value: str) -> str:
+    """A path in a file is meant from that file. A model that could be a hub id is one unless the directory is there."""
+    path = Path(value).expanduser()
+    if name == "model" and not (value.startswith(("./", "../", "~")) or (folder / path).is_dir()):
+        return value
+    return str(folder / path) if value else value

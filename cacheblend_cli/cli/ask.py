@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.answers import show_answer, show_plan
+from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import Answer, BlendConfig, Engine, SamplingParams
+    from cacheblend_cli.api import BlendConfig, SamplingParams
     from cacheblend_cli.settings import Settings
 
 
@@ -79,6 +80,7 @@ def ask(
     attention_backend: options.Backend = None,
     threads: options.Threads = None,
     salt: options.Salt = None,
+    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -91,88 +93,59 @@ def ask(
         model=model, store=store, mode=mode, ratio=ratio, selector=selector, deviation=deviation, check_layer=check_layer,
         block=block, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
         min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
-        kv_dtype=kv_dtype, salt=salt,
+        kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout,
     )  # fmt: skip
-    questions = _questions(question, chunks, batch)
-    with options.open_store(settings, write=False) as kv_store:
-        wanted = [(q, _chunk_ids(c, kv_store) if c is not None else None) for q, c in questions]
-        blend, sampling = _configs(settings, tuple(stop or ()), logprobs)
+    asked = read_asked(question, chunks, batch)
+    blend, sampling = _configs(settings, tuple(stop or ()), logprobs)
+    with options.open_store(settings, write=False) as reading:
+        if batch is None:  # what is wrong with the only question is said before the model is loaded
+            _keys(reading, asked[0])
     engine = options.load_engine(settings, output)
+
+    def answer(item: Asked) -> None:
+        extra = {} if batch is None else {"question": item.question}
+        keys = _keys(kv_store, item)
+        if keys is None:
+            keys = find_chunks(kv_store, item.question, settings.top_k, engine.collection_ids(settings.salt))
+        if dry_run:
+            plan = engine.plan(kv_store, item.question, keys, blend, settings.salt)
+            show_plan(plan, output, json=json, extra=extra)
+            return
+        on_text = None if json else lambda piece: output.text(piece, end="")
+        found = engine.ask(
+            kv_store, item.question, keys, blend, sampling,
+            on_text=on_text, verify=verify, save_holes=save, salt=settings.salt,
+        )  # fmt: skip
+        show_answer(found, output, json=json, ids=ids, explain=explain, extra=extra)
+
     with _store_for_holes(settings, save and not dry_run) as kv_store:
-        for text, keys in wanted:
-            if keys is None:
-                keys = find_chunks(kv_store, text, settings.top_k, engine.collection_ids(settings.salt))
-            if dry_run:
-                _show_plan(engine, kv_store, text, keys, blend, settings.salt, output, json)
-                continue
-            on_text = None if json else lambda piece: output.text(piece, end="")
-            answer = engine.ask(
-                kv_store,
-                text,
-                keys,
-                blend,
-                sampling,
-                on_text=on_text,
-                verify=verify,
-                save_holes=save,
-                salt=settings.salt,
-            )
-            _show(answer, output, json, ids, explain)
+        failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]
+    if failed:
+        raise typer.Exit(failed[0])
 
 
-def _questions(question: str | None, chunks: str | None, batch: Path | None) -> list[tuple[str, str | None]]:
-    """(question, --chunks) pairs, checked before anything is loaded."""
-    if batch is not None:
-        if question is not None:
-            raise UsageError("a question and --batch were both given", "give one of them")
-        return _batch(batch, chunks)
-    if question is None:
-        raise UsageError("there is no question", 'write it as an argument: cacheblend ask "Who leads billing?"')
-    if question == "-":
-        if chunks == "-":
-            raise UsageError("question and chunks cannot both come from stdin", "write the question as an argument")
-        question = sys.stdin.read()
-    if not question.strip():
-        raise UsageError("the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"')
-    return [(question, chunks)]
+def _guarded(answer: Callable[[Asked], None], item: Asked, batch: bool, output: Output, json: bool) -> int:
+    """Answer. A question of a batch that cannot be answered is reported, and the others go on; returns its exit code."""
+    from cacheblend_store import AmbiguousId, ChunkNotFound
+
+    from cacheblend_cli.cli.exits import report
+
+    if batch and not json:
+        output.note(f"> {item.question}")
+    try:
+        answer(item)
+    except (UsageError, NotFoundError, ChunkNotFound, AmbiguousId) as error:
+        if not batch:
+            raise
+        if json:
+            output.json({"question": item.question, "error": error.message})
+        return report(error, output)
+    return 0
 
 
-def _batch(path: Path, chunks: str | None) -> list[tuple[str, str | None]]:
-    if str(path) != "-" and not path.is_file():
-        raise NotFoundError(f"no such file: {path}", "check the path of --batch")
-    lines = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    found = []
-    for number, line in enumerate(lines.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = jsonlib.loads(line)
-            named = row.get("chunks")
-            found.append((str(row["question"]), ",".join(named) if named is not None else chunks))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{path}:{number} is no question: {error!r}", 'each line is {"question": "...", "chunks": ["ID", ...]}'
-            ) from error
-    return found
-
-
-def _chunk_ids(text: str, store: ChunkStore) -> list[bytes]:
-    """Keys of ID,ID, of the ids in a file, or of those on stdin; each may be a unique prefix."""
-    if text == "-":
-        text = sys.stdin.read()
-    elif Path(text).is_file():
-        text = Path(text).read_text(encoding="utf-8")
-    names: list[str] = []
-    for line in text.splitlines():
-        line = line.strip()
-        if line.startswith("{"):
-            try:
-                names.append(str(jsonlib.loads(line)["id"]))
-            except (ValueError, KeyError) as error:
-                raise UsageError(f"no chunk id in the line {line[:60]!r}", 'each JSON line has an "id"') from error
-        else:
-            names += [part for part in line.replace(",", " ").split() if part]
-    return [store.resolve(name) for name in names]
+def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
+    """Keys of the chunks that were named, None when they are to be searched. Raises ChunkNotFound, AmbiguousId."""
+    return None if asked.chunks is None else [store.resolve(name) for name in asked.chunks]
 
 
 def _configs(settings: Settings, stop: tuple[str, ...], logprobs: int | None) -> tuple[BlendConfig, SamplingParams]:
@@ -182,11 +155,11 @@ def _configs(settings: Settings, stop: tuple[str, ...], logprobs: int | None) ->
     make_selector(settings.selector)
     blend = BlendConfig(
         settings.mode, settings.ratio, settings.selector, settings.deviation, settings.check_layer, settings.block,
-        max(0, settings.seed),
+        settings.seed or 0,
     )  # fmt: skip
     sampling = SamplingParams(
         settings.max_tokens, settings.temperature, settings.top_p, settings.sample_top_k, settings.min_p,
-        None if settings.seed < 0 else settings.seed, stop, logprobs,
+        settings.seed, stop, logprobs,
     )  # fmt: skip
     return blend, sampling
 
@@ -211,71 +184,7 @@ def find_chunks(store: ChunkStore, question: str, k: int, collections: list[str]
     if not hits:
         raise NotFoundError(
             "no stored chunk of this model matches the question",
-            "precompute documents first, or name chunks with --chunks",
+            "precompute documents with this model first, or name chunks with --chunks",
         )
     rank = {hit.source: i for i, hit in reversed(list(enumerate(hits)))}
     return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index))]
-
-
-def _show(answer: Answer, output: Output, json: bool, ids: bool, explain: bool) -> None:
-    for note in answer.notes:
-        output.warn(note)
-    if json:
-        output.json(answer.to_dict(ids=ids, explain=explain))
-        return
-    output.text("")
-    if explain:
-        for layer in answer.layers:
-            deviation = "" if layer.mean_deviation is None else f", mean deviation {layer.mean_deviation:.4g}"
-            output.note(
-                f"layer {layer.layer:>2}  {layer.status.name:<11} {layer.rows} rows, {layer.fresh} of them reusable{deviation}"
-            )
-        for chunk in answer.chunks:
-            output.note(
-                f"chunk {chunk.id[:12]}  {chunk.status:<8} {chunk.recomputed}/{chunk.tokens} recomputed  {chunk.source}"
-            )
-    output.note(summary_line(answer))
-    if answer.verify:
-        v = answer.verify
-        output.note(
-            f"verify: KL {v.kl:.4g} nats to a full prefill, first token {'agrees' if v.top1_agree else 'DIFFERS'}, "
-            f"full prefill {v.full_ttft_s * 1000:.0f} ms"
-        )
-
-
-def summary_line(answer: Answer) -> str:
-    """Sources, tokens, share recomputed, time to the first token, tokens/s."""
-    sources = list(dict.fromkeys(Path(c.source).name for c in answer.chunks))
-    shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
-    t = answer.timing
-    recomputed = f"{answer.recomputed_tokens} of {answer.cached_tokens} cached tokens recomputed ({answer.recompute_fraction:.0%} of the work)"
-    return (
-        f"[{shown or 'no sources'}] {answer.prompt_tokens} prompt tokens, {recomputed if answer.mode != 'full' else 'full prefill'}, "
-        f"first token {t.ttft_s * 1000:.0f} ms, {t.decode_tokens_per_s:.0f} tokens/s"
-    )
-
-
-def _show_plan(
-    engine: Engine,
-    store: ChunkStore,
-    text: str,
-    keys: list[bytes],
-    blend: BlendConfig,
-    salt: str,
-    output: Output,
-    json: bool,
-) -> None:
-    plan = engine.plan(store, text, keys, blend, salt)
-    record: dict[str, Any] = vars(plan)
-    if json:
-        output.json(record)
-        return
-    output.table(
-        ("chunk", "tokens", "status", "source"),
-        [(c["id"][:12], c["tokens"], c["status"], c["source"]) for c in plan.chunks],
-        right=(1,),
-    )
-    output.text(
-        f"{plan.prompt_tokens} prompt tokens: {plan.cached_tokens} cached ({plan.exact_tokens} exact), {plan.fresh_tokens} fresh; "
-        f"{plan.kv_bytes / 2**20:.1f} MiB of KV to load"
-    )

@@ -61,7 +61,8 @@ def _precompute(engine: Engine, store: ChunkStore, output: Output) -> None:
 
 def _ask_three(engine: Engine, store: ChunkStore, output: Output, json: bool) -> None:
     from cacheblend_cli.api import BlendConfig, SamplingParams
-    from cacheblend_cli.cli.ask import find_chunks, summary_line
+    from cacheblend_cli.cli.answers import summary_line
+    from cacheblend_cli.cli.ask import find_chunks
     from cacheblend_cli.demo import questions
 
     across = [q for q in questions() if q.across]

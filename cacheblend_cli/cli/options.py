@@ -30,6 +30,9 @@ KvDtype = Annotated[
 ]
 Salt = Annotated[str | None, typer.Option(help="Keep the chunks of this tenant apart.", show_default=False)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
+LockTimeout = Annotated[
+    float | None, typer.Option(help="Seconds to wait for another writer of the store.", show_default="30")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
 
@@ -51,7 +54,9 @@ def load_engine(settings: Settings, output: Output) -> Engine:
         device=settings.device,
         dtype=settings.dtype,
         attention_backend=settings.attention_backend,
-        threads=settings.threads or None,
+        block_size=settings.block_size,
+        threads=settings.threads,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_dtype=settings.kv_dtype,
     )
     return Engine.load(config, output.note if output.err_tty else None)

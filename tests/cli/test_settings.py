@@ -1,0 +1,109 @@
+"""Settings: who wins, where a value came from, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from platformdirs import user_config_path
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Settings, resolve
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def user_file(text: str) -> Path:
+    path = user_config_path("cacheblend") / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_flags_beat_variables_beat_the_project_beat_the_user(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = user_file("ratio = 0.1\nselector = 'first'\nmax_tokens = 1\nmode = 'full'\n")
+    project = here / "cacheblend.toml"
+    project.write_text("ratio = 0.2\nselector = 'random'\nmax-tokens = 2\n")
+    monkeypatch.setenv("CACHEBLEND_RATIO", "0.3")
+    monkeypatch.setenv("CACHEBLEND_SELECTOR", "all")
+    found = resolve({"ratio": 0.4, "selector": None})
+    s = found.settings
+    assert (s.ratio, s.selector, s.max_tokens, s.mode, s.top_k) == (0.4, "all", 2, "full", 5)
+    names = ("ratio", "selector", "max_tokens", "mode", "top_k")
+    assert [found.origin[n] for n in names] == ["flag", "CACHEBLEND_SELECTOR", str(project), str(user), "default"]
+
+
+def test_the_project_file_is_found_above_but_not_outside_the_repository(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "cacheblend.toml").write_text("ratio = 0.2\n")
+    (here / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(here / "deep" / "er")
+    assert resolve({}).settings.ratio == 0.2
+    (here / "deep" / ".git").mkdir()
+    assert resolve({}).settings.ratio == 0.15
+
+
+def test_paths_in_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "cacheblend.toml").write_text("store = 'kv'\nmodel = 'models/tiny'\n")
+    (here / "sub").mkdir()
+    monkeypatch.chdir(here / "sub")
+    assert resolve({}).settings.store_path == here / "kv"
+    assert resolve({}).settings.model == "models/tiny"  # a hub id
+    (here / "models" / "tiny").mkdir(parents=True)
+    assert resolve({}).settings.model == str(here / "models" / "tiny")
+    assert resolve({"store": "mine"}).settings.store_path == Path("mine")
+
+
+def test_where_the_store_is(here: Path) -> None:
+    assert resolve({}).settings.store_path.parts[-2:] == ("cacheblend", "store")
+    assert resolve({}).settings.store_path.is_absolute()
+    (here / ".cacheblend").mkdir()
+    assert resolve({}).settings.store_path == Path(".cacheblend/store")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ratoi = 0.1", "unknown setting 'ratoi'"),
+        ("ratio = '0.1'", "a number is wanted"),
+        ("ratio = true", "a number is wanted"),
+        ("ratio = nan", "a number is wanted"),
+        ("chunk_tokens = 1.5", "a whole number is wanted"),
+        ("model = 5", "text is wanted"),
+        ("top_k = 0", "1 is the least"),
+        ("[section]\nratio = 0.1", "unknown setting 'section'"),
+        ("ratio =", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_named(here: Path, text: str, says: str) -> None:
+    (here / "cacheblend.toml").write_text(text)
+    with pytest.raises(UsageError, match=says) as caught:
+        resolve({})
+    assert str(here / "cacheblend.toml") in caught.value.message
+    assert says != "unknown setting 'ratoi'" or "check_layer" in (caught.value.hint or "")
+
+
+def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_SEED", "")
+    assert resolve({}).settings == Settings()
+    monkeypatch.setenv("CACHEBLEND_SEED", "7")
+    assert resolve({}).settings.seed == 7
+    monkeypatch.setenv("CACHEBLEND_SEED", "x")
+    with pytest.raises(UsageError, match="CACHEBLEND_SEED"):
+        resolve({})
+    monkeypatch.delenv("CACHEBLEND_SEED")
+    monkeypatch.setenv("CACHEBLEND_SEEED", "7")
+    with pytest.raises(UsageError, match="CACHEBLEND_SEEED"):
+        resolve({})
+
+
+def test_the_example_in_configs_is_valid(here: Path) -> None:
+    example = Path(__file__).parents[2] / "configs" / "cacheblend.toml"
+    (here / "cacheblend.toml").write_text(example.read_text(encoding="utf-8"))
+    assert resolve({}).settings.store_path == here / ".cacheblend" / "store"
