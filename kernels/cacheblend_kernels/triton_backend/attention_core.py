@@ -1,0 +1,149 @@
+"""What prefill and decode attention share: addressing paged keys, one step of online softmax, joining splits.
+
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867; tiling: FlashAttention-2, arXiv 2307.08691; splitting
+the context: Flash-Decoding (Dao et al., 2023). Logits are kept in base 2, since exp2 is one instruction.
+"""
+
+# Kernels are untyped: their arguments are Triton's.
+# mypy: allow-untyped-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cacheblend_kernels.triton_backend.configs import padded
+from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """a @ b + acc in fp32. The interpreter keeps bf16 as raw bits and multiplies those, so there they are widened."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def key_slots(
+    table_ptr, first_slot, start, offsets, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CONTIGUOUS: tl.constexpr
+):
+    """Slots [BLOCK_N] int64 of the keys at positions start + offsets; start is a multiple of BLOCK_N."""
+    if CONTIGUOUS:
+        return first_slot + start + offsets.to(tl.int64)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + (start % BLOCK_SIZE + offsets)
+    key_pos = start + offsets
+    block = tl.load(table_ptr + key_pos // BLOCK_SIZE, mask=key_pos < hi, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + key_pos % BLOCK_SIZE
+
+
+@triton.jit
+def load_keys(
+    ptr,
+    slots,
+    kv_head,
+    dims,
+    visible,
+    dtype: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product.
+
+    BOUNDED: keys not `visible` are read as zeros, so that whatever lies there (NaN included) cannot reach a sum.
+    """
+    ptrs = ptr + slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dims[None, :]
+    if BOUNDED:
+        if BLOCK_D == HEAD_DIM:
+            tile = tl.load(ptrs, mask=visible[:, None], other=0)
+        else:
+            tile = tl.load(ptrs, mask=visible[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+    else:
+        if BLOCK_D == HEAD_DIM:
+            tile = tl.load(ptrs)
+        else:
+            tile = tl.load(ptrs, mask=(dims < HEAD_DIM)[None, :], other=0)
+    if FP8:
+        return e4m3_to_fp32(tile).to(dtype)
+    return tile.to(dtype)
+
+
+@triton.jit
+def softmax_step(
+    acc,
+    total,
+    peak,
+    q,
+    k,
+    v,
+    shown,
+    scale,
+    soft_cap,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add one tile of keys to the running softmax. scale includes log2(e) unless SOFT_CAP.
+
+    acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: who sees which key (MASKED only).
+    """
+    logits = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), PRECISION)
+    if SOFT_CAP:
+        # tanh x = 1 - 2 / (exp 2x + 1): no overflow at either end
+        capped = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E * scale / soft_cap)) + 1.0)
+        logits = capped * (soft_cap * LOG2E)
+        factor = 1.0
+    else:
+        factor = scale
+    if MASKED:
+        logits = tl.where(shown, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
+    base = new_peak
+    if MASKED:  # a row that has seen no key yet
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = tl.exp2(logits * factor - base[:, None])
+    alpha = tl.exp2(peak - base)
+    total = total * alpha + tl.sum(p, 1)
+    acc = product(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    return acc, total, new_peak
+
+
+@triton.jit
+def join_splits_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One (row, head): the softmax-weighted mean of its splits. Splits that saw no key have lse = -inf."""
+    index = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + index * SPLITS + splits)
+    peak = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
+    seen = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+    part = tl.load(part_ptr + (index * SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :], mask=seen, other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + index * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def join_splits(part: Tensor, lse: Tensor, out: Tensor) -> None:
+    """out [num_rows, num_heads, head_dim] from part [num_rows, num_heads, splits, head_dim] and lse (base 2), fp32."""
+    num_rows, num_heads, splits, head_dim = part.shape
+    join_splits_kernel[(num_rows * num_heads,)](
+        part, lse, out, HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), SPLITS=splits, num_warps=4
+    )

@@ -1,0 +1,253 @@
+"""Writes into the paged pool of fresh K and V, the rotation alone, and copies of whole blocks.
+
+Rotate-half RoPE (RoFormer, arXiv 2104.09864; the half layout of GPT-NeoX): x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin,
+in fp32, cast once.
+"""
+
+# Kernels are untyped: their arguments are Triton's.
+# mypy: allow-untyped-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cacheblend_kernels.triton_backend.checks import (
+    check,
+    check_device,
+    check_heads,
+    check_pool,
+    check_rope,
+    check_slots,
+    device_guard,
+    pool_bits,
+)
+from cacheblend_kernels.triton_backend.configs import padded
+from cacheblend_kernels.triton_backend.float8 import fp32_to_e4m3
+
+HEADS_PER_PROGRAM = 16
+WORDS_PER_PROGRAM = 2048
+
+
+@triton.jit
+def rotate(x1, x2, cos, sin):
+    """Both halves of the head, fp32."""
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def to_pool(x, ptr, FP8: tl.constexpr):
+    """x in the pool's dtype."""
+    if FP8:
+        return fp32_to_e4m3(x)
+    return x.to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, out_ptr, heads, halves, cos, sin, factor,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """out = rotate(x) * factor for the heads of one row; both pointers stand at the row's first head."""
+    mask = (heads < NUM_HEADS)[:, None] & (halves < HEAD_DIM // 2)[None, :]
+    at = heads[:, None] * HEAD_DIM + halves[None, :]
+    x1 = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + at + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    y1, y2 = rotate(x1, x2, cos, sin)
+    tl.store(out_ptr + at, to_pool(y1 * factor, out_ptr, FP8), mask=mask)
+    tl.store(out_ptr + at + HEAD_DIM // 2, to_pool(y2 * factor, out_ptr, FP8), mask=mask)
+
+
+@triton.jit
+def rope_and_cache_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    KV_PROGRAMS: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """BLOCK_HEADS heads of one row. Grid (num_rows, KV_PROGRAMS + programs for q): the first ones take K and V.
+
+    NUM_HEADS 0: no q. KV_PROGRAMS 0: no cache write, rotation only.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    halves = tl.arange(0, BLOCK_HALF)
+    in_half = halves < HEAD_DIM // 2
+    cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
+    if part < KV_PROGRAMS:
+        heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        base = tl.load(slots_ptr + row) * (NUM_KV_HEADS * HEAD_DIM)
+        mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
+        k_factor = 1.0
+        v_factor = 1.0
+        if FP8:
+            k_factor = 1.0 / tl.load(k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
+            v_factor = 1.0 / tl.load(v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
+        _rotate_heads(
+            k_ptr + row * k_stride, k_cache_ptr + base, heads, halves, cos, sin, k_factor,
+            NUM_KV_HEADS, HEAD_DIM, FP8,
+        )  # fmt: skip
+        for half in tl.static_range(2):
+            at = heads[:, None] * HEAD_DIM + (halves + half * (HEAD_DIM // 2))[None, :]
+            v = tl.load(v_ptr + row * v_stride + at, mask=mask, other=0.0)
+            v = to_pool(v.to(tl.float32) * v_factor, v_cache_ptr, FP8)
+            tl.store(v_cache_ptr + base + at, v, mask=mask)
+    else:
+        heads = (part - KV_PROGRAMS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        _rotate_heads(
+            q_ptr + row * q_stride, q_out_ptr + row * (NUM_HEADS * HEAD_DIM), heads, halves, cos, sin, 1.0,
+            NUM_HEADS, HEAD_DIM, False,
+        )  # fmt: skip
+
+
+def rope_and_cache(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor | None:
+    """Rotate q and k, write k and v to their slots; one launch. Rows may be strided. Returns the rotated q, packed.
+
+    q: [num_rows, num_heads, head_dim] or None; k, v: [num_rows, num_kv_heads, head_dim]; cos, sin: [num_rows, head_dim]
+    fp32, halves equal; pools of any float dtype, float8_e4m3fn with scales [num_kv_heads] fp32.
+    """
+    check_heads("k", k)
+    check_heads("v", v)
+    num_rows, num_kv_heads, head_dim = k.shape
+    check(v.shape == k.shape, f"k is {list(k.shape)}, v is {list(v.shape)}")
+    check_pool("k_cache", k_cache)
+    check_pool("v_cache", v_cache)
+    check(k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype, "the K and V pools differ")
+    check(k_cache.shape[2:] == k.shape[1:], f"rows of {list(k.shape[1:])}, slots of {list(k_cache.shape[2:])}")
+    check_rope(cos, sin, num_rows, head_dim)
+    check_slots(slot_mapping, num_rows)
+    fp8 = check_pool_scales(k_cache, k_scale, v_scale)
+    if q is not None:
+        check_heads("q", q)
+        check(q.shape[0] == num_rows and q.shape[2] == head_dim, f"q is {list(q.shape)}, k is {list(k.shape)}")
+    check_device(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return q_out
+    num_heads = 0 if q is None else q.shape[1]
+    kv_programs = -(-num_kv_heads // HEADS_PER_PROGRAM)
+    q_in = k if q is None else q
+    with device_guard(k):
+        rope_and_cache_kernel[(num_rows, kv_programs + -(-num_heads // HEADS_PER_PROGRAM))](
+            q_in,
+            k,
+            v,
+            cos,
+            sin,
+            q_in if q_out is None else q_out,
+            pool_bits(k_cache),
+            pool_bits(v_cache),
+            slot_mapping,
+            k_scale if fp8 else cos,
+            v_scale if fp8 else cos,
+            q_in.stride(0),
+            k.stride(0),
+            v.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_HALF=padded(head_dim // 2),
+            BLOCK_HEADS=HEADS_PER_PROGRAM,
+            KV_PROGRAMS=kv_programs,
+            FP8=fp8,
+            num_warps=4,
+        )
+    return q_out
+
+
+def check_pool_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+    """Whether the pool is float8; then both scales must be there."""
+    if k_cache.dtype != torch.float8_e4m3fn:
+        check(k_scale is None and v_scale is None, "pool scales are for a float8 pool")
+        return False
+    for name, s in (("k", k_scale), ("v", v_scale)):
+        good = s is not None and s.dtype == torch.float32 and s.shape == (k_cache.shape[2],) and s.is_contiguous()
+        check(good, f"a float8 pool needs a {name} scale [num_kv_heads] float32")
+    return True
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [num_rows, heads, head_dim] (rows may be strided) by cos, sin [num_rows, head_dim] fp32; packed result."""
+    check_heads("x", x)
+    num_rows, num_heads, head_dim = x.shape
+    check_rope(cos, sin, num_rows, head_dim)
+    check_device(x, cos, sin)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    with device_guard(x):
+        rope_and_cache_kernel[(num_rows, -(-num_heads // HEADS_PER_PROGRAM))](
+            x, x, x, cos, sin, out, out, out, cos, cos, cos,
+            x.stride(0), x.stride(0), x.stride(0),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=1, HEAD_DIM=head_dim, BLOCK_HALF=padded(head_dim // 2),
+            BLOCK_HEADS=HEADS_PER_PROGRAM, KV_PROGRAMS=0, FP8=False, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["words"])
+def copy_blocks_kernel(addresses_ptr, src_ptr, dst_ptr, words, BLOCK: tl.constexpr):
+    """Grid (pools, block pairs, parts of a block): BLOCK 32-bit words each. addresses: [pools] int64 of the pools."""
+    pool = tl.load(addresses_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int32))
+    pool = tl.multiple_of(pool, 16)
+    pair = tl.program_id(1)
+    offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    src = tl.load(src_ptr + pair) * words
+    dst = tl.load(dst_ptr + pair) * words
+    mask = offsets < words
+    tl.store(pool + dst + offsets, tl.load(pool + src + offsets, mask=mask), mask=mask)
+
+
+def copy_blocks(pools: list[Tensor], src: Tensor, dst: Tensor, addresses: Tensor) -> None:
+    """Copy whole blocks src -> dst ([n] int64 each) in every pool, one launch for all layers.
+
+    addresses: [len(pools)] int64 on the device, the pools' data pointers. No block may be in both src and dst.
+    """
+    check(len({(p.shape, p.dtype) for p in pools}) == 1, "the pools differ in shape or dtype")
+    for pool in pools:
+        check(pool.is_contiguous(), "a pool is not contiguous")
+    check(src.shape == dst.shape and src.dim() == 1, f"src is {list(src.shape)}, dst is {list(dst.shape)}")
+    check_slots(src, src.shape[0])
+    check_slots(dst, dst.shape[0])
+    check_device(*pools, src, dst, addresses)
+    block_bytes = pools[0][0].numel() * pools[0].element_size()
+    check(block_bytes % 16 == 0, f"blocks of {block_bytes} bytes", "a block is a multiple of 16 bytes")
+    if src.shape[0] == 0:
+        return
+    words = block_bytes // 4
+    with device_guard(src):
+        copy_blocks_kernel[(len(pools), src.shape[0], -(-words // WORDS_PER_PROGRAM))](
+            addresses, src, dst, words, BLOCK=WORDS_PER_PROGRAM, num_warps=4
+        )

@@ -1,0 +1,103 @@
+"""Which tile a launch uses: a small table for each architecture and head size, and the number of context splits.
+
+No autotuning at run time: the choice depends on shapes alone, so the same shapes always run the same code, and
+every entry can be compiled and inspected without a GPU (`variants.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory one block may use, by compute capability (CUDA C++ programming guide, table 'Technical
+Specifications per Compute Capability')."""
+
+MAX_SPLITS = 64
+MIN_KEYS_PER_SPLIT = 256
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """block_m: rows x heads of a group in a tile; block_n: keys a step; num_warps, num_stages: Triton's knobs."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def stages(self, contiguous: bool) -> int:
+        """num_stages to compile with. Keys behind a block table are two loads, one fed by the other; Triton shares
+        the stages out between them, so the keys are as many tiles ahead as in the contiguous case only with more."""
+        return self.num_stages if contiguous or self.num_stages == 1 else 2 * self.num_stages - 1
+
+
+def padded(n: int) -> int:
+    """The power of two a dimension of n is padded to (Triton tiles are powers of two)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def arch_of(capability: tuple[int, int]) -> int:
+    """The table's key for a compute capability: 80, 90 or 100; newer and odd ones use the nearest below."""
+    number = capability[0] * 10 + capability[1]
+    return max((arch for arch in SHARED_MEMORY if arch <= number), default=80)
+
+
+def prefill_configs(arch: int, head_dim: int, element_size: int) -> tuple[TileConfig, ...]:
+    """Every tile prefill attention may use, widest first.
+
+    Wide tiles reuse each key the most; narrow ones fill the device when there are few rows.
+    """
+    dim = padded(head_dim)
+    if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
+        return (TileConfig(32, 32, 8, 1),) if dim <= 128 else (TileConfig(16, 16, 8, 1),)
+    if dim <= 64:
+        return TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3), TileConfig(16, 64, 4, 3)
+    if dim <= 128:
+        return TileConfig(128, 64, 8, 3), TileConfig(64, 32, 4, 3), TileConfig(16, 64, 4, 3)
+    wide = (TileConfig(128, 32, 8, 2),) if arch >= 90 else ()
+    return *wide, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
+
+
+def pick_prefill_config(
+    configs: tuple[TileConfig, ...], group: int, num_rows: int, num_kv_heads: int, num_sms: int
+) -> TileConfig:
+    """The widest tile that still gives every multiprocessor a tile; the narrowest that holds a group if none does."""
+    fitting = [c for c in configs if c.block_m >= group]
+    for config in fitting:
+        if num_tiles(config, group, num_rows, 1) * num_kv_heads >= num_sms:
+            return config
+    # Few rows: the key loop is bound by memory, and one tile a head that holds all rows reads each key once.
+    for config in reversed(fitting):
+        if config.block_m >= num_rows * group:
+            return config
+    return fitting[0]
+
+
+def num_tiles(config: TileConfig, group: int, num_rows: int, num_seqs: int) -> int:
+    """Upper bound on tiles, known without reading row counts from the device: one partial tile a sequence."""
+    return num_rows // (config.block_m // group) + num_seqs
+
+
+def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
+    """The tile of decode attention: one row a sequence, so the heads of a group are its rows."""
+    block_m = max(16, padded(group))
+    dim = padded(head_dim)
+    if element_size == 4:
+        return TileConfig(block_m, 32 if dim <= 128 else 16, 4, 1)
+    if dim <= 128:
+        return TileConfig(block_m, 64, 4, 3)
+    return TileConfig(block_m, 32, 4, 3)
+
+
+def num_context_splits(num_programs: int, max_keys: int, num_sms: int, waves: int = 2) -> int:
+    """How many parts to cut the context into (1: the one-kernel path, PagedAttention's v1; more: v2's reduction).
+
+    num_programs: programs of an unsplit launch. Splits fill `waves` waves of the device, keep at least
+    MIN_KEYS_PER_SPLIT keys each, and are a power of two, so that a growing context rarely changes the kernel.
+    """
+    if num_programs >= num_sms or max_keys < 2 * MIN_KEYS_PER_SPLIT:
+        return 1
+    wanted = -(-waves * num_sms // max(1, num_programs))
+    most = max_keys // MIN_KEYS_PER_SPLIT
+    splits = max(1, min(wanted, most, MAX_SPLITS))
+    return 1 << (splits.bit_length() - 1)

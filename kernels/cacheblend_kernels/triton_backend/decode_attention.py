@@ -1,0 +1,206 @@
+"""Paged decode attention: one new row a sequence, the context split over programs and joined afterwards.
+
+Decode reads every key once and does little with it, so it runs at the speed of memory if enough programs read at
+once: a batch that fills the device is left whole (PagedAttention's v1, arXiv 2309.06180), a small one has its context
+split (v2, Flash-Decoding). The heads of a group are the rows of a tile, so K and V are read once for all of them.
+"""
+
+# Kernels are untyped: their arguments are Triton's.
+# mypy: allow-untyped-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cacheblend_kernels.triton_backend.attention_core import (
+    LOG2E,
+    join_splits,
+    key_slots,
+    load_keys,
+    softmax_step,
+)
+from cacheblend_kernels.triton_backend.checks import (
+    check,
+    check_attention,
+    check_device,
+    check_table,
+    device_guard,
+    pool_bits,
+)
+from cacheblend_kernels.triton_backend.configs import TileConfig, decode_config, num_context_splits, padded
+from cacheblend_kernels.triton_backend.prefill_attention import split_buffers
+
+
+@triton.jit(do_not_specialize=["first_slot", "table_stride", "window"])
+def decode_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    kv_lens_ptr,
+    table_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    first_slot,
+    table_stride,
+    q_stride,
+    scale,
+    soft_cap,
+    window,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One sequence, one KV head, one split. Grid (num_kv_heads, num_seqs, SPLITS).
+
+    The split's length follows kv_lens on the device, so a captured graph stays right as the context grows. Every key
+    of the range is seen, except that the range's last tile, and its first under a window, are not full.
+    """
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    hi = tl.load(kv_lens_ptr + seq)
+    lo = hi * 0
+    if WINDOW:
+        lo = tl.maximum(hi - window, 0)
+    begin = lo // BLOCK_N * BLOCK_N
+    end = hi
+    if SPLITS > 1:
+        tiles_each = ((hi - begin + BLOCK_N - 1) // BLOCK_N + SPLITS - 1) // SPLITS
+        begin += split * tiles_each * BLOCK_N
+        end = tl.minimum(begin + tiles_each * BLOCK_N, hi)
+
+    members = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + members
+    dims = tl.arange(0, BLOCK_D)
+    offsets = tl.arange(0, BLOCK_N)
+    own = members < GROUP
+    stored = own[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + seq * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
+    k_factor = 1.0
+    v_factor = 1.0
+    if FP8:
+        k_factor = tl.load(k_scale_ptr + kv_head)
+        v_factor = tl.load(v_scale_ptr + kv_head)
+    if not SOFT_CAP:
+        scale = scale * LOG2E
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    seq_table = table_ptr + seq * table_stride
+    for start in range(begin, end, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        key_pos = start + offsets
+        slots = key_slots(seq_table, first_slot, start, offsets, hi, BLOCK_N, BLOCK_SIZE, CONTIGUOUS)
+        real = (key_pos >= lo) & (key_pos < hi)
+        k = load_keys(k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, FP8)
+        v = load_keys(v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, FP8)
+        acc, total, peak = softmax_step(
+            acc, total, peak, q, k, v, real[None, :], scale * k_factor, soft_cap, True, SOFT_CAP, PRECISION
+        )
+
+    acc = acc * (v_factor / tl.where(total == 0.0, 1.0, total))[:, None]
+    cell = seq * (NUM_KV_HEADS * GROUP) + heads
+    if SPLITS > 1:
+        lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(total))
+        tl.store(lse_ptr + cell * SPLITS + split, lse, mask=own)
+        tl.store(part_ptr + (cell * SPLITS + split)[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+    else:
+        tl.store(out_ptr + cell[:, None] * HEAD_DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    scale: float,
+    num_sms: int,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    contiguous_slot: int = -1,
+    max_kv_len: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    config: TileConfig | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One row q [num_seqs, num_heads, head_dim] a sequence, at position kv_lens - 1, over the paged pool.
+
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, or float8_e4m3fn with k_scale,
+    v_scale [num_kv_heads] fp32; block_table [num_seqs, max_blocks], kv_lens [num_seqs], int32. A sequence of length 0
+    gets zeros. max_kv_len only chooses the number of splits. Returns [num_seqs, num_heads, head_dim] in q's dtype.
+    """
+    check_attention(q, k_cache, v_cache, scale, sliding_window, soft_cap, k_scale, v_scale)
+    num_seqs, num_heads, head_dim = q.shape
+    check_table(block_table, num_seqs)
+    check(kv_lens.shape == (num_seqs,) and kv_lens.dtype == torch.int32, "kv_lens is [num_seqs] int32")
+    check(kv_lens.is_contiguous(), "kv_lens is not contiguous")
+    check(contiguous_slot < 0 or num_seqs == 1, "contiguous_slot is for one sequence")
+    check_device(q, block_table, kv_lens)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_seqs == 0:
+        return out
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    config = config or decode_config(head_dim, group, q.element_size())
+    most = max_kv_len or block_table.shape[1] * block_size
+    most = most if sliding_window is None else min(most, sliding_window)
+    splits = num_splits or num_context_splits(num_seqs * num_kv_heads, most, num_sms)
+    part, lse = split_buffers(q, splits)
+    fp8 = k_cache.dtype == torch.float8_e4m3fn
+    with device_guard(q):
+        decode_attention_kernel[(num_kv_heads, num_seqs, splits)](
+            q,
+            pool_bits(k_cache),
+            pool_bits(v_cache),
+            out,
+            part,
+            lse,
+            kv_lens,
+            block_table,
+            k_scale if fp8 else lse,
+            v_scale if fp8 else lse,
+            max(0, contiguous_slot),
+            block_table.stride(0),
+            q.stride(0),
+            scale,
+            soft_cap or 1.0,
+            sliding_window or 0,
+            GROUP=group,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=padded(head_dim),
+            BLOCK_SIZE=block_size,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            SPLITS=splits,
+            CONTIGUOUS=contiguous_slot >= 0,
+            WINDOW=sliding_window is not None,
+            SOFT_CAP=soft_cap is not None,
+            FP8=fp8,
+            PRECISION="ieee",
+            num_warps=config.num_warps,
+            num_stages=config.stages(contiguous_slot >= 0),
+        )
+        if splits > 1:
+            join_splits(part, lse, out)
+    return out

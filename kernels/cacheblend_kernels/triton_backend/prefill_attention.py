@@ -1,0 +1,321 @@
+"""Attention of scattered rows over the paged pool, causal by position.
+
+The rows need not be a run: each carries its position, and a tile of rows walks the keys from the first one its first
+row may see up to the position of its last row. Most key tiles lie below the first row's position and need no mask;
+only the edges do, and nothing of size rows x keys ever exists. The heads that share a KV head (GQA) are rows of the
+same tile, so K and V are read once for all of them. With few rows and a long context the key range is split over
+programs and joined afterwards.
+
+After FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180) and Flash-Decoding; the scattered rows
+are those of CacheBlend's selective recomputation (arXiv 2405.16444).
+"""
+
+# Kernels are untyped: their arguments are Triton's.
+# mypy: allow-untyped-defs, no-check-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cacheblend_kernels.interface import AttentionMetadata
+from cacheblend_kernels.triton_backend.attention_core import (
+    LOG2E,
+    join_splits,
+    key_slots,
+    load_keys,
+    softmax_step,
+)
+from cacheblend_kernels.triton_backend.checks import check_attention, check_metadata, device_guard, pool_bits
+from cacheblend_kernels.triton_backend.configs import (
+    TileConfig,
+    num_context_splits,
+    num_tiles,
+    padded,
+    pick_prefill_config,
+    prefill_configs,
+)
+
+
+@triton.jit
+def _walk_keys(
+    acc,
+    total,
+    peak,
+    q,
+    row_pos,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first_slot,
+    kv_head,
+    k_factor,
+    begin,
+    end,
+    lo,
+    hi,
+    scale,
+    soft_cap,
+    window,
+    BLOCK_N: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to the keys begin..end-1 in steps of BLOCK_N. MASKED: some row does not see some of them."""
+    offsets = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        key_pos = start + offsets
+        slots = key_slots(table_ptr, first_slot, start, offsets, hi, BLOCK_N, BLOCK_SIZE, CONTIGUOUS)
+        real = (key_pos >= lo) & (key_pos < hi)
+        k = load_keys(
+            k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED, FP8
+        )  # fmt: skip
+        v = load_keys(
+            v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED, FP8
+        )  # fmt: skip
+        shown = key_pos[None, :] <= row_pos[:, None]
+        if WINDOW:
+            shown = shown & (key_pos[None, :] > row_pos[:, None] - window)
+        acc, total, peak = softmax_step(
+            acc, total, peak, q, k, v, shown, scale * k_factor, soft_cap, MASKED, SOFT_CAP, PRECISION
+        )
+    return acc, total, peak
+
+
+@triton.jit(do_not_specialize=["num_seqs", "first_slot", "table_stride", "window"])
+def prefill_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    positions_ptr,
+    cu_rows_ptr,
+    table_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    num_seqs,
+    first_slot,
+    table_stride,
+    q_stride,
+    scale,
+    soft_cap,
+    window,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of rows of one sequence, one KV head, one split of the key range.
+
+    Grid (num_kv_heads, tiles, SPLITS). Sequence i owns the tiles from cu_rows[i] // ROWS + i on; the tiles at the end
+    of the batch see the most keys and are started first.
+    """
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    split = tl.program_id(2)
+
+    low = 0  # the last sequence whose first tile is at or before ours
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        starts_at = tl.load(cu_rows_ptr + middle) // ROWS + middle
+        if starts_at <= tile:
+            low = middle
+        else:
+            high = middle
+    seq = low
+    seq_begin = tl.load(cu_rows_ptr + seq)
+    seq_end = tl.load(cu_rows_ptr + seq + 1)
+    begin_row = seq_begin + (tile - (seq_begin // ROWS + seq)) * ROWS
+    if begin_row >= seq_end:
+        return
+    last_row = tl.minimum(begin_row + ROWS, seq_end) - 1
+
+    members = tl.arange(0, BLOCK_M)
+    rows = begin_row + members // GROUP
+    heads = kv_head * GROUP + members % GROUP
+    own = (members < ROWS * GROUP) & (rows <= last_row)
+    dims = tl.arange(0, BLOCK_D)
+    in_head = dims < HEAD_DIM
+    # Members beyond the tile stand at its last row's position: what they compute is finite and never stored.
+    row_pos = tl.load(positions_ptr + tl.minimum(rows, last_row)).to(tl.int32)
+    first_pos = tl.load(positions_ptr + begin_row).to(tl.int32)
+    last_pos = tl.load(positions_ptr + last_row).to(tl.int32)
+    q_offsets = rows.to(tl.int64)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=own[:, None] & in_head[None, :], other=0.0)
+
+    # Keys lo..hi-1 are seen by some row, inner_lo..inner_hi-1 by all of them.
+    hi = last_pos + 1
+    inner_hi = (first_pos + 1) // BLOCK_N * BLOCK_N
+    if WINDOW:
+        lo = tl.maximum(first_pos - window + 1, 0)
+        inner_lo = (tl.maximum(last_pos - window + 1, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    else:
+        lo = 0
+        inner_lo = 0
+    begin = lo // BLOCK_N * BLOCK_N
+    end = hi
+    if SPLITS > 1:
+        tiles_each = ((hi - begin + BLOCK_N - 1) // BLOCK_N + SPLITS - 1) // SPLITS
+        begin += split * tiles_each * BLOCK_N
+        end = tl.minimum(begin + tiles_each * BLOCK_N, hi)
+    inner_lo = tl.minimum(tl.maximum(inner_lo, begin), end)
+    inner_hi = tl.maximum(tl.minimum(inner_hi, end), inner_lo)
+
+    k_factor = 1.0
+    v_factor = 1.0
+    if FP8:
+        k_factor = tl.load(k_scale_ptr + kv_head)
+        v_factor = tl.load(v_scale_ptr + kv_head)
+    if not SOFT_CAP:
+        scale = scale * LOG2E
+    seq_table = table_ptr + seq.to(tl.int64) * table_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if WINDOW:
+        acc, total, peak = _walk_keys(
+            acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
+            begin, inner_lo, lo, hi, scale, soft_cap, window,
+            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, FP8, PRECISION,
+        )  # fmt: skip
+    acc, total, peak = _walk_keys(
+        acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
+        inner_lo, inner_hi, lo, hi, scale, soft_cap, window,
+        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False, WINDOW, SOFT_CAP, FP8, PRECISION,
+    )  # fmt: skip
+    acc, total, peak = _walk_keys(
+        acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
+        inner_hi, end, lo, hi, scale, soft_cap, window,
+        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, FP8, PRECISION,
+    )  # fmt: skip
+
+    if SPLITS > 1:  # a row may see no key of this split
+        acc = acc * (v_factor / tl.where(total == 0.0, 1.0, total))[:, None]
+        lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(total))
+        cell = (rows.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split
+        tl.store(lse_ptr + cell, lse, mask=own)
+        tl.store(part_ptr + cell[:, None] * HEAD_DIM + dims[None, :], acc, mask=own[:, None] & in_head[None, :])
+    else:
+        acc = acc * (v_factor / total)[:, None]
+        cell = rows.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + cell[:, None] * HEAD_DIM + dims[None, :], out, mask=own[:, None] & in_head[None, :])
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    arch: int,
+    num_sms: int,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    config: TileConfig | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows q [num_rows, num_heads, head_dim] (fp16, bf16 or fp32; heads packed, rows may be strided) over the pool.
+
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, or float8_e4m3fn with k_scale,
+    v_scale [num_kv_heads] fp32. config and num_splits override the table's choice. Returns `out` (or a new tensor)
+    [num_rows, num_heads, head_dim], contiguous, q's dtype.
+    """
+    check_attention(q, k_cache, v_cache, scale, sliding_window, soft_cap, k_scale, v_scale)
+    check_metadata(q, meta)
+    num_rows, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_rows == 0:
+        return out
+    group = num_heads // num_kv_heads
+    config = config or pick_prefill_config(
+        prefill_configs(arch, head_dim, q.element_size()), group, num_rows, num_kv_heads, num_sms
+    )
+    tiles = num_tiles(config, group, num_rows, meta.num_seqs)
+    splits = num_splits or num_context_splits(
+        tiles * num_kv_heads, _most_keys(meta, block_size, sliding_window), num_sms
+    )
+    part, lse = split_buffers(q, splits)
+    fp8 = k_cache.dtype == torch.float8_e4m3fn
+    with device_guard(q):
+        prefill_attention_kernel[(num_kv_heads, tiles, splits)](
+            q,
+            pool_bits(k_cache),
+            pool_bits(v_cache),
+            out,
+            part,
+            lse,
+            meta.positions,
+            meta.cu_rows,
+            meta.block_table,
+            k_scale if fp8 else lse,
+            v_scale if fp8 else lse,
+            meta.num_seqs,
+            max(0, meta.contiguous_slot),
+            meta.block_table.stride(0),
+            q.stride(0),
+            scale,
+            soft_cap or 1.0,
+            sliding_window or 0,
+            GROUP=group,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=padded(head_dim),
+            BLOCK_SIZE=block_size,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            SPLITS=splits,
+            CONTIGUOUS=meta.contiguous_slot >= 0,
+            WINDOW=sliding_window is not None,
+            SOFT_CAP=soft_cap is not None,
+            FP8=fp8,
+            PRECISION="ieee",
+            num_warps=config.num_warps,
+            num_stages=config.stages(meta.contiguous_slot >= 0),
+        )
+        if splits > 1:
+            join_splits(part, lse, out)
+    return out
+
+
+def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp; one element each if unsplit."""
+    rows, heads, dim = q.shape if splits > 1 else (1, 1, 1)
+    part = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=q.device)
+    return part, torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
+
+
+def _most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> int:
+    """Upper bound on the keys a row sees, without asking the device."""
+    most = meta.max_kv_len or meta.block_table.shape[1] * block_size
+    return most if sliding_window is None else min(most, sliding_window)

@@ -1,0 +1,138 @@
+"""Attention cases over a poisoned pool, and fp64 references that share no code with any backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cacheblend_kernels import AttentionMetadata
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Rows of one or more sequences over a pool that holds NaN wherever no key of theirs lies."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMetadata
+
+    def to(self, device: torch.device) -> AttentionCase:
+        m = self.meta
+        meta = AttentionMetadata(
+            m.positions.to(device),
+            m.cu_rows.to(device),
+            m.block_table.to(device),
+            m.kv_lens.to(device),
+            m.contiguous_slot,
+            m.dense,
+            m.max_rows,
+            m.max_kv_len,
+        )
+        return AttentionCase(self.q.to(device), self.k_cache.to(device), self.v_cache.to(device), meta)
+
+
+def attention_case(
+    positions: list[list[int]],
+    kv_lens: list[int],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    contiguous: bool = False,
+    dense: bool = False,
+    strided: bool = False,
+    seed: int = 0,
+) -> AttentionCase:
+    """positions: of the rows of each sequence. strided: q is a slice of a wider tensor, as a fused projection gives."""
+    gen = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    counts = [-(-n // block_size) for n in kv_lens]
+    num_blocks = sum(counts) + 2  # block 0 belongs to nobody and pads the tables
+    order = torch.arange(1, num_blocks) if contiguous else torch.randperm(num_blocks - 1, generator=gen) + 1
+    table = torch.zeros(len(kv_lens), max(counts) + 1, dtype=torch.int32)
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    taken = 0
+    for seq, (n, count) in enumerate(zip(kv_lens, counts, strict=True)):
+        table[seq, :count] = order[taken : taken + count].int()
+        taken += count
+        slots = slots_of(table[seq], n, block_size)
+        for cache in (k_cache, v_cache):
+            cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(n, num_kv_heads, head_dim, generator=gen)
+    flat = torch.tensor([p for rows in positions for p in rows], dtype=torch.int64)
+    q = torch.randn(len(flat), num_heads + (num_heads if strided else 0), head_dim, generator=gen)
+    cu_rows = torch.tensor([0, *(len(rows) for rows in positions)]).cumsum(0).int()
+    meta = AttentionMetadata(
+        positions=flat,
+        cu_rows=cu_rows,
+        block_table=table,
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        contiguous_slot=block_size if contiguous else -1,
+        dense=dense,
+        max_rows=max(map(len, positions)),
+        max_kv_len=max(kv_lens),
+    )
+    return AttentionCase(q.to(dtype)[:, :num_heads], k_cache.to(dtype), v_cache.to(dtype), meta)
+
+
+def slots_of(table_row: Tensor, kv_len: int, block_size: int) -> Tensor:
+    positions = torch.arange(kv_len)
+    return table_row.long()[positions // block_size] * block_size + positions % block_size
+
+
+def attention_reference(
+    case: AttentionCase, scale: float, sliding_window: int | None = None, soft_cap: float | None = None
+) -> Tensor:
+    """Row by row, key by key, in fp64: the definition written out. Returns fp64 on the CPU."""
+    q, meta = case.q.cpu().double(), case.meta
+    positions, cu_rows = meta.positions.tolist(), meta.cu_rows.tolist()
+    block_size, num_kv_heads, head_dim = case.k_cache.shape[1:]
+    k_slots = case.k_cache.cpu().double().view(-1, num_kv_heads, head_dim)
+    v_slots = case.v_cache.cpu().double().view(-1, num_kv_heads, head_dim)
+    out = torch.empty_like(q)
+    for seq, kv_len in enumerate(meta.kv_lens.tolist()):
+        slots = slots_of(meta.block_table[seq].cpu(), kv_len, block_size)
+        group = q.shape[1] // num_kv_heads
+        k, v = (s[slots].repeat_interleave(group, 1) for s in (k_slots, v_slots))
+        for row in range(cu_rows[seq], cu_rows[seq + 1]):
+            last = positions[row] + 1
+            first = 0 if sliding_window is None else max(0, last - sliding_window)
+            logits = torch.einsum("hd,nhd->hn", q[row], k[first:last]) * scale
+            if soft_cap is not None:
+                logits = soft_cap * torch.tanh(logits / soft_cap)
+            out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, -1), v[first:last])
+    return out
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """fp64 rotate-half RoPE of [num_rows, heads, head_dim]."""
+    x, cos, sin = x.cpu().double(), cos.cpu().double(), sin.cpu().double()
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos[:, None] + turned * sin[:, None]
+
+
+def rope_tables(num_rows: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """cos, sin [num_rows, head_dim] fp32 at scattered positions."""
+    positions = torch.randint(0, 5000, (num_rows,), generator=torch.Generator().manual_seed(seed)).double()
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    angles = (positions[:, None] * frequencies).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def scattered(num: int, below: int, seed: int = 0) -> list[int]:
+    """num sorted distinct positions in 0..below-1, the last one included."""
+    order = torch.randperm(below - 1, generator=torch.Generator().manual_seed(seed))[: num - 1]
+    return sorted([*order.tolist(), below - 1])
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """got against the fp64 reference, at what `dtype` can hold."""
+    assert not got.isnan().any(), "NaN leaked into the result"
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.cpu().double(), want, atol=tolerance, rtol=tolerance)

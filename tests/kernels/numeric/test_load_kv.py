@@ -1,0 +1,108 @@
+"""Stored K and V into the pool: every codec's layout, dequantised in fp64 by the test itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cacheblend_kernels import KernelError
+from cacheblend_kernels.triton_backend.load_kv import load_kv
+from cases import TOLERANCE, rope_reference, rope_tables
+
+GROUP = 4  # tokens that share a K scale; small, so that a few rows span groups
+BLOCK_SIZE = 8
+CODECS = ["float32", "float16", "bfloat16", "fp8", "int8", "int4"]
+
+
+def stored(
+    codec: str, num_rows: int, heads: int, dim: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """(the kernel's tensors, K and V they stand for in fp64)."""
+    if codec in ("float32", "float16", "bfloat16"):
+        k, v = (torch.randn(num_rows, heads, dim).to(getattr(torch, codec)) for _ in range(2))
+        return {"k": k, "v": v}, k.double(), v.double()
+    if codec == "fp8":
+        # every byte but the two NaNs occurs: subnormals, zeros of both signs, the largest
+        codes = torch.arange(num_rows * heads * dim).view(num_rows, heads, dim) % 256
+        codes[(codes & 127) == 127] = 0
+        k = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+        v = codes.flip(0).to(torch.uint8).view(torch.float8_e4m3fn)
+        k_scale, v_scale = torch.rand(heads) + 0.01, torch.rand(heads) + 0.01
+        tensors = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        return tensors, *(t.float().double() * s.double()[:, None] for t, s in ((k, k_scale), (v, v_scale)))
+    top = 256 if codec == "int8" else 16
+    k, v = (torch.randint(0, top, (num_rows, heads, dim)) for _ in range(2))
+    groups = -(-num_rows // GROUP)
+    k_scale, k_zero = torch.rand(groups, heads, dim) / top, torch.randn(groups, heads, dim)
+    v_scale, v_zero = torch.rand(num_rows, heads, 1) / top, torch.randn(num_rows, heads, 1)
+    by_row = torch.arange(num_rows) // GROUP
+    k_value = k.double() * k_scale.double()[by_row] + k_zero.double()[by_row]
+    v_value = v.double() * v_scale.double() + v_zero.double()
+    if codec == "int4":
+        k, v = (t[..., 0::2] | (t[..., 1::2] << 4) for t in (k, v))
+    tensors = {"k": k.to(torch.uint8), "v": v.to(torch.uint8)}
+    return {**tensors, "k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}, k_value, v_value
+
+
+@pytest.mark.parametrize("run", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("heads", "dim", "pool_dtype"), [(2, 64, torch.float32), (9, 80, torch.bfloat16)])
+def test_load_kv(codec: str, heads: int, dim: int, pool_dtype: torch.dtype, run: bool, device: torch.device) -> None:
+    num_rows = 11
+    tensors, k_value, v_value = stored(codec, num_rows, heads, dim)
+    cos, sin = rope_tables(num_rows, dim)
+    slots = torch.arange(13, 13 + num_rows) if run else torch.randperm(48)[:num_rows]
+    caches = [torch.full((6, BLOCK_SIZE, heads, dim), 7.0, device=device).to(pool_dtype) for _ in range(2)]
+    moved = {name: t.to(device) for name, t in tensors.items()}
+    load_kv(
+        moved.pop("k"), moved.pop("v"), cos.to(device), sin.to(device), *caches, slots.to(device),
+        first_slot=13 if run else -1, group_size=GROUP, **moved,
+    )  # fmt: skip
+    others = torch.ones(48, dtype=torch.bool)
+    others[slots] = False
+    for cache, want in zip(caches, (rope_reference(k_value, cos, sin), v_value), strict=True):
+        flat = cache.cpu().double().view(-1, heads, dim)
+        tolerance = TOLERANCE[pool_dtype]
+        torch.testing.assert_close(flat[slots], want, atol=tolerance, rtol=tolerance)
+        assert (flat[others] == 7.0).all()
+
+
+def test_plain_values_of_one_dtype_are_copied_exactly(device: torch.device) -> None:
+    v = torch.randn(5, 2, 32).to(torch.bfloat16)
+    cos, sin = torch.ones(5, 32), torch.zeros(5, 32)
+    caches = [torch.zeros(2, BLOCK_SIZE, 2, 32, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    load_kv(v.to(device), v.to(device), cos.to(device), sin.to(device), *caches, torch.arange(5), first_slot=2)
+    for cache in caches:
+        assert torch.equal(cache.cpu().view(-1, 2, 32)[2:7], v)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int4"])
+def test_float8_pool(codec: str, device: torch.device) -> None:
+    tensors, k_value, v_value = stored(codec, 5, 2, 32)
+    cos, sin = rope_tables(5, 32)
+    scale = torch.tensor([0.02, 0.05])
+    caches = [torch.zeros(2, BLOCK_SIZE, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    moved = {name: t.to(device) for name, t in tensors.items()}
+    load_kv(
+        moved.pop("k"), moved.pop("v"), cos.to(device), sin.to(device), *caches, torch.arange(5), first_slot=0,
+        group_size=GROUP, pool_k_scale=scale.to(device), pool_v_scale=scale.to(device), **moved,
+    )  # fmt: skip
+    for cache, want in zip(caches, (rope_reference(k_value, cos, sin), v_value), strict=True):
+        got = cache.cpu().float().view(-1, 2, 32)[:5] * scale[:, None]
+        torch.testing.assert_close(got.double(), want, atol=2e-3, rtol=0.07)
+
+
+def test_refusals(device: torch.device) -> None:
+    tensors, _, _ = stored("int8", 5, 2, 32)
+    moved = {name: t.to(device) for name, t in tensors.items()}
+    k, v = moved.pop("k"), moved.pop("v")
+    tables = [t.to(device) for t in rope_tables(5, 32)]
+    caches = [torch.zeros(2, BLOCK_SIZE, 2, 32, device=device) for _ in range(2)]
+    slots = torch.arange(5, device=device)
+    with pytest.raises(KernelError, match="needs k_zero"):
+        load_kv(k, v, *tables, *caches, slots, **{**moved, "k_zero": None}, group_size=GROUP)
+    with pytest.raises(KernelError, match="needs k_scale"):
+        load_kv(k, v, *tables, *caches, slots, **moved, group_size=2)
+    with pytest.raises(KernelError, match="takes no scales"):
+        load_kv(k.float(), v.float(), *tables, *caches, slots, k_scale=moved["k_scale"])
+    with pytest.raises(KernelError, match="past the pool"):
+        load_kv(k.float(), v.float(), *tables, *caches, slots, first_slot=12)

@@ -1,0 +1,160 @@
+"""Scattered-row paged prefill attention against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cacheblend_kernels import KernelError
+from cacheblend_kernels.triton_backend.configs import TileConfig
+from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
+from cases import AttentionCase, assert_close, attention_case, attention_reference, scattered
+
+SMALL = TileConfig(16, 16, 4, 2)
+
+
+def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
+    moved = case.to(device)
+    options.setdefault("config", SMALL)
+    scale = case.q.shape[-1] ** -0.5
+    return prefill_attention(
+        moved.q, moved.k_cache, moved.v_cache, moved.meta, scale=scale, arch=90, num_sms=132, **options
+    )  # type: ignore[arg-type]
+
+
+def check(case: AttentionCase, device: torch.device, **options: object) -> None:
+    window, cap = options.get("sliding_window"), options.get("soft_cap")
+    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap)  # type: ignore[arg-type]
+    assert_close(run(case, device, **options), want, case.q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (7, 1), (12, 2), (16, 1)])
+def test_group_sizes(heads: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    check(attention_case([scattered(9, 50)], [50], heads=heads, dtype=dtype, head_dim=32), device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_head_dims(head_dim: int, device: torch.device) -> None:
+    check(attention_case([scattered(7, 40)], [40], head_dim=head_dim, dtype=torch.float16), device)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_block_sizes(block_size: int, contiguous: bool, device: torch.device) -> None:
+    case = attention_case([scattered(10, 70)], [70], block_size=block_size, contiguous=contiguous, head_dim=32)
+    check(case, device)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sliding_window(window: int, splits: int, device: torch.device) -> None:
+    check(attention_case([scattered(12, 90)], [90], head_dim=32), device, sliding_window=window, num_splits=splits)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_soft_cap(soft_cap: float, window: int | None, device: torch.device) -> None:
+    case = attention_case([scattered(12, 90)], [90], head_dim=32)
+    check(case, device, soft_cap=soft_cap, sliding_window=window)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_several_sequences_ragged_empty_and_single(splits: int, device: torch.device) -> None:
+    positions = [[0], scattered(21, 60), [], [34], list(range(17)), scattered(3, 33)]
+    case = attention_case(positions, [1, 75, 5, 35, 17, 40], head_dim=32)
+    check(case, device, num_splits=splits)
+
+
+def test_rows_with_wide_gaps_and_keys_beyond_the_last_row(device: torch.device) -> None:
+    check(attention_case([[0, 1, 2, 77, 78, 200]], [260], head_dim=32), device)
+
+
+def test_full_prefill_is_the_dense_case(device: torch.device) -> None:
+    check(attention_case([list(range(40))], [40], contiguous=True, dense=True, head_dim=32), device)
+
+
+def test_strided_rows_of_a_fused_projection(device: torch.device) -> None:
+    check(attention_case([scattered(9, 30)], [30], strided=True, head_dim=32), device)
+
+
+def test_tile_wider_than_block_size(device: torch.device) -> None:
+    config = TileConfig(32, 64, 4, 2)
+    check(attention_case([scattered(20, 150)], [150], block_size=16, head_dim=32), device, config=config)
+
+
+def test_heuristic_choice(device: torch.device) -> None:
+    check(attention_case([scattered(6, 600)], [600], head_dim=64, dtype=torch.float16), device, config=None)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_float8_pool(window: int | None, device: torch.device) -> None:
+    case = attention_case([scattered(9, 50)], [50], head_dim=32, dtype=torch.float32)
+    scales = torch.tensor([0.02, 0.5])
+    k8, v8 = ((c / s[:, None]).to(torch.float8_e4m3fn) for c, s in ((case.k_cache, scales), (case.v_cache, 2 * scales)))
+    held = AttentionCase(case.q, k8.float() * scales[:, None], v8.float() * 2 * scales[:, None], case.meta)
+    stored = AttentionCase(case.q, k8, v8, case.meta)
+    got = run(stored, device, k_scale=scales.to(device), v_scale=(2 * scales).to(device), sliding_window=window)
+    assert_close(got, attention_reference(held, 32**-0.5, window), torch.float32)
+
+
+def test_large_logits_do_not_overflow(device: torch.device) -> None:
+    case = attention_case([scattered(9, 50)], [50], head_dim=32)
+    case = AttentionCase(case.q * 300, case.k_cache, case.v_cache, case.meta)
+    want = attention_reference(case, 32**-0.5)
+    torch.testing.assert_close(run(case, device).cpu().double(), want, atol=2e-3, rtol=2e-3)
+
+
+def test_no_rows(device: torch.device) -> None:
+    case = attention_case([[3]], [4], head_dim=32)
+    meta = attention_case([[]], [4], head_dim=32).meta
+    assert run(AttentionCase(case.q[:0], case.k_cache, case.v_cache, meta), device).shape == (0, 4, 32)
+
+
+def test_refusals(device: torch.device) -> None:
+    good = attention_case([scattered(4, 20)], [20], head_dim=32)
+    odd, wide = torch.zeros(4, 12, 2, 32), torch.zeros(4, 16, 2, 64)
+    with pytest.raises(KernelError, match="not a power of two"):
+        run(AttentionCase(good.q, odd, odd, good.meta), device)
+    with pytest.raises(KernelError, match="head_dim"):
+        run(AttentionCase(good.q, wide, wide, good.meta), device)
+    with pytest.raises(KernelError, match=r"q is torch\.float16"):
+        run(AttentionCase(good.q.half(), good.k_cache, good.v_cache, good.meta), device)
+    with pytest.raises(KernelError, match="no multiple"):
+        run(AttentionCase(good.q[:, :3].contiguous(), good.k_cache, good.v_cache, good.meta), device)
+    with pytest.raises(KernelError, match="packed"):
+        run(
+            AttentionCase(good.q.transpose(1, 2).contiguous().transpose(1, 2), good.k_cache, good.v_cache, good.meta),
+            device,
+        )
+    with pytest.raises(KernelError, match="sliding window"):
+        run(good, device, sliding_window=0)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(60))
+def test_sweep(seed: int, device: torch.device) -> None:
+    gen = torch.Generator().manual_seed(seed)
+
+    def pick(*options: object) -> object:
+        return options[int(torch.randint(len(options), (1,), generator=gen))]
+
+    kv_lens = [int(n) for n in torch.randint(1, 160, (int(pick(1, 1, 2, 4)),), generator=gen)]  # type: ignore[call-overload]
+    positions = [scattered(min(n, int(pick(1, 5, 30, 90))), n, seed) for n in kv_lens]  # type: ignore[call-overload]
+    case = attention_case(
+        positions,
+        kv_lens,
+        heads=pick((2, 2), (4, 2), (6, 2), (14, 2), (5, 1)),  # type: ignore[arg-type]
+        head_dim=pick(32, 64, 80, 128),  # type: ignore[arg-type]
+        block_size=pick(1, 8, 16, 64),  # type: ignore[arg-type]
+        dtype=pick(torch.float32, torch.float16, torch.bfloat16),  # type: ignore[arg-type]
+        contiguous=len(kv_lens) == 1 and bool(pick(False, True)),
+        seed=seed,
+    )
+    check(
+        case,
+        device,
+        config=pick(SMALL, TileConfig(32, 32, 4, 2), TileConfig(16, 64, 4, 2), None),
+        num_splits=pick(None, 1, 2, 8),
+        sliding_window=pick(None, None, 3, 40),
+        soft_cap=pick(None, None, 8.0),
+    )
