@@ -34,7 +34,7 @@ class Settings:
     mode: str = "blend"
     ratio: float = 0.15
     selector: str = "hkvd"
-    deviation: str = "v"
+    deviation: str = "k"
     check_layer: int = 1
     block: int = 1
     max_tokens: int = 128

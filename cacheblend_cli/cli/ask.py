@@ -42,7 +42,7 @@ def ask(
         float | None, typer.Option(help="Share of the inexact tokens to recompute.", show_default="0.15")
     ] = None,
     selector: Annotated[str | None, typer.Option(help="hkvd, first, random, all or none.", show_default="hkvd")] = None,
-    deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="v")] = None,
+    deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
     check_layer: Annotated[int | None, typer.Option(help="The layer at which hkvd compares.", show_default="1")] = None,
     block: Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of the answer at most.", show_default="128")] = None,

