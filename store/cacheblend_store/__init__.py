@@ -2,6 +2,7 @@
 
 from cacheblend_store.errors import (
     AmbiguousId,
+    ArchiveError,
     BadBlob,
     ChunkNotFound,
     StoreCorrupt,
@@ -15,19 +16,26 @@ from cacheblend_store.errors import (
     StorePermission,
 )
 from cacheblend_store.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
+from cacheblend_store.prune import PruneReport
 from cacheblend_store.records import ChunkManifest, DocumentChunk, DocumentRecord
+from cacheblend_store.stats import Share, StoreStats
 from cacheblend_store.store import ChunkStore, StoreReader
+from cacheblend_store.verify import Finding, VerifyReport
 
 __all__ = [
     "FORMAT_VERSION",
     "AmbiguousId",
+    "ArchiveError",
     "BadBlob",
     "ChunkManifest",
     "ChunkNotFound",
     "ChunkStore",
     "DocumentChunk",
     "DocumentRecord",
+    "Finding",
     "KeyParts",
+    "PruneReport",
+    "Share",
     "StoreCorrupt",
     "StoreError",
     "StoreFormat",
@@ -38,6 +46,8 @@ __all__ = [
     "StoreNotFound",
     "StorePermission",
     "StoreReader",
+    "StoreStats",
+    "VerifyReport",
     "chunk_key",
     "collection_id",
 ]

@@ -1,239 +1,428 @@
-"""Opening the LMDB environment: one place, with every check that comes before the first read."""
+"""The LMDB environment of a store: one a process and path, with every check before LMDB's first read.
+
+LMDB forbids a second environment on one file in a process, use across a fork, and a changed map under open
+transactions. So the stores of one process that are opened on one path share an `Environment`, which counts them and
+their transactions, opens anew in a forked child, and grows its map only when no transaction is open.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
+import resource
 import shutil
-import stat
-import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
+from cacheblend_store import locks
 from cacheblend_store.errors import (
     StoreCorrupt,
+    StoreError,
     StoreFormat,
+    StoreFull,
     StoreIOError,
-    StoreLocked,
     StoreNoSpace,
-    StoreNotFound,
-    StorePermission,
 )
+from cacheblend_store.filesystem import DATA, check_file, check_path, read_meta, restore_hint
+from cacheblend_store.pages import PageReader
 
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 MAX_READERS = 2048
-MAP_SIZE = 1 << 40  # sparse: address space, not disk
-_MDB_MAGIC = 0xBEEFC0DE
-_MIN_FREE_BYTES = 64 << 20
-_NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "ceph",
-    "glusterfs",
-    "lustre",
-    "fuse.sshfs",
-    "beegfs",
-}
+MAP_SIZE = 4 << 40  # sparse: address space, not disk
+MAKING = "making.tmp"
+_SMALLEST_MAP = 1 << 30
+_FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
-_opened: dict[tuple[int, str], tuple[lmdb.Environment, int]] = {}
-_opened_lock = threading.Lock()
+_shared: dict[str, Environment] = {}
+_inherited: list[Environment] = []  # the parent's
+_registry = threading.RLock()
 
 
-def open_environment(path: Path, *, write: bool, create: bool, force: bool) -> lmdb.Environment:
-    """The environment of the store at `path`; a second open in one process shares it, a forked child opens its own.
+class Environment:
+    """Made by `acquire`, given back by `release`. dbs: py-lmdb's database handles by name."""
 
-    Raises StoreNotFound, StoreFormat, StoreCorrupt, StorePermission, StoreNoSpace or StoreIOError.
-    """
-    key = (os.getpid(), str(path.resolve()))
-    with _opened_lock:
-        check_path(path, write=write, create=create, force=force)
-        if key in _opened:  # LMDB allows one environment a file and process: readers and writers share it
-            environment, count = _opened[key]
-            _opened[key] = (environment, count + 1)
-            return environment
-        for other in [k for k in _opened if k[0] != os.getpid() and k[1] == key[1]]:
-            _opened.pop(other)[0].close()  # inherited by a fork: py-lmdb forgets it and leaves the parent's locks alone
-        readonly = not os.access(path / "data.mdb" if (path / "data.mdb").exists() else path, os.W_OK)
+    def __init__(self, path: Path, map_size: int, lock_timeout: float) -> None:
+        self.path, self.pid, self.users = path, os.getpid(), 1
+        self._map_size, self._timeout = map_size, lock_timeout
+        self._changed = threading.Condition()
+        self._open_transactions = 0
+        self._free_list_checked = False
+        self._share: int | None = None
+        self._open()
+
+    # opening
+
+    def _open(self) -> None:
+        writable = os.access(self.path / DATA, os.W_OK) and os.access(self.path, os.W_OK)
+        self.readonly = not writable
+        if self._share is None:
+            self._share = locks.share(self.path, self._timeout, create=writable)
+        check_file(self.path / DATA)
+        self._file = os.open(self.path / DATA, os.O_RDONLY | os.O_CLOEXEC)
+        self._inode = _inode(self._file)
         try:
-            environment = lmdb.open(
-                str(path),
-                map_size=max(MAP_SIZE, _file_size(path)),
-                max_dbs=len(DATABASES),
-                max_readers=MAX_READERS,
-                readonly=readonly,
-                create=not readonly and create,
-                mode=0o600,
-                sync=True,
-                metasync=True,
-                writemap=False,
-                readahead=True,
-                lock=os.access(path, os.W_OK),
-                lib_version=0,
-            )
-        except lmdb.InvalidError as error:
+            self.lmdb = open_lmdb(self.path, self._map_size, readonly=self.readonly)
+            if writable:
+                self.lmdb.reader_check()
+            with translated(self.path):
+                self.dbs = self._open_databases()
+        except BaseException:
+            os.close(self._file)
+            self._unshare()
+            raise
+        self._free_list_checked = False
+
+    def _open_databases(self) -> dict[str, Any]:
+        try:
+            return {name: self.lmdb.open_db(name.encode(), create=False) for name in DATABASES}
+        except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
+            self.lmdb.close()
             raise StoreFormat(
-                f"{path} is not an LMDB file this build reads: {error}", "name another --store"
+                f"{self.path} is an LMDB file, and no cacheblend store", "name another --store"
             ) from error
-        except lmdb.CorruptedError as error:
-            raise StoreCorrupt(f"the store at {path} is damaged: {error}", _restore_hint(path)) from error
-        except (lmdb.Error, OSError) as error:
-            raise StoreIOError(f"cannot open the store at {path}: {error}", "check the disk and permissions") from error
-        if not readonly:
-            environment.reader_check()
-        _opened[key] = (environment, 1)
-        return environment
 
+    def close(self) -> None:
+        """Only for the process that opened it."""
+        self.lmdb.close()
+        os.close(self._file)
+        self._unshare()
 
-def close_environment(environment: lmdb.Environment) -> None:
-    """Give one open back; the last one closes."""
-    with _opened_lock:
-        for key, (held, count) in list(_opened.items()):
-            if held is environment:
-                if count > 1:
-                    _opened[key] = (held, count - 1)
-                else:
-                    del _opened[key]
-                    if key[0] == os.getpid():
-                        environment.close()
+    def _unshare(self) -> None:
+        if self._share is not None:
+            os.close(self._share)
+            self._share = None
 
+    # transactions
 
-def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
-    """Everything that must hold before LMDB touches the file; creates the directory (0700) when asked to."""
-    data = path / "data.mdb"
-    if path.exists() and not path.is_dir():
-        raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
-    if not data.exists():
-        others = [p.name for p in path.iterdir() if p.name not in ("lock.mdb", "writer.lock")] if path.is_dir() else []
-        if path.is_dir() and (path / "lock.mdb").exists() and not create:
-            raise StoreCorrupt(f"the store at {path} has lost its data.mdb", _restore_hint(path))
-        if not (write and create):
-            raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
-        if others:
-            raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
+    @contextmanager
+    def reading(self) -> Iterator[tuple[Any, PageReader]]:
+        """A read transaction and the checked pages of its snapshot."""
+        self._follow_file(write=False)
+        transaction = self._begin(write=False)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
-    else:
-        check_file(data)
-    info = path.stat()
-    if write and not force:
-        if info.st_mode & stat.S_IWOTH:
-            raise StorePermission(f"the store at {path} is writable by everyone", f"run: chmod 700 {path}")
-        if info.st_uid != os.geteuid():
-            raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
-    kind = filesystem_type(path)
-    if kind in _NETWORK and not force:
-        raise StoreFormat(
-            f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold", "use a local disk"
-        )
-    if write and not os.access(path, os.W_OK):
-        raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
+            with translated(self.path):
+                for _ in range(100):
+                    try:
+                        yield transaction, self._snapshot(transaction.id())
+                        return
+                    except _Overtaken:
+                        transaction.abort()
+                        transaction = self._begin(write=False, counted=False)
+                raise StoreIOError(f"the store at {self.path} changes too fast to be read", "try again")
+        finally:
+            with suppress(lmdb.Error):
+                transaction.abort()
+            self._done()
+
+    @contextmanager
+    def writing(self, lock_timeout: float) -> Iterator[tuple[Any, PageReader]]:
+        """A write transaction under the writer lock, and the checked pages it starts from. Durable at the end."""
+        with locks.writer_lock(self.path, lock_timeout):
+            self._follow_file(write=True)
+            transaction = self._begin(write=True)
+            try:
+                with translated(self.path):
+                    try:
+                        pages = self._snapshot(transaction.id() - 1)
+                        if not self._free_list_checked:
+                            pages.check_free_list()
+                            self._free_list_checked = True
+                        yield transaction, pages
+                    except BaseException:
+                        transaction.abort()
+                        raise
+                    transaction.commit()
+            finally:
+                self._done()
+
+    def _snapshot(self, txnid: int) -> PageReader:
+        try:
+            meta = read_meta(self._file, self.path / DATA)
+        except StoreCorrupt:
+            time.sleep(0.001)  # between the reads of the two meta pages somebody committed
+            meta = read_meta(self._file, self.path / DATA)
+        if meta.txnid != txnid:
+            older = read_older_meta(self._file, meta.page_size, txnid)
+            if older is None:
+                raise _Overtaken
+            meta = older
+        return PageReader(self._file, meta, str(self.path))
+
+    def _begin(self, *, write: bool, counted: bool = True) -> Any:
+        if counted:
+            with self._changed:
+                self._open_transactions += 1
+        try:
+            for _ in range(64):
+                try:
+                    with translated(self.path):
+                        return self.lmdb.begin(write=write, buffers=True)
+                except _MapOutgrown:
+                    self._remap(0, own=1)
+            raise StoreIOError(f"the store at {self.path} grows too fast to be mapped", "try again")
+        except BaseException:
+            if counted:
+                self._done()
+            raise
+
+    def _done(self) -> None:
+        with self._changed:
+            self._open_transactions -= 1
+            self._changed.notify_all()
+
+    def grow(self) -> None:
+        """A larger map, for a write that found it full. Raises StoreFull when the address space does not allow it."""
+        size = self.lmdb.info()["map_size"] * 2
+        if size > MAP_SIZE * 16:
+            raise StoreFull(
+                f"the store at {self.path} has no room in its map", "remove chunks: cacheblend chunks prune"
+            )
+        self._remap(size, own=0)
+
+    def _remap(self, size: int, own: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._open_transactions <= own, self._timeout):
+                raise StoreFull(
+                    f"the map of the store at {self.path} has to grow, and transactions of this process are in the way",
+                    "end them first, or open the store with a larger map_size",
+                )
+            try:
+                self.lmdb.set_mapsize(size)
+            except lmdb.Error as error:
+                raise StoreFull(f"the map of {self.path} cannot grow: {error}", "free address space") from error
+
+    # the file under it
+
+    def _follow_file(self, *, write: bool) -> None:
+        """Open anew when data.mdb is another file now. A reader goes on with the old one while others are open."""
+        try:
+            same = _inode(self.path / DATA) == self._inode
+        except FileNotFoundError as error:
+            raise StoreCorrupt(f"the store at {self.path} has lost its data.mdb", restore_hint(self.path)) from error
+        if not same and (write or self._open_transactions == 0):
+            self.reopen()
+
+    def reopen(self) -> None:
+        """Close and open again: after a failed commit, which LMDB does not go on from, or for another data.mdb."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._open_transactions == 0, self._timeout):
+                raise StoreIOError(f"the file of the store at {self.path} was replaced", "open the store again")
+            self.lmdb.close()
+            os.close(self._file)
+            self._open()
+
+    def replace_file(self, make: Callable[[Path], None]) -> None:
+        """Put another data.mdb in this one's place: `make` writes it into an empty directory, data.mdb in it.
+
+        The caller holds the writer lock. Safe against a crash at any point: a rename is the switch, and it happens
+        while no other process has the store open. Raises StoreLocked when others do not leave.
+        """
+        from cacheblend_store.errors import StoreLocked
+
+        if self._share is None or self.readonly:
+            raise StoreIOError(f"the store at {self.path} cannot be rewritten by this user", "use a store of your own")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._open_transactions == 0, self._timeout):
+                raise StoreLocked(f"the store at {self.path} is being read in this process", "end the readers first")
+            if not locks.make_exclusive(self._share, self._timeout):
+                raise StoreLocked(
+                    f"the store at {self.path} is open in other processes{self._reader_pids()}",
+                    "end them, then try again",
+                )
+            try:
+                folder = fresh_folder(self.path / MAKING)
+                try:
+                    make(folder)
+                    sync_file(folder / DATA)
+                    self.lmdb.close()
+                    os.close(self._file)
+                    os.rename(folder / DATA, self.path / DATA)
+                    sync_folder(self.path)
+                    self._open()
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                if self._share is not None:
+                    locks.make_shared(self._share)
+
+    def _reader_pids(self) -> str:
+        pids = {line.split()[0] for line in self.lmdb.readers().splitlines()[1:] if line.split()}
+        others = sorted(pids - {str(os.getpid())})
+        return f" ({', '.join(others[:8])})" if others else ""
 
 
-def check_file(data: Path) -> None:
-    """data.mdb is an LMDB file and as long as its newest meta page says; else a read would end in SIGBUS."""
-    size = data.stat().st_size
-    with data.open("rb") as stream:
-        head = stream.read(4096 * 17)
-    if size == 0:
-        raise StoreCorrupt(f"{data} is empty: it was truncated", _restore_hint(data.parent))
-    meta = _meta(head, 0)
-    if meta is None:
-        if size < 8192:
-            raise StoreCorrupt(f"{data} is truncated to {size} bytes", _restore_hint(data.parent))
-        raise StoreFormat(f"{data} is not an LMDB file", "name another --store")
-    page_size = meta[2]
-    second = _meta(head, page_size)
-    if second is None or page_size not in (4096, 8192, 16384, 32768, 65536):
-        raise StoreCorrupt(f"a meta page of {data} is damaged", _restore_hint(data.parent))
-    newest = max(meta, second)
-    if newest[1] and (newest[1] + 1) * page_size > size:
-        raise StoreCorrupt(
-            f"{data} has {size} bytes, and its index names {(newest[1] + 1) * page_size}: it was truncated",
-            _restore_hint(data.parent),
-        )
+class _Overtaken(Exception):
+    """Two commits happened between the begin of a read transaction and the reading of its meta page."""
 
 
-def _meta(head: bytes, offset: int) -> tuple[int, int, int] | None:
-    """(transaction id, last page number, page size) of a meta page, None when it is none (LMDB 0.9 layout, 64 bit)."""
-    page = head[offset + 16 : offset + 16 + 152]
-    if len(page) < 136:
-        return None
-    magic, version = struct.unpack_from("<II", page, 0)
-    if magic != _MDB_MAGIC or version != 1:
-        return None
-    (page_size,) = struct.unpack_from("<I", page, 24)  # md_pad of the free DB holds the page size
-    last_page, transaction = struct.unpack_from("<QQ", page, 24 + 2 * 48)
-    return transaction, last_page, page_size
+class _MapOutgrown(Exception):
+    """Another process grew the file beyond this process's map."""
 
 
-def filesystem_type(path: Path) -> str:
-    """The type of the filesystem `path` is on, "" where the system does not say."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    best, kind = "", ""
-    resolved = str(path.resolve())
-    for line in mounts:
-        _, mount, fstype, *_ = line.split(" ")
-        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, fstype
-    return kind
+def acquire(path: Path, *, write: bool, create: bool, force: bool, map_size: int, lock_timeout: float) -> Environment:
+    """The environment of the store at `path`: this process's own, or a new one. Raises a StoreError."""
+    with _registry:
+        check_path(path, write=write, create=create, force=force)
+        key = str(path.resolve())
+        if key in _shared:
+            _shared[key].users += 1
+            return _shared[key]
+        while _inherited:  # py-lmdb forgets them and leaves the parent's locks and reader slots alone
+            _inherited.pop().lmdb.close()
+        if not (path / DATA).exists():
+            make_store(path, lock_timeout)
+        _shared[key] = Environment(path, map_size, lock_timeout)
+        return _shared[key]
 
 
-def check_space(path: Path, num_bytes: int) -> None:
-    """Raises StoreNoSpace when the disk has no room for num_bytes and a margin."""
-    free = shutil.disk_usage(path).free
-    needed = num_bytes + num_bytes // 4 + _MIN_FREE_BYTES
-    if free < needed:
-        raise StoreNoSpace(
-            f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
-            "free some space, remove chunks (cacheblend chunks rm), or name another --store",
-        )
+def release(environment: Environment) -> None:
+    """Give one `acquire` back; the last one closes."""
+    with _registry:
+        if environment.pid != os.getpid():
+            return
+        environment.users -= 1
+        if environment.users == 0:
+            for key in [k for k, e in _shared.items() if e is environment]:
+                del _shared[key]
+            environment.close()
+
+
+def make_store(path: Path, lock_timeout: float) -> None:
+    """An empty store: made aside and renamed into place, so that a crash never leaves half a one."""
+    from cacheblend_store.state import write_identity
+
+    with locks.writer_lock(path, lock_timeout):
+        if (path / DATA).exists():
+            return
+        folder = fresh_folder(path / MAKING)
+        try:
+            with translated(path):
+                made = open_lmdb(folder, _SMALLEST_MAP)
+                dbs = {name: made.open_db(name.encode()) for name in DATABASES}
+                with made.begin(write=True) as transaction:
+                    write_identity(transaction, dbs)
+                made.close()
+            sync_file(folder / DATA)
+            os.rename(folder / DATA, path / DATA)
+            sync_folder(path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_lmdb(path: Path, map_size: int, *, readonly: bool = False) -> Any:
+    """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format."""
+    data = path / DATA
+    size = max(map_size, data.stat().st_size if data.exists() else 0)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        size = max(min(size, limit // 2), _SMALLEST_MAP // 16)
+    while True:
+        try:
+            return lmdb.open(
+                str(path), map_size=size, max_dbs=len(DATABASES), max_readers=MAX_READERS, readonly=readonly,
+                create=not readonly, mode=0o600, sync=True, metasync=True, writemap=False, readahead=True,
+                lock=not readonly or os.access(path / "lock.mdb", os.W_OK), lib_version=0,
+            )  # fmt: skip
+        except lmdb.Error as error:
+            tight = isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
+            if tight and size > _SMALLEST_MAP:
+                size //= 2
+                continue
+            with translated(path):
+                raise
+
+
+def read_older_meta(handle: int, page_size: int, txnid: int) -> Any:
+    from cacheblend_store.pages import parse_meta
+
+    meta = parse_meta(os.pread(handle, 4096, (txnid & 1) * page_size))
+    return meta if meta is not None and meta.txnid == txnid else None
 
 
 @contextmanager
-def writer_lock(path: Path, timeout: float) -> Iterator[None]:
-    """Hold the store's writer lock, which names its holder. Raises StoreLocked after `timeout` seconds."""
-    handle = os.open(path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def translated(path: Path) -> Iterator[None]:
+    """LMDB's errors as ours."""
     try:
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-                    raise StoreLocked(
-                        f"the store at {path} is being written by {holder}",
-                        "wait for it, or raise --lock-timeout",
-                    ) from None
-                time.sleep(0.005)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         yield
+    except StoreError:
+        raise
+    except lmdb.MapResizedError as error:
+        raise _MapOutgrown from error
+    except lmdb.MapFullError as error:
+        raise MapFull(
+            f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks prune"
+        ) from error
+    except lmdb.ReadersFullError as error:
+        raise StoreIOError(f"the store at {path} has {MAX_READERS} readers already", "end some of them") from error
+    except (
+        lmdb.CorruptedError,
+        lmdb.PageNotFoundError,
+        lmdb.InvalidError,
+        lmdb.BadTxnError,
+        lmdb.CursorFullError,
+    ) as error:
+        raise StoreCorrupt(
+            f"the store at {path} is damaged: {error}", "run: cacheblend chunks verify --repair"
+        ) from error
+    except lmdb.PanicError as error:
+        raise Panic(f"an earlier write to the store at {path} failed", "check the disk, then try again") from error
+    except lmdb.Error as error:
+        if any(text in str(error) for text in _FULL_DISK):
+            raise StoreNoSpace(
+                f"the disk of {path} is full: nothing of this write was kept",
+                "free some space, remove chunks (cacheblend chunks prune), or name another --store",
+            ) from error
+        raise StoreIOError(
+            f"reading or writing the store at {path} failed: {error}", "check the disk (dmesg names bad sectors)"
+        ) from error
+
+
+class MapFull(StoreFull):
+    """The map is full, which `grow` mends."""
+
+
+class Panic(StoreIOError):
+    """LMDB refuses the environment after a failed commit, which `reopen` mends."""
+
+
+def fresh_folder(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(mode=0o700)
+    return path
+
+
+def sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
     finally:
-        os.close(handle)  # drops the lock
+        os.close(handle)
 
 
-def _file_size(path: Path) -> int:
-    data = path / "data.mdb"
-    return data.stat().st_size if data.exists() else 0
+sync_folder = sync_file
 
 
-def _restore_hint(path: Path) -> str:
-    return f"the KV can be computed again: move {path} away and run cacheblend precompute"
+def _inode(file: int | Path) -> tuple[int, int]:
+    info = os.stat(file)
+    return info.st_dev, info.st_ino
+
+
+def _forget_after_fork() -> None:
+    """A forked child leaves its parent's environments alone: their locks and reader slots are the parent's."""
+    global _registry
+    _registry = threading.RLock()
+    for environment in _shared.values():
+        with suppress(OSError):
+            os.close(environment._file)
+        environment._unshare()
+        _inherited.append(environment)
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -43,7 +43,20 @@ class StorePermission(StoreError):
 
 
 class BadBlob(StoreError):
-    """One blob or manifest does not match its digest or shape. The chunk is a miss."""
+    """One blob or manifest does not match its digest or shape. The chunk is a miss.
+
+    key and layer say which, where that is known (layer None: the manifest); reason says why, without naming it.
+    """
+
+    def __init__(
+        self, message: str, hint: str | None = None, *, key: bytes = b"", layer: int | None = None, reason: str = ""
+    ) -> None:
+        super().__init__(message, hint)
+        self.key, self.layer, self.reason = key, layer, reason or message
+
+
+class ArchiveError(StoreError):
+    """An export that is not taken in: damaged, hostile, unsigned where a signature is asked for, or too big."""
 
 
 class ChunkNotFound(StoreError):
@@ -51,4 +64,8 @@ class ChunkNotFound(StoreError):
 
 
 class AmbiguousId(StoreError):
-    """More than one chunk id begins with the prefix."""
+    """More than one chunk id begins with the prefix; candidates are some of them."""
+
+    def __init__(self, message: str, hint: str | None = None, *, candidates: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.candidates = candidates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ class ChunkManifest:
 
     source, index, span: the first document it was found in, its place there, and its character range.
     context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
+    left_context_keys: the neighbours it was collected behind, when they are chunks. created: seconds since the epoch.
+    prefix_digest, salt_digest: of what the collection was made with; "" when the writer did not say.
     """
 
     key: bytes
@@ -44,6 +47,9 @@ class ChunkManifest:
     created: float
     blob_sizes: tuple[int, ...] = ()
     blob_digests: tuple[bytes, ...] = ()
+    prefix_digest: str = ""
+    salt_digest: str = ""
+    left_context_keys: tuple[bytes, ...] = ()
 
     @property
     def id(self) -> str:
@@ -85,6 +91,7 @@ def encode_manifest(manifest: ChunkManifest) -> bytes:
     for name in ("token_ids", "left_context_ids"):
         data[name] = _text(pack_ids(data[name]))
     data["blob_digests"] = _text(b"".join(manifest.blob_digests))
+    data["left_context_keys"] = [k.hex() for k in manifest.left_context_keys]
     return seal(manifest.key, json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
@@ -97,6 +104,7 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         digests = base64.b64decode(data["blob_digests"])
         data["blob_digests"] = tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
         data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
+        data["left_context_keys"] = tuple(bytes.fromhex(k) for k in data.get("left_context_keys", ()))
         manifest = ChunkManifest(key=key, **data)
     except (ValueError, KeyError, TypeError) as error:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
@@ -131,6 +139,20 @@ def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | memoryvie
     digest = xxhash.xxh3_128(key + layer.to_bytes(4, "big") + num_tokens.to_bytes(4, "big"))
     digest.update(blob)
     return digest.digest()
+
+
+def use_record(key: bytes, moment: float) -> bytes:
+    """A chunk's last use, in seconds since the epoch, with a digest of its own."""
+    payload = struct.pack("<d", moment)
+    return xxhash.xxh3_64_digest(key + payload) + payload
+
+
+def used_at(key: bytes, value: bytes) -> float:
+    """The last use; 0 when the record is damaged, and the chunk counts as unused."""
+    if len(value) != 16 or xxhash.xxh3_64_digest(key + value[8:]) != value[:8]:
+        return 0.0
+    moment: float = struct.unpack("<d", value[8:])[0]
+    return moment
 
 
 def seal(key: bytes, payload: bytes) -> bytes:

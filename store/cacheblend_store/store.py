@@ -1,66 +1,55 @@
-"""The store: chunks and documents in one LMDB environment, one transaction a chunk."""
+"""The store: chunks and documents in one LMDB environment, one short transaction a call."""
 
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import lmdb
-
-from cacheblend_store.blob import parse_blob
-from cacheblend_store.environment import (
-    DATABASES,
-    check_space,
-    close_environment,
-    open_environment,
-    writer_lock,
-)
-from cacheblend_store.errors import (
-    AmbiguousId,
-    BadBlob,
-    ChunkNotFound,
-    StoreCorrupt,
-    StoreError,
-    StoreFormat,
-    StoreFull,
-    StoreIOError,
-    StoreNoSpace,
-    StorePermission,
-)
+from cacheblend_store.compaction import compact
+from cacheblend_store.environment import MAP_SIZE, Environment, MapFull, Panic, acquire, release
+from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
+from cacheblend_store.filesystem import check_space
 from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES
-from cacheblend_store.layouts import blob_spec
-from cacheblend_store.records import (
-    ChunkManifest,
-    DocumentRecord,
-    blob_digest,
-    decode_document,
-    decode_manifest,
-    document_key,
-    encode_document,
-    encode_manifest,
-)
+from cacheblend_store.prune import PruneReport, prune
+from cacheblend_store.reader import StoreReader
+from cacheblend_store.records import ChunkManifest, DocumentRecord, document_key
+from cacheblend_store.state import read_identity
+from cacheblend_store.stats import StoreStats, collect_stats
+from cacheblend_store.verify import Progress, VerifyReport, verify
+from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
 
-PutStatus = Literal["new", "unchanged", "replaced"]
+__all__ = ["ChunkStore", "PutStatus", "StoreReader"]
+
+PAGE_OF_CHUNKS = 256  # manifests read in one transaction by `chunks`
+TOUCHES_HELD = 4096
+T = TypeVar("T")
 
 
 class ChunkStore:
-    """Chunk KV on disk. Every method is its own short transaction; what `put_chunk` returned from is durable.
+    """Chunk KV on disk. Every method is its own short transaction; what a method returned from is durable.
 
-    Use as a context manager. Opening twice in a process shares the environment; a forked child reopens it by itself.
+    Use as a context manager, from any number of threads. Opening twice in a process shares the environment; a forked
+    child reopens it by itself. Raises StoreErrors, each with a message and a hint.
     """
 
-    def __init__(self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool) -> None:
+    def __init__(
+        self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool, map_size: int = MAP_SIZE
+    ) -> None:
         self.path, self._write, self._lock_timeout, self._force = path, write, lock_timeout, force
-        self._connect(create)
+        self._map_size = map_size
+        self._touched: dict[bytes, float] = {}
+        self._touch_lock = threading.Lock()
+        self._closed = False
+        self._env = acquire(path, write=write, create=create, force=force, map_size=map_size, lock_timeout=lock_timeout)
         try:
-            with _translated(path):
-                self.identity = self._identify()
+            with self.read() as reader:
+                self.identity = read_identity(reader.meta, str(path))
         except BaseException:
             self.close()
             raise
@@ -72,41 +61,86 @@ class ChunkStore:
         *,
         mode: Literal["read", "write"] = "read",
         create: bool | None = None,
+        max_bytes: int | None = None,
         lock_timeout: float = 30.0,
         force: bool = False,
+        map_size: int = MAP_SIZE,
     ) -> ChunkStore:
-        """Open a store. `create` defaults to mode == "write". Raises a StoreError that says what to do."""
+        """Open a store.
+
+        create: make it when it is not there; by default when mode == "write". max_bytes: the quota from now on, kept in
+        the store (0: none; None: as it was); what is over it is evicted with the next put. lock_timeout: seconds to
+        wait for the writer lock. force: a network filesystem, or a directory of somebody else's, is accepted.
+        map_size: address space to begin with, in bytes; the map grows by itself.
+        """
         write = mode == "write"
-        return cls(Path(path), write, write if create is None else create, lock_timeout, force)
+        store = cls(Path(path), write, write if create is None else create, lock_timeout, force, map_size)
+        if max_bytes is not None and write and max_bytes != store.max_bytes:
+            store.set_max_bytes(max_bytes)
+        return store
 
     def __enter__(self) -> ChunkStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        try:
+            if kind is None:
+                self.flush_touches()
+        finally:
+            self.close()
 
     def close(self) -> None:
-        close_environment(self._env)
+        """Give the environment back; the last store of the process on this path closes it. Twice does no harm."""
+        if not self._closed:
+            self._closed = True
+            release(self._env)
 
     @property
     def writable(self) -> bool:
         return self._write
+
+    @property
+    def format_version(self) -> int:
+        return FORMAT_VERSION
+
+    @property
+    def generation(self) -> int:
+        """Rises with every commit that adds or removes chunks or documents."""
+        with self.read() as reader:
+            return reader.state().generation
+
+    @property
+    def max_bytes(self) -> int:
+        """The quota in bytes, 0 for none."""
+        with self.read() as reader:
+            return reader.state().max_bytes
 
     # reading
 
     @contextmanager
     def read(self) -> Iterator[StoreReader]:
         """One read transaction. The reader belongs to the thread that opened it; views it gives end with it."""
-        with _translated(self.path), self._environment().begin(buffers=True) as transaction:
-            yield StoreReader(transaction, self._dbs)
+        env = self._environment()
+        with env.reading() as (transaction, pages):
+            yield StoreReader(transaction, env.dbs, pages)
 
     def get_chunk(self, key: bytes) -> ChunkManifest | None:
         """The manifest, None when the chunk is not there. Raises BadBlob when its record is damaged."""
         with self.read() as reader:
             return reader.manifest(key)
 
-    def resolve(self, prefix: str) -> bytes:
-        """The key whose hex id begins with `prefix`. Raises ChunkNotFound, AmbiguousId."""
+    def has_chunk(self, key: bytes) -> bool:
+        """Whether the chunk is there, its manifest undamaged. Its blobs are not looked at."""
+        try:
+            return self.get_chunk(key) is not None
+        except BadBlob:
+            return False
+
+    def resolve(self, prefix: str, collection: str | None = None) -> bytes:
+        """The key whose hex id begins with `prefix`, among one collection's chunks or all.
+
+        Raises ChunkNotFound, AmbiguousId.
+        """
         text = prefix.strip().lower()
         if not text or len(text) > 2 * KEY_BYTES or any(c not in "0123456789abcdef" for c in text):
             raise ChunkNotFound(f"{prefix!r} is no chunk id", "ids are hex; list them: cacheblend chunks ls")
@@ -116,55 +150,73 @@ class ChunkStore:
             for key in reader.keys_from(low):
                 if not key.hex().startswith(text) or len(found) == 4:
                     break
-                found.append(key.hex())
+                if collection is None or _collection_of(reader, key) == collection:
+                    found.append(key.hex())
         if not found:
             raise ChunkNotFound(f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls")
         if len(found) > 1:
             raise AmbiguousId(
                 f"{prefix} begins more than one chunk id: {', '.join(i[: len(text) + 6] for i in found)}",
                 "write more digits of the one you mean",
+                candidates=tuple(found),
             )
         return bytes.fromhex(found[0])
 
-    def chunks(self, *, collection: str | None = None, prefixes: bool = False) -> Iterator[ChunkManifest]:
-        """All chunks in key order, in short transactions. Damaged records are passed over (`damaged_keys` lists them)."""
-        start = b""
+    def chunks(
+        self,
+        *,
+        collection: str | None = None,
+        source: str | None = None,
+        start_after: bytes | None = None,
+        limit: int | None = None,
+        prefixes: bool = False,
+    ) -> Iterator[ChunkManifest]:
+        """Chunks in key order, in short transactions: of one collection, of one source, after a key, at most `limit`.
+
+        Damaged records are passed over (`damaged_keys` lists them). prefixes: also the KV of prompts' prefixes.
+        """
+        wanted = None if source is None else self._keys_of(source)
+        given, start = 0, b"" if start_after is None else start_after + b"\0"
+        page_size = PAGE_OF_CHUNKS if limit is None else max(1, min(PAGE_OF_CHUNKS, limit))
         while True:
             page: list[ChunkManifest] = []
             with self.read() as reader:
                 keys = []
                 for key in reader.keys_from(start):
                     keys.append(key)
-                    if len(keys) == 256:
+                    if len(keys) == page_size:
                         break
                 for key in keys:
-                    try:
-                        manifest = reader.manifest(key)
-                    except BadBlob:
+                    if wanted is not None and key not in wanted:
                         continue
-                    if manifest and (collection in (None, manifest.collection)):
+                    manifest = _undamaged(reader, key)
+                    if manifest and collection in (None, manifest.collection):
                         page.append(manifest)
-            yield from (m for m in page if prefixes or m.context != "prefix")
-            if len(keys) < 256:
+            for manifest in page:
+                if prefixes or manifest.context != "prefix":
+                    if given == limit:
+                        return
+                    given += 1
+                    yield manifest
+            if len(keys) < page_size or given == limit:
                 return
             start = keys[-1] + b"\0"
 
+    def _keys_of(self, source: str) -> set[bytes]:
+        """Chunks of the documents of that source; when there is no such document, those first found there."""
+        with self.read() as reader:
+            keys = {c.key for d in reader.documents() if d.source == source for c in d.chunks}
+        return keys or {m.key for m in self.chunks() if m.source == source}
+
     def damaged_keys(self) -> list[bytes]:
         """Keys whose manifest does not read."""
-        bad = []
         with self.read() as reader:
-            for key in reader.keys_from(b""):
-                try:
-                    reader.manifest(key)
-                except BadBlob:
-                    bad.append(key)
-        return bad
+            return [key for key in reader.keys_from(b"") if _undamaged(reader, key) is None]
 
     def get_document(self, collection: str, source: str) -> DocumentRecord | None:
         """The record; None when there is none or it is damaged (the document is then precomputed again)."""
-        key = document_key(collection, source)
         with self.read() as reader:
-            return reader.document(key)
+            return reader.document(document_key(collection, source))
 
     def documents(self, collection: str | None = None) -> list[DocumentRecord]:
         """All document records, of one collection or of all, by source."""
@@ -172,254 +224,153 @@ class ChunkStore:
             found = list(reader.documents())
         return sorted((d for d in found if collection in (None, d.collection)), key=lambda d: (d.source, d.collection))
 
-    @property
-    def generation(self) -> int:
-        """Rises with every commit that adds or removes chunks or documents."""
-        with self.read() as reader:
-            return reader.counter(b"generation")
-
     def stats(self) -> dict[str, int]:
-        """chunks, documents, live_bytes (blobs), file_bytes, free_bytes (pages LMDB will reuse)."""
+        """chunks, documents, live_bytes (blobs), used_bytes (whole pages), max_bytes, file_bytes, free_bytes."""
         with self.read() as reader:
-            env = self._environment()
-            info, page = env.info(), env.stat()["psize"]
-            used = sum(
-                (s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) * page for s in reader.database_stats()
-            )
-            return {
-                "chunks": reader.entries("chunks"),
-                "documents": reader.entries("documents"),
-                "live_bytes": reader.counter(b"live_bytes"),
-                "file_bytes": (self.path / "data.mdb").stat().st_size,
-                "free_bytes": max(0, (info["last_pgno"] + 1) * page - used),
-            }
+            return collect_stats(self.path, reader).totals()
+
+    def full_stats(self) -> StoreStats:
+        """The totals, and per model and per source: chunks, tokens, bytes. Reads every manifest."""
+        with self.read() as reader:
+            return collect_stats(self.path, reader, breakdown=True)
 
     # writing
 
-    def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> PutStatus:
+    def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
         """Store a chunk whole: manifest and one blob a layer, in one transaction, durable on return.
 
         Sizes and digests are filled in here. Raises StoreNoSpace, StoreFull, StoreLocked, StoreIOError.
         """
-        manifest = replace(
-            manifest,
-            blob_sizes=tuple(len(b) for b in blobs),
-            blob_digests=tuple(blob_digest(manifest.key, i, manifest.num_tokens, b) for i, b in enumerate(blobs)),
-        )
-        assert len(blobs) == manifest.num_layers
-        check_space(self.path, manifest.num_bytes)
-        with self._writing() as (txn, dbs):
-            old = self._manifest_in(txn, dbs, manifest.key)
-            if old and old.token_ids == manifest.token_ids and self._holds(txn, dbs, manifest.key, blobs):
-                return "unchanged"
-            existed = self._delete(txn, dbs, manifest.key)
-            for layer, blob in enumerate(blobs):
-                txn.put(manifest.key + layer.to_bytes(4, "big"), blob, db=dbs["blobs"])
-            txn.put(manifest.key, encode_manifest(manifest), db=dbs["chunks"])
-            self._count(txn, dbs, b"live_bytes", manifest.num_bytes)
-            self._count(txn, dbs, b"generation", 1)
-            return "replaced" if existed else "new"
+        return self.put_chunks([(manifest, blobs)])[0]
+
+    def put_chunks(self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]]) -> list[PutStatus]:
+        """Store several chunks in one transaction: all are there, durable, or none. Raises as `put_chunk`.
+
+        Over the quota, least recently used chunks go first, never one of these.
+        """
+        whole = [(with_digests(manifest, blobs), blobs) for manifest, blobs in chunks]
+        check_space(self.path, sum(manifest.num_bytes for manifest, _ in whole))
+
+        def put(writer: StoreWriter) -> list[PutStatus]:
+            keep = {manifest.key for manifest, _ in whole}
+            if writer.state.max_bytes:
+                old = (writer.manifest(key) for key in keep)
+                there = sum(writer.incoming_bytes(m) for m in old if m is not None)
+                writer.make_room(sum(writer.incoming_bytes(m) for m, _ in whole) - there, keep)
+            return [writer.put_chunk(manifest, blobs) for manifest, blobs in whole]
+
+        return self._transact(put)
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
         """Replace the record of (collection, source). Chunks no document refers to any more go; returns their keys."""
-        key = document_key(record.collection, record.source)
-        with self._writing() as (txn, dbs):
-            orphans = self._unref(txn, dbs, key, keep={c.key for c in record.chunks})
-            txn.put(key, encode_document(record), db=dbs["documents"])
-            for chunk in record.chunks:
-                txn.put(chunk.key + key, b"", db=dbs["refs"])
-            for orphan in orphans:
-                self._delete(txn, dbs, orphan)
-            self._count(txn, dbs, b"generation", 1)
-        return orphans
+        return self._transact(lambda writer: writer.put_document(record))
 
     def remove_document(self, collection: str, source: str) -> list[bytes]:
         """Forget a document and the chunks only it refers to; returns their keys."""
-        key = document_key(collection, source)
-        with self._writing() as (txn, dbs):
-            orphans = self._unref(txn, dbs, key, keep=set())
-            txn.delete(key, db=dbs["documents"])
-            for orphan in orphans:
-                self._delete(txn, dbs, orphan)
-            self._count(txn, dbs, b"generation", 1)
-        return orphans
+        return self._transact(lambda writer: writer.remove_document(collection, source))
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks, all in one transaction; how many were there. Documents that had them are precomputed again next time."""
-        with self._writing() as (txn, dbs):
-            removed = sum(self._delete(txn, dbs, key) for key in keys)
-            self._count(txn, dbs, b"generation", 1)
-        return removed
+        """Remove chunks in one transaction; how many were there. Documents that had them are precomputed again."""
+        wanted = list(keys)
+        return self._transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note that chunks were used now. Held in memory until `flush_touches`, which leaving the store does."""
+        now = time.time()
+        with self._touch_lock:
+            for key in keys:
+                self._touched[key] = now
+        if self._write and len(self._touched) >= TOUCHES_HELD:
+            self.flush_touches()
+
+    def flush_touches(self) -> None:
+        """Write the noted uses, in one transaction. Nothing to do for a store that is open for reading."""
+        with self._touch_lock:
+            uses, self._touched = self._touched, {}
+        if uses and self._write:
+            self._transact(lambda writer: writer.touch(uses))
+
+    def set_max_bytes(self, max_bytes: int) -> None:
+        """Set the quota, 0 for none. Nothing is evicted before the next put or `prune`."""
+
+        def change(writer: StoreWriter) -> None:
+            writer.set_max_bytes(max_bytes)
+
+        self._transact(change)
+
+    # maintenance
+
+    def verify(self, progress: Progress | None = None, repair: bool = False) -> VerifyReport:
+        """Audit everything, both ways: pages, records, blobs, digests, references, counters. See `verify.verify`."""
+        return verify(self, progress, repair)
+
+    def prune(
+        self,
+        *,
+        older_than: float | None = None,
+        to_bytes: int | None = None,
+        orphans: bool = False,
+        model: str | None = None,
+        dry_run: bool = False,
+    ) -> PruneReport:
+        """Remove chunks not used for `older_than` seconds, least recently used ones beyond `to_bytes`, those of no
+        document, or those of one model (name or fingerprint, or a beginning of it). See `prune.prune`."""
+        return prune(self, older_than=older_than, to_bytes=to_bytes, orphans=orphans, model=model, dry_run=dry_run)
+
+    def compact(self, progress: Progress | None = None) -> tuple[int, int]:
+        """Rewrite data.mdb without its free pages; (bytes before, bytes after). See `compaction.compact`."""
+        return compact(self, progress)
 
     # inside
 
-    def _connect(self, create: bool) -> None:
-        self._pid = os.getpid()
-        self._env = open_environment(self.path, write=self._write, create=create, force=self._force)
-        with _translated(self.path):
-            try:
-                self._dbs = {n: self._env.open_db(n.encode(), create=self._write) for n in DATABASES}
-            except lmdb.NotFoundError as error:
-                raise StoreFormat(
-                    f"{self.path} is an LMDB file, and no cacheblend store", "name another --store"
-                ) from error
-            except lmdb.ReadonlyError as error:
-                raise StoreFormat(
-                    f"{self.path} is an LMDB file, and no cacheblend store", "name another --store"
-                ) from error
-
-    def _environment(self) -> lmdb.Environment:
-        if self._pid != os.getpid():  # a forked child must not use its parent's map and locks
-            self._connect(create=False)
+    def _environment(self) -> Environment:
+        if self._env.pid != os.getpid():  # a forked child must not use its parent's map and locks
+            self._env = acquire(
+                self.path, write=self._write, create=False, force=self._force, map_size=self._map_size,
+                lock_timeout=self._lock_timeout,
+            )  # fmt: skip
         return self._env
-
-    def _identify(self) -> str:
-        with self.read() as reader:
-            version, identity = reader.meta(b"format_version"), reader.meta(b"identity")
-        if version is None and self._write:
-            with self._writing() as (txn, dbs):
-                if txn.get(b"identity", db=dbs["meta"]) is None:
-                    txn.put(b"format_version", str(FORMAT_VERSION).encode(), db=dbs["meta"])
-                    txn.put(b"identity", uuid.uuid4().hex.encode(), db=dbs["meta"])
-            return self._identify()
-        if version is None or identity is None:
-            raise StoreFormat(f"{self.path} has no identity record: it is no cacheblend store", "name another --store")
-        if version != str(FORMAT_VERSION).encode():
-            raise StoreFormat(
-                f"the store at {self.path} has format {version.decode(errors='replace')}, this version reads {FORMAT_VERSION}",
-                "use another --store, or the version of cacheblend that wrote it",
-            )
-        return identity.decode()
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        """The bare transaction, for repairs and tests."""
+        self._require_writable()
+        env = self._environment()
+        with env.writing(self._lock_timeout) as (transaction, _):
+            yield transaction, env.dbs
+
+    def _transact(self, work: Callable[[StoreWriter], T]) -> T:
+        """Run `work` in a write transaction and commit; again in a larger map when it was full."""
+        self._require_writable()
+        panicked = False
+        while True:
+            env = self._environment()
+            try:
+                with env.writing(self._lock_timeout) as (transaction, pages):
+                    writer = StoreWriter(transaction, env.dbs, pages)
+                    result = work(writer)
+                    writer.finish()
+                return result
+            except MapFull:
+                env.grow()
+            except Panic:
+                if panicked:
+                    raise
+                panicked = True
+                env.reopen()
+
+    def _require_writable(self) -> None:
         if not self._write:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
-        env = self._environment()
-        with writer_lock(self.path, self._lock_timeout), _translated(self.path), env.begin(write=True) as txn:
-            yield txn, self._dbs
-
-    def _manifest_in(self, txn: Any, dbs: Mapping[str, Any], key: bytes) -> ChunkManifest | None:
-        value = txn.get(key, db=dbs["chunks"])
-        try:
-            return decode_manifest(key, value) if value is not None else None
-        except BadBlob:
-            return None
-
-    def _holds(self, txn: Any, dbs: Mapping[str, Any], key: bytes, blobs: Sequence[bytes]) -> bool:
-        """Whether the bytes on disk are these: a record whose digests match can stand over a damaged blob."""
-        return all(txn.get(key + i.to_bytes(4, "big"), db=dbs["blobs"]) == blob for i, blob in enumerate(blobs))
-
-    def _delete(self, txn: Any, dbs: Mapping[str, Any], key: bytes) -> bool:
-        """Remove manifest, blobs and accounting of a chunk, whatever state they are in."""
-        freed, cursor = 0, txn.cursor(db=dbs["blobs"])
-        if cursor.set_range(key):
-            while cursor.key() and bytes(cursor.key()[:KEY_BYTES]) == key:
-                freed += len(cursor.value())
-                if not cursor.delete():
-                    break
-        self._count(txn, dbs, b"live_bytes", -freed)
-        txn.delete(key, db=dbs["lru"])
-        return bool(txn.delete(key, db=dbs["chunks"]))
-
-    def _unref(self, txn: Any, dbs: Mapping[str, Any], document: bytes, keep: set[bytes]) -> list[bytes]:
-        value = txn.get(document, db=dbs["documents"])
-        if value is None:
-            return []
-        try:
-            old = {c.key for c in decode_document(document, value).chunks}
-        except BadBlob:
-            return []
-        orphans = []
-        for key in old:
-            txn.delete(key + document, db=dbs["refs"])
-            cursor = txn.cursor(db=dbs["refs"])
-            referred = cursor.set_range(key) and bytes(cursor.key()[:KEY_BYTES]) == key
-            if key not in keep and not referred:
-                orphans.append(key)
-        return orphans
-
-    def _count(self, txn: Any, dbs: Mapping[str, Any], name: bytes, change: int) -> None:
-        value = int(bytes(txn.get(name, db=dbs["meta"]) or b"0"))
-        txn.put(name, str(max(0, value + change)).encode(), db=dbs["meta"])
 
 
-class StoreReader:
-    """One read transaction. All views are into the map and end with it: copy what is to outlive it."""
-
-    def __init__(self, transaction: Any, dbs: Mapping[str, Any]) -> None:
-        self._txn, self._dbs = transaction, dbs
-
-    def manifest(self, key: bytes) -> ChunkManifest | None:
-        """Raises BadBlob when the record is damaged."""
-        value = self._txn.get(key, db=self._dbs["chunks"])
-        return None if value is None else decode_manifest(key, value)
-
-    def layer(self, manifest: ChunkManifest, layer: int, *, verify: bool = True) -> dict[str, memoryview]:
-        """The tensors of one layer's blob as views. Raises BadBlob when it is missing, damaged or of another shape."""
-        blob = self._txn.get(manifest.key + layer.to_bytes(4, "big"), db=self._dbs["blobs"])
-        name = f"layer {layer} of chunk {manifest.id[:12]}"
-        if blob is None:
-            raise BadBlob(f"{name} is missing")
-        if len(blob) != manifest.blob_sizes[layer]:
-            raise BadBlob(f"{name} has {len(blob)} bytes, and {manifest.blob_sizes[layer]} were written")
-        if verify and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
-            raise BadBlob(f"{name} does not match its digest")
-        spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
-        return parse_blob(blob, spec)
-
-    def keys_from(self, start: bytes) -> Iterator[bytes]:
-        """Chunk keys from `start` on, in order."""
-        cursor = self._txn.cursor(db=self._dbs["chunks"])
-        if cursor.set_range(start) if start else cursor.first():
-            for key in cursor.iternext(keys=True, values=False):
-                yield bytes(key)
-
-    def document(self, key: bytes) -> DocumentRecord | None:
-        value = self._txn.get(key, db=self._dbs["documents"])
-        try:
-            return None if value is None else decode_document(key, value)
-        except BadBlob:
-            return None
-
-    def documents(self) -> Iterator[DocumentRecord]:
-        cursor = self._txn.cursor(db=self._dbs["documents"])
-        for key, value in cursor.iternext():
-            try:
-                yield decode_document(bytes(key), value)
-            except BadBlob:
-                continue
-
-    def meta(self, name: bytes) -> bytes | None:
-        value = self._txn.get(name, db=self._dbs["meta"])
-        return None if value is None else bytes(value)
-
-    def counter(self, name: bytes) -> int:
-        return int(self.meta(name) or b"0")
-
-    def entries(self, database: str) -> int:
-        return int(self._txn.stat(self._dbs[database])["entries"])
-
-    def database_stats(self) -> list[dict[str, int]]:
-        return [self._txn.stat(db) for db in self._dbs.values()]
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """LMDB's errors as ours."""
+def _undamaged(reader: StoreReader, key: bytes) -> ChunkManifest | None:
     try:
-        yield
+        return reader.manifest(key)
     except StoreError:
-        raise
-    except lmdb.MapFullError as error:
-        raise StoreFull(f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks rm") from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError, lmdb.InvalidError) as error:
-        raise StoreCorrupt(
-            f"the store at {path} is damaged: {error}", "move it away and run cacheblend precompute"
-        ) from error
-    except lmdb.DiskError as error:
-        raise StoreNoSpace(f"the disk of {path} is full: {error}", "free some space") from error
-    except lmdb.Error as error:
-        if "No space left" in str(error):
-            raise StoreNoSpace(f"the disk of {path} is full: {error}", "free some space") from error
-        raise StoreIOError(f"reading or writing the store at {path} failed: {error}", "check the disk") from error
+        return None
+
+
+def _collection_of(reader: StoreReader, key: bytes) -> str:
+    manifest = _undamaged(reader, key)
+    return manifest.collection if manifest else ""

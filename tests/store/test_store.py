@@ -36,7 +36,7 @@ from cacheblend_store import (
 )
 from cacheblend_store.blob import encode_blob, parse_blob
 from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
-from cacheblend_store.environment import writer_lock
+from cacheblend_store.locks import writer_lock
 from cacheblend_store.layouts import blob_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -261,7 +261,7 @@ def test_another_format_version_is_refused(store: ChunkStore) -> None:
 
 
 def test_the_writer_lock_names_its_holder(store: ChunkStore) -> None:
-    code = f"import sys; from pathlib import Path; from cacheblend_store.environment import writer_lock\nwith writer_lock(Path({str(store.path)!r}), 5):\n print('held', flush=True); sys.stdin.read()"
+    code = f"import sys; from pathlib import Path; from cacheblend_store.locks import writer_lock\nwith writer_lock(Path({str(store.path)!r}), 5):\n print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     holder.stdout.readline()

@@ -1,0 +1,164 @@
+"""What must hold of the store's directory, file and disk before LMDB touches them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from cacheblend_store.errors import StoreCorrupt, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
+from cacheblend_store.pages import NO_PAGE, Meta, PageReader, parse_meta
+
+DATA, LOCK = "data.mdb", "lock.mdb"
+OWN_FILES = ("writer.lock", "open.lock", "making.tmp", "search.sqlite3", "search.sqlite3-journal")
+_MIN_FREE_BYTES = 64 << 20
+_NETWORK = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
+    "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",
+}  # fmt: skip
+
+
+def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
+    """Refuse what is no store, is damaged, or is not ours to write. Makes the directory (0700) when asked to."""
+    if path.exists() and not path.is_dir():
+        raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
+    if not _exists(path / DATA):
+        _check_absent(path, create=write and create)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
+    else:
+        check_file(path / DATA)
+    info = path.stat()
+    if write and not force:
+        if info.st_mode & stat.S_IWOTH:
+            raise StorePermission(f"the store at {path} is writable by everyone", f"run: chmod 700 {path}")
+        if info.st_uid != os.geteuid():
+            raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
+    kind = filesystem_type(path)
+    if kind in _NETWORK and not force:
+        raise StoreFormat(
+            f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold", "use a local disk"
+        )
+    if write and not os.access(path, os.W_OK):
+        raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
+
+
+def check_file(data: Path) -> Meta:
+    """data.mdb is an LMDB file, whole as far as its newest meta page says, and its list of databases reads.
+
+    Returns the newest meta page. Raises StoreCorrupt, StoreFormat or StorePermission.
+    """
+    try:
+        handle = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorePermission(f"cannot read {data}: {error.strerror}", "use a store of your own") from error
+    try:
+        for attempt in range(8):  # a commit of another process between two reads looks like damage: look again
+            before = os.pread(handle, 4096, 0)[:4096], os.fstat(handle).st_size
+            try:
+                return _check_pages(handle, data)
+            except StoreCorrupt:
+                if attempt == 7 or (before == (os.pread(handle, 4096, 0)[:4096], os.fstat(handle).st_size) and attempt):
+                    raise
+        raise AssertionError("unreachable")
+    finally:
+        os.close(handle)
+
+
+def read_meta(handle: int, data: Path) -> Meta:
+    """The newest of the two meta pages, both checked against each other and against the size of the file."""
+    size = os.fstat(handle).st_size
+    if size == 0:
+        raise StoreCorrupt(f"{data} is empty: it was truncated", restore_hint(data.parent))
+    first = parse_meta(os.pread(handle, 4096, 0))
+    if first is None:
+        if size < 8192:
+            raise StoreCorrupt(f"{data} is truncated to {size} bytes", restore_hint(data.parent))
+        if parse_meta(os.pread(handle, 4096, 4096)) is not None:
+            raise StoreCorrupt(f"the first meta page of {data} is damaged", restore_hint(data.parent))
+        raise StoreFormat(f"{data} is not an LMDB file", "name another --store")
+    if first.page_size not in (4096, 8192, 16384, 32768, 65536):
+        raise StoreCorrupt(f"a meta page of {data} is damaged", restore_hint(data.parent))
+    second = parse_meta(os.pread(handle, 4096, first.page_size))
+    if second is None:
+        if size < 2 * first.page_size:
+            raise StoreCorrupt(f"{data} is truncated to {size} bytes", restore_hint(data.parent))
+        raise StoreCorrupt(f"the second meta page of {data} is damaged", restore_hint(data.parent))
+    fresh = first.txnid in (0, 1) and second.txnid in (0, 1)
+    in_turn = abs(first.txnid - second.txnid) == 1 and first.txnid % 2 == 0
+    if second.page_size != first.page_size or not (fresh or in_turn):
+        raise StoreCorrupt(f"the two meta pages of {data} do not belong together", restore_hint(data.parent))
+    newest = first if first.txnid > second.txnid else second
+    if newest.next_pgno > 2 and newest.next_pgno * newest.page_size > size:
+        raise StoreCorrupt(
+            f"{data} has {size} bytes, and its index names {newest.next_pgno * newest.page_size}: it was truncated",
+            restore_hint(data.parent),
+        )
+    return newest
+
+
+def _check_pages(handle: int, data: Path) -> Meta:
+    meta = read_meta(handle, data)
+    pages = PageReader(handle, meta, str(data.parent))
+    if meta.main.root != NO_PAGE:
+        for node in pages.nodes(meta.main):
+            pages.tree(node.key)
+    return meta
+
+
+def _exists(data: Path) -> bool:
+    try:
+        data.stat()
+    except FileNotFoundError:
+        return False
+    except PermissionError as error:
+        raise StorePermission(f"cannot read {data}: {error.strerror}", "use a store of your own") from error
+    return True
+
+
+def _check_absent(path: Path, *, create: bool) -> None:
+    """There is no data.mdb: may one be made here?"""
+    there = {p.name for p in path.iterdir()} if path.is_dir() else set()
+    if LOCK in there:  # LMDB made it when it opened a data.mdb
+        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", restore_hint(path))
+    if not create:
+        raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
+    others = sorted(there - set(OWN_FILES))
+    if others:
+        raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
+
+
+def filesystem_type(path: Path) -> str:
+    """The type of the filesystem `path` is on, "" where the system does not say."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as stream:
+            lines = stream.read().splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    resolved = str(path.resolve())
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = left.split(" ")[4].replace("\\040", " ")
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, right.split(" ")[0]
+    return kind
+
+
+def check_space(path: Path, num_bytes: int) -> None:
+    """Raises StoreNoSpace when the disk has no room for num_bytes more and a margin."""
+    free = shutil.disk_usage(path).free
+    needed = num_bytes + num_bytes // 4 + _MIN_FREE_BYTES
+    if free < needed:
+        raise StoreNoSpace(
+            f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
+            "free some space, remove chunks (cacheblend chunks prune), or name another --store",
+        )
+
+
+def restore_hint(path: Path) -> str:
+    return f"the KV can be computed again: move {path} away and run cacheblend precompute"

@@ -1,0 +1,293 @@
+"""LMDB's pages read by hand, every number in them checked before it is believed.
+
+LMDB trusts its own file: a flipped bit in a branch, leaf or meta page can send it out of the map, which ends the
+process with a signal. So the pages a look-up will walk are read with `pread` and checked here first; only then is
+LMDB asked. Pages of a snapshot do not change while its read transaction is open, so a check holds for as long.
+
+Layout: LMDB 0.9, 64-bit, little-endian (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cacheblend_store.errors import StoreCorrupt, StoreIOError
+
+MAGIC, VERSION = 0xBEEFC0DE, 1
+HEADER = 16  # bytes of a page before its node pointers
+NO_PAGE = (1 << 64) - 1
+MAX_DEPTH = 32
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_BIG, _SUBTREE = 1, 2  # node flags
+_INTEGER_KEYS = 8  # the free list's flags
+_NODE = struct.Struct("<HHHH")
+_PAGE = struct.Struct("<QHHHH")
+_TREE = struct.Struct("<IHHQQQQQ")
+
+
+class Tree(NamedTuple):
+    """One B+tree: an MDB_db record."""
+
+    root: int
+    depth: int
+    entries: int
+    flags: int
+    num_pages: int
+
+
+class Meta(NamedTuple):
+    """A meta page. next_pgno: pages in use, the free ones among them."""
+
+    txnid: int
+    next_pgno: int
+    page_size: int
+    free: Tree
+    main: Tree
+
+
+class Node(NamedTuple):
+    """Where a value is: inline bytes, or the first of its overflow pages."""
+
+    key: bytes
+    size: int
+    inline: bytes
+    pgno: int
+    flags: int
+
+
+class _Branch(NamedTuple):
+    keys: list[bytes]
+    children: list[int]
+
+
+class _Leaf(NamedTuple):
+    keys: list[bytes]
+    nodes: list[Node]
+
+
+def parse_meta(page: bytes) -> Meta | None:
+    """A meta page's fields, None when it is not one of an LMDB 0.9 file."""
+    if len(page) < HEADER + 136:
+        return None
+    _, _, flags, _, _ = _PAGE.unpack_from(page)
+    magic, version, _, _ = struct.unpack_from("<IIQQ", page, HEADER)
+    if magic != MAGIC or version != VERSION or not flags & _META:
+        return None
+    free, (page_size, free_flags) = _tree(page, HEADER + 24), struct.unpack_from("<IH", page, HEADER + 24)
+    last, txnid = struct.unpack_from("<QQ", page, HEADER + 24 + 96)
+    return Meta(txnid, last + 1, page_size, free._replace(flags=free_flags), _tree(page, HEADER + 72))
+
+
+class PageReader:
+    """Checked look-ups in one snapshot of a data.mdb.
+
+    Every page is read and checked once. Raises StoreCorrupt, naming the page. Not thread-safe: one a transaction.
+    """
+
+    def __init__(self, handle: int, meta: Meta, where: str) -> None:
+        self._handle, self.meta, self._where = handle, meta, where
+        self._pages: dict[int, _Branch | _Leaf] = {}
+        self._trees: dict[bytes, Tree] = {}
+        if meta.free.flags != _INTEGER_KEYS or meta.main.flags != 0:
+            raise self._bad(0, "its flags are not those of a store")
+
+    def tree(self, name: bytes) -> Tree | None:
+        """A named database's tree, None when there is none of that name."""
+        if name not in self._trees:
+            node = self.get(self.meta.main, name)
+            if node is None:
+                return None
+            if node.flags != _SUBTREE or node.size != _TREE.size:
+                raise self._bad(self.meta.main.root, f"the record of database {name.decode()} is damaged")
+            tree = _tree(node.inline, 0)
+            if tree.flags != 0 or tree.depth > MAX_DEPTH or (tree.root == NO_PAGE) != (tree.entries == 0):
+                raise self._bad(self.meta.main.root, f"the record of database {name.decode()} is damaged")
+            self._trees[name] = tree
+        return self._trees[name]
+
+    def get(self, tree: Tree, key: bytes) -> Node | None:
+        """Where the key's value is, all pages on the way and the value's extent checked."""
+        if tree.root == NO_PAGE:
+            return None
+        pgno, depth = tree.root, 1
+        while isinstance(page := self._page(pgno, tree), _Branch):
+            pgno = page.children[max(0, bisect_right(page.keys, key) - 1)]
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise self._bad(pgno, "the tree is deeper than any tree")
+        if depth != tree.depth:
+            raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
+        at = bisect_right(page.keys, key) - 1
+        if at < 0 or page.keys[at] != key:
+            return None
+        self.check_extent(page.nodes[at])
+        return page.nodes[at]
+
+    def nodes(self, tree: Tree, start: bytes = b"") -> Iterator[Node]:
+        """All nodes from `start` on, in key order. Extents are not checked: `check_extent` before the value is read."""
+        if tree.root == NO_PAGE:
+            return
+        stack: list[tuple[_Branch, int]] = []
+        pgno = tree.root
+        while True:
+            while isinstance(page := self._page(pgno, tree), _Branch):
+                at = max(0, bisect_right(page.keys, start) - 1) if start else 0
+                stack.append((page, at))
+                if len(stack) >= MAX_DEPTH:
+                    raise self._bad(pgno, "the tree is deeper than any tree")
+                pgno = page.children[at]
+            for node in page.nodes:
+                if node.key >= start or tree is self.meta.free:
+                    yield node
+            start = b""
+            while stack and stack[-1][1] + 1 == len(stack[-1][0].children):
+                stack.pop()
+            if not stack:
+                return
+            branch, at = stack.pop()
+            stack.append((branch, at + 1))
+            pgno = branch.children[at + 1]
+
+    def check_writable(self, tree: Tree, key: bytes) -> None:
+        """The path to `key` and, on every level, the neighbours that LMDB merges with or borrows from."""
+        if tree.root == NO_PAGE:
+            return
+        pgno, depth = tree.root, 1
+        while isinstance(page := self._page(pgno, tree), _Branch) and depth < MAX_DEPTH:
+            at = max(0, bisect_right(page.keys, key) - 1)
+            for near in page.children[max(0, at - 2) : at + 3]:
+                self._page(near, tree)
+            pgno = page.children[at]
+            depth += 1
+        if depth != tree.depth:
+            raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
+
+    def check_free_list(self) -> None:
+        """The list of free pages, from which a write takes its pages: page numbers in range, in order, none twice."""
+        tree, seen = self.meta.free, 0
+        for node in self.nodes(tree):
+            self.check_extent(node)
+            value = self.value(node)
+            count = int.from_bytes(value[:8], "little")
+            if len(node.key) != 8 or 8 * (count + 1) > len(value):
+                raise self._bad(tree.root, "a record of the free list is damaged")
+            pages = struct.unpack_from(f"<{count}Q", value, 8)
+            ordered = all(a > b for a, b in itertools.pairwise(pages))
+            if count and not (ordered and pages[-1] >= 2 and pages[0] < self.meta.next_pgno):
+                raise self._bad(tree.root, "a record of the free list is damaged")
+            seen += count
+        if seen > self.meta.next_pgno:
+            raise self._bad(tree.root, "the free list names more pages than there are")
+
+    def check_extent(self, node: Node) -> None:
+        """A big value's overflow pages: the header says so, and they lie within the file."""
+        if not node.flags & _BIG:
+            return
+        header = self._read(node.pgno, HEADER)
+        pgno, _, flags, low, high = _PAGE.unpack(header)
+        pages, wanted = low | high << 16, (HEADER - 1 + node.size) // self.meta.page_size + 1
+        if pgno != node.pgno or flags != _OVERFLOW or pages < wanted or node.pgno + pages > self.meta.next_pgno:
+            raise self._bad(node.pgno, "it does not begin the value it should")
+
+    def value(self, node: Node) -> bytes:
+        """A copy of a node's value; its extent must have been checked."""
+        if not node.flags & _BIG:
+            return node.inline
+        data = self._pread(node.size, node.pgno * self.meta.page_size + HEADER)
+        if len(data) != node.size:
+            raise self._bad(node.pgno, "it lies behind the end of the file")
+        return data
+
+    def _page(self, pgno: int, tree: Tree) -> _Branch | _Leaf:
+        page = self._pages.get(pgno)
+        if page is None:
+            page = self._pages[pgno] = self._parse(pgno, tree)
+        return page
+
+    def _parse(self, pgno: int, tree: Tree) -> _Branch | _Leaf:
+        data, size = self._read(pgno, self.meta.page_size), self.meta.page_size
+        number, _, flags, lower, upper = _PAGE.unpack_from(data)
+        count = (lower - HEADER) >> 1
+        branch = flags == _BRANCH
+        if number != pgno or not (branch or flags == _LEAF) or lower & 1 or not HEADER < lower <= upper <= size:
+            raise self._bad(pgno, "its header is damaged")
+        if branch and count < 2 and tree is not self.meta.free:
+            raise self._bad(pgno, "it is a branch of one")
+        pointers = struct.unpack_from(f"<{count}H", data, HEADER)
+        keys: list[bytes] = []
+        nodes: list[Node] = []
+        children: list[int] = []
+        ends: dict[int, int] = {}
+        for at in pointers:
+            if at < upper or at + 8 > size:
+                raise self._bad(pgno, "a node lies outside of it")
+            low, high, node_flags, key_size = _NODE.unpack_from(data, at)
+            body = at + 8 + key_size
+            key = data[at + 8 : body]
+            keys.append(key)
+            if branch:
+                child = low | high << 16 | node_flags << 32
+                if not 2 <= child < self.meta.next_pgno:
+                    raise self._bad(pgno, "a node names a page that is not there")
+                children.append(child)
+            else:
+                value_size = low | high << 16
+                big = node_flags == _BIG
+                end = body + (8 if big else value_size)
+                if end > size or node_flags not in (0, _BIG, _SUBTREE) or not 1 <= key_size <= 511:
+                    raise self._bad(pgno, "a node of it is damaged")
+                first = int.from_bytes(data[body : body + 8], "little") if big else 0
+                if big and not 2 <= first < self.meta.next_pgno:
+                    raise self._bad(pgno, "a node names a page that is not there")
+                nodes.append(Node(key, value_size, b"" if big else data[body:end], first, node_flags))
+                body = end
+            ends[at] = body + (body & 1)
+        self._check_packed(pgno, ends, count, upper)
+        self._check_order(pgno, keys[1:] if branch else keys, tree)
+        return _Branch([b"", *keys[1:]], children) if branch else _Leaf(keys, nodes)
+
+    def _check_packed(self, pgno: int, ends: dict[int, int], count: int, upper: int) -> None:
+        """Nodes fill a page from `upper` to its end without a gap; LMDB's moves rely on it."""
+        at = upper
+        for start in sorted(ends):
+            if start != at:
+                raise self._bad(pgno, "its nodes overlap or leave a gap")
+            at = ends[start]
+        if len(ends) != count or at != self.meta.page_size:
+            raise self._bad(pgno, "its nodes overlap or leave a gap")
+
+    def _check_order(self, pgno: int, keys: list[bytes], tree: Tree) -> None:
+        order = [k[::-1] for k in keys] if tree is self.meta.free else keys  # integers, little-endian
+        if any(a >= b for a, b in itertools.pairwise(order)):
+            raise self._bad(pgno, "its keys are out of order")
+
+    def _read(self, pgno: int, size: int) -> bytes:
+        if not 2 <= pgno < self.meta.next_pgno:
+            raise self._bad(pgno, "there is no such page")
+        data = self._pread(size, pgno * self.meta.page_size)
+        if len(data) != size:
+            raise self._bad(pgno, "it lies behind the end of the file")
+        return data
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._handle, size, offset)
+        except OSError as error:
+            raise StoreIOError(
+                f"reading the store at {self._where} failed: {error}", "check the disk (dmesg names bad sectors)"
+            ) from error
+
+    def _bad(self, pgno: int, reason: str) -> StoreCorrupt:
+        return StoreCorrupt(
+            f"the store at {self._where} is damaged: page {pgno}: {reason}", "run: cacheblend chunks verify --repair"
+        )
+
+
+def _tree(data: bytes, at: int) -> Tree:
+    _, flags, depth, branches, leaves, overflow, entries, root = _TREE.unpack_from(data, at)
+    return Tree(root, depth, entries, flags, branches + leaves + overflow)

@@ -1,0 +1,273 @@
+"""Writing: what happens inside one write transaction. The counters change with the records, in the same commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from cacheblend_store.errors import BadBlob, StoreFull
+from cacheblend_store.keys import KEY_BYTES
+from cacheblend_store.pages import PageReader
+from cacheblend_store.records import (
+    ChunkManifest,
+    DocumentRecord,
+    blob_digest,
+    decode_document,
+    decode_manifest,
+    document_key,
+    encode_document,
+    encode_manifest,
+    use_record,
+    used_at,
+)
+from cacheblend_store.state import State, footprint, read_state, recount, state_value, write_state
+
+PutStatus = Literal["new", "unchanged", "replaced"]
+Blob = bytes | bytearray | memoryview
+
+
+class StoreWriter:
+    """One write transaction. `finish` before it is committed. Pages are checked as they were when it began."""
+
+    def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
+        self._txn, self._dbs, self._pages = transaction, dbs, pages
+        self.state = self._before = read_state(state_value(lambda name: self.get("meta", name)), pages)
+
+    def finish(self) -> None:
+        """Write the counters when they changed."""
+        if self.state != self._before:
+            self._check("meta", b"state")
+            write_state(self._txn, self._dbs, self.state)
+
+    def set_max_bytes(self, max_bytes: int) -> None:
+        self.state = replace(self.state, max_bytes=max_bytes)
+
+    def set_state(self, state: State) -> None:
+        self.state = state
+
+    def changed(self) -> None:
+        """Something was added or removed: the generation rises."""
+        if self.state.generation == self._before.generation:
+            self.state = self.state.add(generation=1)
+
+    def get(self, database: str, key: bytes) -> bytes | None:
+        """A copy of a value."""
+        tree = self._pages.tree(database.encode())
+        if tree:
+            self._pages.get(tree, key)  # checked, whatever this transaction has put there since
+        value = self._txn.get(key, db=self._dbs[database])
+        return None if value is None else bytes(value)
+
+    def put(self, database: str, key: bytes, value: Blob) -> None:
+        self._check(database, key)
+        self._txn.put(key, value, db=self._dbs[database])
+
+    def delete(self, database: str, key: bytes) -> bool:
+        self._check(database, key)
+        return bool(self._txn.delete(key, db=self._dbs[database]))
+
+    def manifest(self, key: bytes) -> ChunkManifest | None:
+        """None when there is none or it is damaged."""
+        value = self.get("chunks", key)
+        try:
+            return None if value is None else decode_manifest(key, value)
+        except BadBlob:
+            return None
+
+    # chunks
+
+    def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
+        """Sizes and digests must be filled in."""
+        old = self.manifest(manifest.key)
+        if old is not None and old.token_ids == manifest.token_ids and self._holds(manifest):
+            return "unchanged"
+        existed = self.delete_chunk(manifest.key)
+        for layer, blob in enumerate(blobs):
+            self._put_counted("blobs", manifest.key + layer.to_bytes(4, "big"), blob)
+        self._put_counted("chunks", manifest.key, encode_manifest(manifest))
+        self.put("lru", manifest.key, use_record(manifest.key, time.time()))
+        self.changed()
+        return "replaced" if existed else "new"
+
+    def delete_chunk(self, key: bytes) -> bool:
+        """Remove manifest, blobs and accounting of a chunk, whatever state they are in; whether there was any."""
+        existed = self.delete_blobs(key)
+        manifest = self.get("chunks", key)
+        if manifest is not None:
+            self.delete("chunks", key)
+            self._uncount(key, len(manifest))
+            existed = True
+        self.delete("lru", key)
+        if existed:
+            self.changed()
+        return existed
+
+    def delete_blobs(self, key: bytes) -> bool:
+        """Remove all blobs of a chunk; whether there was any."""
+        first, last = key, key + b"\xff\xff\xff\xff"
+        tree = self._pages.tree(b"blobs")
+        if tree:
+            self._check("blobs", first)
+            self._check("blobs", last)
+            for node in self._pages.nodes(tree, first):
+                if node.key > last:
+                    break
+                self._pages.check_extent(node)
+        existed, cursor = False, self._txn.cursor(db=self._dbs["blobs"])
+        if cursor.set_range(key):
+            while (name := bytes(cursor.key())).startswith(key) and name:
+                size = len(cursor.value())
+                self._uncount(name, size)
+                self.state = self.state.add(live=-size)
+                existed = True
+                if not cursor.delete():
+                    break
+        return existed
+
+    def incoming_bytes(self, manifest: ChunkManifest) -> int:
+        """What a chunk will take of the quota."""
+        page = self._pages.meta.page_size
+        record = footprint(KEY_BYTES, len(encode_manifest(manifest)), page)
+        return record + sum(footprint(KEY_BYTES + 4, size, page) for size in manifest.blob_sizes)
+
+    def make_room(self, num_bytes: int, keep: Collection[bytes], max_bytes: int | None = None) -> list[bytes]:
+        """Remove least recently used chunks until num_bytes more fit the quota; their keys. Raises StoreFull."""
+        limit = self.state.max_bytes if max_bytes is None else max_bytes
+        removed: list[bytes] = []
+        if not limit or self.state.used_bytes + num_bytes <= limit:
+            return removed
+        for key in self.by_last_use():
+            if key in keep:
+                continue
+            self.delete_chunk(key)
+            removed.append(key)
+            if self.state.used_bytes + num_bytes <= limit:
+                return removed
+        raise StoreFull(
+            f"the store's quota is {limit:,} bytes, and {self.state.used_bytes + num_bytes:,} are needed",
+            "raise --max-size, or remove chunks: cacheblend chunks prune",
+        )
+
+    def by_last_use(self) -> list[bytes]:
+        """Keys of all chunks, those unused for longest first."""
+        used: dict[bytes, float] = {}
+        chunks, lru = self._pages.tree(b"chunks"), self._pages.tree(b"lru")
+        for node in self._pages.nodes(chunks) if chunks else ():
+            used[node.key] = 0.0
+        for node in self._pages.nodes(lru) if lru else ():
+            if node.key in used:
+                used[node.key] = used_at(node.key, node.inline)
+        return sorted(used, key=lambda key: (used[key], key))
+
+    def touch(self, uses: Mapping[bytes, float]) -> None:
+        """Record last uses (seconds since the epoch) of chunks that are there."""
+        for key, moment in uses.items():
+            if self.get("chunks", key) is not None:
+                self.put("lru", key, use_record(key, moment))
+
+    # documents
+
+    def put_document(self, record: DocumentRecord) -> list[bytes]:
+        key = document_key(record.collection, record.source)
+        orphans = self._unrefer(key, keep={c.key for c in record.chunks})
+        self.put("documents", key, encode_document(record))
+        for chunk in record.chunks:
+            self.put("refs", chunk.key + key, b"")
+        for orphan in orphans:
+            self.delete_chunk(orphan)
+        self.changed()
+        return orphans
+
+    def remove_document(self, collection: str, source: str) -> list[bytes]:
+        key = document_key(collection, source)
+        orphans = self._unrefer(key, keep=set())
+        if self.delete("documents", key):
+            self.changed()
+        for orphan in orphans:
+            self.delete_chunk(orphan)
+        return orphans
+
+    def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
+        """Drop a document's references; the chunks that no other document refers to and `keep` does not name."""
+        value = self.get("documents", document)
+        if value is None:
+            return []
+        try:
+            old = {c.key for c in decode_document(document, value).chunks}
+        except BadBlob:
+            return []
+        orphans = []
+        for key in sorted(old):
+            self.delete("refs", key + document)
+            if key not in keep and not self.is_referred(key):
+                orphans.append(key)
+        return orphans
+
+    def is_referred(self, key: bytes) -> bool:
+        """Whether a document refers to the chunk."""
+        self._check("refs", key)
+        self._check("refs", key + b"\xff" * 16)
+        cursor = self._txn.cursor(db=self._dbs["refs"])
+        return bool(cursor.set_range(key)) and bytes(cursor.key()[:KEY_BYTES]) == key
+
+    def rebuild_references(self) -> None:
+        """The references from the document records, as they are in this transaction; damaged records give none."""
+        wanted = set()
+        for name, value in self._txn.cursor(db=self._dbs["documents"]):
+            try:
+                wanted |= {c.key + bytes(name) for c in decode_document(bytes(name), value).chunks}
+            except BadBlob:
+                continue
+        there = {bytes(name) for name in self._txn.cursor(db=self._dbs["refs"]).iternext(values=False)}
+        for name in there - wanted:
+            self.delete("refs", name)
+        for name in wanted - there:
+            self.put("refs", name, b"")
+
+    def recount(self) -> None:
+        """The byte counters from the records, as they were when this transaction began."""
+        counted = recount(self._pages)
+        self.state = replace(self.state, live_bytes=counted.live_bytes, used_bytes=counted.used_bytes)
+
+    # inside
+
+    def _check(self, database: str, key: bytes) -> None:
+        tree = self._pages.tree(database.encode())
+        if tree:
+            self._pages.check_writable(tree, key)
+
+    def _put_counted(self, database: str, key: bytes, value: Blob) -> None:
+        self.put(database, key, value)
+        size = memoryview(value).nbytes
+        live = size if database == "blobs" else 0
+        self.state = self.state.add(live=live, used=footprint(len(key), size, self._pages.meta.page_size))
+
+    def _uncount(self, key: bytes, size: int) -> None:
+        self.state = self.state.add(used=-footprint(len(key), size, self._pages.meta.page_size))
+
+    def _holds(self, manifest: ChunkManifest) -> bool:
+        """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
+        tree = self._pages.tree(b"blobs")
+        for layer, digest in enumerate(manifest.blob_digests):
+            key = manifest.key + layer.to_bytes(4, "big")
+            if tree:
+                self._pages.get(tree, key)
+            blob = self._txn.get(key, db=self._dbs["blobs"])
+            if blob is None or len(blob) != manifest.blob_sizes[layer]:
+                return False
+            if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != digest:
+                return False
+        return True
+
+
+def with_digests(manifest: ChunkManifest, blobs: Iterable[Blob]) -> ChunkManifest:
+    """The manifest with sizes and digests of its blobs."""
+    views = [memoryview(b) for b in blobs]
+    assert len(views) == manifest.num_layers
+    return replace(
+        manifest,
+        blob_sizes=tuple(v.nbytes for v in views),
+        blob_digests=tuple(blob_digest(manifest.key, i, manifest.num_tokens, v) for i, v in enumerate(views)),
+    )
