@@ -193,7 +193,7 @@ def prefill_attention_kernel(
         v_factor = tl.load(v_scale_ptr + kv_head)
     if not SOFT_CAP:
         scale = scale * LOG2E
-    seq_table = table_ptr + seq.to(tl.int64) * table_stride
+    seq_table = table_ptr + tl.cast(seq, tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)

@@ -1,0 +1,110 @@
+"""Compile every kernel variant for sm_80, sm_90 and sm_100 and write what each takes. Runs without a GPU.
+
+    python benchmarks/kernel_resources.py [--arch 80 --arch 90] [--family decode_attention] [--core] [--jobs 2]
+
+Writes benchmarks/results/kernel_resources.json (every variant) and .md (a table a family) unless a filter is given;
+exits 1 when a kernel does not fit its architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+from cacheblend_kernels.triton_backend.resources import KernelResources, compile_variant
+from cacheblend_kernels.triton_backend.variants import all_variants
+
+RESULTS = Path(__file__).parent / "results"
+ARCHS = (80, 90, 100)
+
+
+def compile_index(task: tuple[int, int]) -> KernelResources:
+    arch, index = task
+    return compile_variant(list(all_variants(arch))[index], arch)
+
+
+def markdown(rows: list[KernelResources], toolchain: dict[str, str]) -> str:
+    spilling = [r for r in rows if r.spill_bytes]
+    lines = [
+        "# What each kernel takes on each architecture",
+        "",
+        "Written by `benchmarks/kernel_resources.py`: compiled here, run nowhere. "
+        + ", ".join(f"{name} {version}" for name, version in toolchain.items())
+        + ".",
+        "",
+        f"{len(rows)} variants; {len(spilling)} spill; {sum(not r.fits for r in rows)} do not fit.",
+        "",
+        "| kernel | arch | variants | registers, most | spilling variants | spill bytes, most | shared bytes, most | matrix instruction |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for family in dict.fromkeys(r.family for r in rows):
+        for arch in dict.fromkeys(r.arch for r in rows):
+            some = [r for r in rows if r.family == family and r.arch == arch]
+            matrix = ", ".join(sorted({r.matrix for r in some} - {""})) or "none"
+            lines.append(
+                f"| {family} | sm_{arch} | {len(some)} | {max(r.registers for r in some)} | "
+                f"{sum(r.spill_bytes > 0 for r in some)} | {max(r.spill_bytes for r in some)} | "
+                f"{max(r.shared_bytes for r in some)} | {matrix} |"
+            )
+    lines += ["", "## Attention, bf16, head_dim 128, paged", "", "| variant | arch | warps | stages | registers |"]
+    lines[-1] += " spill bytes | shared bytes | matrix instruction |"
+    lines.append("|---|---|---|---|---|---|---|---|")
+    lines += [
+        f"| {r.family} {r.label} | sm_{r.arch} | {r.num_warps} | {r.num_stages} | {r.registers} | {r.spill_bytes} | "
+        f"{r.shared_bytes} | {r.matrix} |"
+        for r in rows
+        if "attention" in r.family and "bf16 d128" in r.label
+    ]
+    if spilling:
+        lines += ["", "## Variants that spill", "", "| variant | arch | registers | spill bytes |", "|---|---|---|---|"]
+        lines += [f"| {r.family} {r.label} | sm_{r.arch} | {r.registers} | {r.spill_bytes} |" for r in spilling]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="only this architecture (repeatable)")
+    parser.add_argument("--family", help="only this kernel family")
+    parser.add_argument("--core", action="store_true", help="only the variants of the quick check")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    tasks = [
+        (arch, index)
+        for arch in args.arch or ARCHS
+        for index, variant in enumerate(all_variants(arch))
+        if (args.family in (None, variant.family)) and (variant.core or not args.core)
+    ]
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        for row in pool.imap(compile_index, tasks):
+            rows.append(row)
+            mark = "" if row.fits else "  DOES NOT FIT"
+            print(
+                f"[{len(rows)}/{len(tasks)}] sm_{row.arch} {row.family} {row.label}: {row.registers} registers, "
+                f"{row.spill_bytes} B spilled, {row.shared_bytes} B shared{mark}",
+                file=sys.stderr,
+            )
+    if not (args.arch or args.family or args.core):
+        toolchain = {"torch": torch.__version__, "triton": triton.__version__}
+        for name, tool in (
+            ("ptxas", triton.knobs.nvidia.ptxas),
+            ("ptxas-blackwell", triton.knobs.nvidia.ptxas_blackwell),
+        ):
+            text = subprocess.run([tool.path, "--version"], capture_output=True, text=True, check=True).stdout
+            toolchain[name] = text.split("release ")[1].split(",")[0]
+        data = {"toolchain": toolchain, "kernels": [asdict(row) for row in rows]}
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "kernel_resources.json").write_text(json.dumps(data, indent=1) + "\n")
+        (RESULTS / "kernel_resources.md").write_text(markdown(rows, toolchain))
+    return 0 if all(row.fits for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

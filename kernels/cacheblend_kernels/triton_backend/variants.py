@@ -1,0 +1,276 @@
+"""Every kernel in every configuration a launch may pick, for compiling ahead of time on a machine without a GPU."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_kernels.triton_backend import cache_ops, load_kv, norms
+from cacheblend_kernels.triton_backend.attention_core import join_splits_kernel
+from cacheblend_kernels.triton_backend.configs import TileConfig, decode_config, padded, prefill_configs
+from cacheblend_kernels.triton_backend.decode_attention import decode_attention_kernel
+from cacheblend_kernels.triton_backend.deviation import kv_deviation_kernel
+from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention_kernel
+
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+HEAD_DIMS = (64, 80, 96, 128, 256)
+NUM_KV_HEADS, GROUP, BLOCK_SIZE = 8, 4, 64
+_INTS = ("num_seqs", "first_slot", "table_stride", "window", "words", "num_rows", "width")
+_FLOATS = ("scale", "soft_cap", "eps")
+_POINTERS = {
+    "part_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "positions_ptr": "*i64",
+    "cu_rows_ptr": "*i32",
+    "kv_lens_ptr": "*i32",
+    "table_ptr": "*i32",
+    "slots_ptr": "*i64",
+    "addresses_ptr": "*i64",
+    "src_ptr": "*i64",
+    "dst_ptr": "*i64",
+    "cos_ptr": "*fp32",
+    "sin_ptr": "*fp32",
+    "k_scale_ptr": "*fp32",
+    "v_scale_ptr": "*fp32",
+    "k_zero_ptr": "*fp32",
+    "v_zero_ptr": "*fp32",
+    "pool_k_scale_ptr": "*fp32",
+    "pool_v_scale_ptr": "*fp32",
+}
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """One kernel with its types and constants fixed. family and label say what it is; core: one a quick check takes."""
+
+    family: str
+    label: str
+    kernel: Any
+    dtype: str
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 1
+    core: bool = False
+    types: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.label}"
+
+    def signature(self) -> dict[str, str]:
+        """Type of each argument: constants, the pointers whose type is fixed, strides, and the rest of `dtype`."""
+        signature = {}
+        for arg in self.kernel.arg_names:
+            if arg in self.constants:
+                signature[arg] = "constexpr"
+            elif arg in self.types:
+                signature[arg] = self.types[arg]
+            elif arg in _FLOATS:
+                signature[arg] = "fp32"
+            elif arg in _INTS or arg.endswith("_stride"):
+                signature[arg] = "i32"
+            else:
+                signature[arg] = _POINTERS.get(arg, f"*{self.dtype}")
+        return signature
+
+    def aligned(self) -> list[int]:
+        """Indexes of the arguments known to be multiples of 16: pointers, and strides of whole rows."""
+        signature = self.signature()
+        return [
+            i
+            for i, arg in enumerate(self.kernel.arg_names)
+            if signature[arg].startswith("*") or (arg.endswith("_stride") and arg != "table_stride")
+        ]
+
+
+def all_variants(arch: int) -> Iterator[KernelVariant]:
+    """Everything that may be launched on `arch` (80, 90 or 100) for the head sizes and dtypes the tool knows."""
+    yield from _prefill(arch)
+    yield from _decode()
+    yield from _cache_writes()
+    yield from _row_kernels()
+
+
+def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        "GROUP": GROUP,
+        "NUM_KV_HEADS": NUM_KV_HEADS,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLITS": 1,
+        "CONTIGUOUS": False,
+        "WINDOW": False,
+        "SOFT_CAP": False,
+        "FP8": False,
+        "PRECISION": "ieee",
+    }
+    return {**defaults, **options}
+
+
+def _attention(
+    family: str, kernel: Any, dtype: str, head_dim: int, config: TileConfig, label: str, options: dict[str, Any], core: bool
+) -> KernelVariant:  # fmt: skip
+    constants = _attention_constants(head_dim, config, options)
+    types = {"k_ptr": "*u8", "v_ptr": "*u8"} if constants["FP8"] else {}
+    return KernelVariant(
+        family,
+        f"{dtype} d{head_dim} {config.block_m}x{config.block_n} {label}",
+        kernel,
+        dtype,
+        constants,
+        config.num_warps,
+        config.stages(constants["CONTIGUOUS"]),
+        core,
+        types,
+    )
+
+
+def _prefill(arch: int) -> Iterator[KernelVariant]:
+    plain: dict[str, dict[str, Any]] = {"contiguous": {"CONTIGUOUS": True}, "paged": {}}
+    special: dict[str, dict[str, Any]] = {
+        "paged block16": {"BLOCK_SIZE": 16},
+        "contiguous split": {"CONTIGUOUS": True, "SPLITS": 8},
+        "paged split": {"SPLITS": 8},
+        "paged window": {"WINDOW": True},
+        "paged window cap": {"WINDOW": True, "SOFT_CAP": True},
+        "paged fp8": {"FP8": True},
+    }
+    for dtype in SIZES:
+        for head_dim in HEAD_DIMS:
+            configs = prefill_configs(arch, head_dim, SIZES[dtype])
+            cases = {**plain, **special} if dtype == "bf16" and head_dim in (64, 128, 256) else plain
+            for config in configs:
+                for label, options in cases.items():
+                    core = dtype == "bf16" and head_dim == 128 and label in ("contiguous", "paged")
+                    yield _attention(
+                        "prefill_attention", prefill_attention_kernel, dtype, head_dim, config, label, options, core
+                    )
+
+
+def _decode() -> Iterator[KernelVariant]:
+    cases: dict[str, dict[str, Any]] = {
+        "contiguous": {"CONTIGUOUS": True},
+        "paged": {},
+        "paged split": {"SPLITS": 8},
+        "contiguous split": {"CONTIGUOUS": True, "SPLITS": 8},
+        "paged window cap split": {"WINDOW": True, "SOFT_CAP": True, "SPLITS": 8},
+        "paged fp8 split": {"FP8": True, "SPLITS": 8},
+    }
+    for dtype in SIZES:
+        for head_dim in HEAD_DIMS:
+            for label, options in cases.items() if dtype == "bf16" else (("paged split", {"SPLITS": 8}),):
+                core = dtype == "bf16" and head_dim == 128 and label == "paged split"
+                config = decode_config(head_dim, GROUP, SIZES[dtype])
+                yield _attention(
+                    "decode_attention", decode_attention_kernel, dtype, head_dim, config, label, options, core
+                )
+    for head_dim in HEAD_DIMS:
+        for splits in (2, 8, 64):
+            yield KernelVariant(
+                "join_splits",
+                f"bf16 d{head_dim} splits{splits}",
+                join_splits_kernel,
+                "bf16",
+                {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "SPLITS": splits},
+                4,
+                core=head_dim == 128 and splits == 8,
+            )
+
+
+def _cache_writes() -> Iterator[KernelVariant]:
+    for dtype in SIZES:
+        for head_dim in HEAD_DIMS:
+            for label, fp8, kv_programs in (("", False, 1), ("rotation only", False, 0), ("fp8 pool", True, 1)):
+                yield KernelVariant(
+                    "rope_and_cache",
+                    f"{dtype} d{head_dim} {label}".strip(),
+                    cache_ops.rope_and_cache_kernel,
+                    dtype,
+                    {
+                        "NUM_HEADS": NUM_KV_HEADS * GROUP,
+                        "NUM_KV_HEADS": NUM_KV_HEADS,
+                        "HEAD_DIM": head_dim,
+                        "BLOCK_HALF": padded(head_dim // 2),
+                        "BLOCK_HEADS": cache_ops.HEADS_PER_PROGRAM,
+                        "KV_PROGRAMS": kv_programs,
+                        "FP8": fp8,
+                    },
+                    4,
+                    core=dtype == "bf16" and head_dim == 128 and not label,
+                    types={"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"} if fp8 else {},
+                )
+    sources = {"fp16": "plain", "bf16": "plain", "fp32": "plain", "fp8": "fp8", "int8": "int8", "int4": "int4"}
+    for source, codec in sources.items():
+        for head_dim in HEAD_DIMS:
+            for run, fp8 in ((True, False), (False, False), (True, True)):
+                stored = f"*{source}" if codec == "plain" else "*u8"
+                types = {"k_ptr": stored, "v_ptr": stored}
+                if fp8:
+                    types |= {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
+                yield KernelVariant(
+                    "load_kv",
+                    f"{source} d{head_dim} {'run' if run else 'slots'}{' fp8 pool' if fp8 else ''}",
+                    load_kv.load_kv_kernel,
+                    "bf16",
+                    {
+                        "NUM_KV_HEADS": NUM_KV_HEADS,
+                        "HEAD_DIM": head_dim,
+                        "BLOCK_HALF": padded(head_dim // 2),
+                        "BLOCK_HEADS": load_kv.BLOCK_HEADS,
+                        "GROUP_SIZE": 32,
+                        "CODEC": codec,
+                        "RUN": run,
+                        "FP8_POOL": fp8,
+                    },
+                    4,
+                    core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int4"),
+                    types=types,
+                )
+    yield KernelVariant(
+        "copy_blocks", "int32", cache_ops.copy_blocks_kernel, "i32", {"BLOCK": cache_ops.WORDS_PER_PROGRAM}, 4, core=True
+    )  # fmt: skip
+
+
+def _row_kernels() -> Iterator[KernelVariant]:
+    for dtype in SIZES:
+        for width in (1024, 640):
+            for use_k, use_v in ((True, True), (False, True), (True, False)):
+                yield KernelVariant(
+                    "kv_deviation",
+                    f"{dtype} w{width} {'k' * use_k}{'v' * use_v}",
+                    kv_deviation_kernel,
+                    dtype,
+                    {"WIDTH": width, "BLOCK": min(1024, padded(width)), "USE_K": use_k, "USE_V": use_v},
+                    4,
+                    core=dtype == "bf16" and width == 1024 and use_k and use_v,
+                    types={"out_ptr": "*fp32"},
+                )
+        for width in (128, 2048, 4096, 8192):
+            for add in (False, True):
+                block, rows, warps = norms.norm_tile(width)
+                heads = 32 if width == 128 else 1
+                yield KernelVariant(
+                    "rms_norm",
+                    f"{dtype} w{width}{' add' if add else ''}",
+                    norms.rms_norm_kernel,
+                    dtype,
+                    {"HEADS": heads, "WIDTH": width, "BLOCK": block, "ROWS": rows, "ADD": add},
+                    warps,
+                    core=dtype == "bf16" and width == 4096 and add,
+                )
+        for activation in norms.ACTIVATIONS:
+            yield KernelVariant(
+                "act_and_mul",
+                f"{dtype} {activation}",
+                norms.act_and_mul_kernel,
+                dtype,
+                {"ACTIVATION": activation, "BLOCK": norms.ACTIVATION_BLOCK},
+                4,
+                core=dtype == "bf16",
+            )
