@@ -1,0 +1,63 @@
+"""The bundled demo: it is all there, small, and the model answers from its context."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, heldout_path, model_dir, questions
+from cacheblend_cli.evaluation.heldout import read_samples, score, store_texts
+
+
+def test_sizes_and_counts() -> None:
+    assert sum(f.stat().st_size for f in model_dir().iterdir()) <= 16 << 20
+    pages = sorted(handbook_dir().glob("*.md"))
+    assert len(pages) >= 30
+    assert all(len(p.read_text().split("\n\n")) >= 4 for p in pages)  # a heading and three paragraphs
+    assert len(read_samples(heldout_path())) >= 500
+
+
+def test_every_question_is_answered_by_its_page() -> None:
+    for item in questions():
+        page = (handbook_dir().parent / item.source).read_text()
+        value = re.findall(r" is (?:a )?(.+)\.$", item.answer)[0]
+        assert value in page
+        name = page.splitlines()[0].removeprefix("# ")
+        assert name in item.question
+
+
+def test_a_later_paragraph_does_not_name_its_subject() -> None:
+    for page in handbook_dir().glob("*.md"):
+        heading, _, *later = page.read_text().split("\n\n")
+        name = heading.removeprefix("# ")
+        assert not any(part in paragraph for part in name.split() for paragraph in later)
+
+
+def test_full_prefill_answers_and_reuse_does_worse(tmp_path: Path) -> None:
+    engine = Engine.load(EngineConfig())
+    samples = [s for s in read_samples(heldout_path()) if s.tags["names"] == "known" and s.tags["across"]][::12]
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        keys = store_texts(engine, store, [t for s in samples for t in s.texts])
+        settings = [
+            ("full", BlendConfig(mode="full")),
+            ("reuse", BlendConfig(mode="reuse")),
+            ("all", BlendConfig(ratio=1.0)),
+        ]
+        full, reuse, everything = score(engine, store, samples, keys, settings)
+    assert full.accuracy >= 0.85
+    assert reuse.accuracy <= full.accuracy - 0.2
+    assert everything.correct == full.correct
+
+
+def test_the_handbook_is_cut_into_paragraphs() -> None:
+    from cacheblend_cli.corpus.chunker import cut
+
+    encode = Engine.load(EngineConfig()).model.tokenizer.encode_text
+    for page in handbook_dir().glob("*.md"):
+        text = page.read_text()
+        chunks = cut(text, encode, CHUNK_TOKENS)
+        assert "".join(c.text for c in chunks) == text
+        assert len(chunks) >= 2
