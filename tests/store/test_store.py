@@ -36,8 +36,8 @@ from cacheblend_store import (
 )
 from cacheblend_store.blob import encode_blob, parse_blob
 from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
-from cacheblend_store.locks import writer_lock
 from cacheblend_store.layouts import blob_spec
+from cacheblend_store.locks import writer_lock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
