@@ -239,11 +239,9 @@ class Environment:
                 folder = fresh_folder(self.path / MAKING)
                 try:
                     make(folder)
-                    sync_file(folder / DATA)
                     self.lmdb.close()
                     os.close(self._file)
-                    os.rename(folder / DATA, self.path / DATA)
-                    sync_folder(self.path)
+                    put_in_place(folder, self.path)
                     self._open()
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -308,11 +306,23 @@ def make_store(path: Path, lock_timeout: float) -> None:
                 with made.begin(write=True) as transaction:
                     write_identity(transaction, dbs)
                 made.close()
-            sync_file(folder / DATA)
-            os.rename(folder / DATA, path / DATA)
-            sync_folder(path)
+            put_in_place(folder, path)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_place(folder: Path, path: Path) -> None:
+    """Rename a finished data.mdb into the store's directory, where it replaces the old one in one step."""
+    sync_file(folder / DATA)
+    os.rename(folder / DATA, path / DATA)
+    sync_file(path)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_environment(path: Path) -> Environment | None:
+    """This process's environment of the store at `path`, if it has one."""
+    with _registry:
+        return _shared.get(str(path.resolve()))
 
 
 def open_lmdb(path: Path, map_size: int, *, readonly: bool = False) -> Any:
@@ -403,9 +413,6 @@ def sync_file(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-sync_folder = sync_file
 
 
 def _inode(file: int | Path) -> tuple[int, int]:

@@ -60,12 +60,12 @@ class Node(NamedTuple):
     flags: int
 
 
-class _Branch(NamedTuple):
+class Branch(NamedTuple):
     keys: list[bytes]
     children: list[int]
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
     keys: list[bytes]
     nodes: list[Node]
 
@@ -91,7 +91,7 @@ class PageReader:
 
     def __init__(self, handle: int, meta: Meta, where: str) -> None:
         self._handle, self.meta, self._where = handle, meta, where
-        self._pages: dict[int, _Branch | _Leaf] = {}
+        self._pages: dict[int, Branch | Leaf] = {}
         self._trees: dict[bytes, Tree] = {}
         if meta.free.flags != _INTEGER_KEYS or meta.main.flags != 0:
             raise self._bad(0, "its flags are not those of a store")
@@ -115,7 +115,7 @@ class PageReader:
         if tree.root == NO_PAGE:
             return None
         pgno, depth = tree.root, 1
-        while isinstance(page := self._page(pgno, tree), _Branch):
+        while isinstance(page := self.page_at(pgno, tree), Branch):
             pgno = page.children[max(0, bisect_right(page.keys, key) - 1)]
             depth += 1
             if depth > MAX_DEPTH:
@@ -132,10 +132,10 @@ class PageReader:
         """All nodes from `start` on, in key order. Extents are not checked: `check_extent` before the value is read."""
         if tree.root == NO_PAGE:
             return
-        stack: list[tuple[_Branch, int]] = []
+        stack: list[tuple[Branch, int]] = []
         pgno = tree.root
         while True:
-            while isinstance(page := self._page(pgno, tree), _Branch):
+            while isinstance(page := self.page_at(pgno, tree), Branch):
                 at = max(0, bisect_right(page.keys, start) - 1) if start else 0
                 stack.append((page, at))
                 if len(stack) >= MAX_DEPTH:
@@ -158,10 +158,10 @@ class PageReader:
         if tree.root == NO_PAGE:
             return
         pgno, depth = tree.root, 1
-        while isinstance(page := self._page(pgno, tree), _Branch) and depth < MAX_DEPTH:
+        while isinstance(page := self.page_at(pgno, tree), Branch) and depth < MAX_DEPTH:
             at = max(0, bisect_right(page.keys, key) - 1)
             for near in page.children[max(0, at - 2) : at + 3]:
-                self._page(near, tree)
+                self.page_at(near, tree)
             pgno = page.children[at]
             depth += 1
         if depth != tree.depth:
@@ -203,13 +203,13 @@ class PageReader:
             raise self._bad(node.pgno, "it lies behind the end of the file")
         return data
 
-    def _page(self, pgno: int, tree: Tree) -> _Branch | _Leaf:
+    def page_at(self, pgno: int, tree: Tree) -> Branch | Leaf:
         page = self._pages.get(pgno)
         if page is None:
             page = self._pages[pgno] = self._parse(pgno, tree)
         return page
 
-    def _parse(self, pgno: int, tree: Tree) -> _Branch | _Leaf:
+    def _parse(self, pgno: int, tree: Tree) -> Branch | Leaf:
         data, size = self._read(pgno, self.meta.page_size), self.meta.page_size
         number, _, flags, lower, upper = _PAGE.unpack_from(data)
         count = (lower - HEADER) >> 1
@@ -249,7 +249,7 @@ class PageReader:
             ends[at] = body + (body & 1)
         self._check_packed(pgno, ends, count, upper)
         self._check_order(pgno, keys[1:] if branch else keys, tree)
-        return _Branch([b"", *keys[1:]], children) if branch else _Leaf(keys, nodes)
+        return Branch([b"", *keys[1:]], children) if branch else Leaf(keys, nodes)
 
     def _check_packed(self, pgno: int, ends: dict[int, int], count: int, upper: int) -> None:
         """Nodes fill a page from `upper` to its end without a gap; LMDB's moves rely on it."""

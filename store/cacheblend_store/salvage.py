@@ -1,13 +1,278 @@
-"""Salvage: a store with damaged pages is copied, as far as it reads, into a new file that takes its place."""
+"""Salvage: what still reads of a store with damaged pages, copied into a new file that takes the old one's place.
+
+Nothing is believed for being there: a manifest counts when its digest matches, a chunk when all its blobs match the
+digests in its manifest. Keys are digests of content, so even a blob found outside of any tree is the right one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from cacheblend_store.store import ChunkStore
+from cacheblend_store import locks
+from cacheblend_store.environment import (
+    DATABASES,
+    MAKING,
+    MAP_SIZE,
+    fresh_folder,
+    open_environment,
+    open_lmdb,
+    put_in_place,
+    translated,
+)
+from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError, StoreLocked
+from cacheblend_store.filesystem import DATA, check_space, restore_hint
+from cacheblend_store.keys import KEY_BYTES
+from cacheblend_store.pages import NO_PAGE, Branch, Leaf, Meta, Node, PageReader, Tree, parse_meta
+from cacheblend_store.records import ChunkManifest, blob_digest, decode_document, decode_manifest, document_key
+from cacheblend_store.state import read_identity, read_state, recount, state_value, write_identity, write_state
+
+_BATCH_BYTES = 64 << 20
+Progress = Callable[[int, int], None]
 
 
-def salvage(store: ChunkStore, progress: Callable[[int, int], None] | None = None) -> None:
-    raise NotImplementedError
+@dataclass(frozen=True)
+class SalvageReport:
+    """What was kept, and how many manifests were found whose chunk was not whole."""
+
+    chunks: int
+    documents: int
+    lost: int
+
+
+def salvage(path: Path, lock_timeout: float, progress: Progress | None = None) -> SalvageReport:
+    """Rebuild the store at `path`. Needs room for a copy, and no other process that has it open.
+
+    Raises StoreCorrupt when nothing says what the file is, StoreLocked, StoreNoSpace.
+    """
+    data = path / DATA
+    check_space(path, data.stat().st_size)
+    reports: list[SalvageReport] = []
+    with locks.writer_lock(path, lock_timeout):
+        environment = open_environment(path)
+        if environment is not None:
+            environment.replace_file(lambda folder: reports.append(_copy(data, folder, progress)))
+        else:
+            _replace_unopened(path, lock_timeout, lambda folder: reports.append(_copy(data, folder, progress)))
+    return reports[0]
+
+
+def _replace_unopened(path: Path, timeout: float, make: Callable[[Path], None]) -> None:
+    share = locks.share(path, timeout, create=True)
+    if share is None or not locks.make_exclusive(share, timeout):
+        raise StoreLocked(f"the store at {path} is open in other processes", "end them, then try again")
+    try:
+        folder = fresh_folder(path / MAKING)
+        make(folder)
+        put_in_place(folder, path)
+    finally:
+        os.close(share)
+
+
+def _copy(data: Path, folder: Path, progress: Progress | None) -> SalvageReport:
+    handle = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        source = _Source(handle, data)
+        with translated(data.parent):
+            target = open_lmdb(folder, MAP_SIZE)
+            dbs = {name: target.open_db(name.encode()) for name in DATABASES}
+            report = _Copier(source, target, dbs).run(progress)
+            target.close()
+        return report
+    finally:
+        os.close(handle)
+
+
+class _Source:
+    """The damaged file: the newest meta page that reads, and walks that step over what does not."""
+
+    def __init__(self, handle: int, data: Path) -> None:
+        self._data = data
+        page_size, metas = 4096, []
+        for offset in (0, 4096, 8192, 16384, 32768, 65536):
+            meta = parse_meta(os.pread(handle, 4096, offset))
+            if meta is not None:
+                metas.append(meta)
+        sizes = [m.page_size for m in metas if m.page_size in (4096, 8192, 16384, 32768, 65536)]
+        if not metas:
+            raise StoreCorrupt(f"{data} has no meta page that reads", restore_hint(data.parent))
+        page_size = sizes[0] if sizes else 4096
+        pages = os.fstat(handle).st_size // page_size
+        self.trees: dict[str, Tree] = {}
+        for meta in sorted(metas, key=lambda m: -m.txnid):
+            sane = meta._replace(page_size=page_size, next_pgno=pages)
+            sane = sane._replace(free=meta.free._replace(flags=8), main=meta.main._replace(flags=0))
+            self.pages = PageReader(handle, sane, str(data.parent))
+            self.trees = self._find_trees(sane)
+            if "chunks" in self.trees:
+                return
+
+    def _find_trees(self, meta: Meta) -> dict[str, Tree]:
+        found = {}
+        for name in DATABASES:
+            try:
+                tree = self.pages.tree(name.encode())
+                if tree is not None and tree.root != NO_PAGE:
+                    self.pages.page_at(tree.root, tree)
+                if tree is not None:
+                    found[name] = tree
+            except StoreError:
+                continue
+        return found
+
+    def nodes(self, name: str, key_sizes: tuple[int, ...]) -> Iterator[Node]:
+        """Nodes of a database whose extents read; of any leaf in the file when the database's tree is lost."""
+        tree = self.trees.get(name)
+        for node in self._walk(tree) if tree is not None else self._scan():
+            try:
+                if len(node.key) in key_sizes:
+                    self.pages.check_extent(node)
+                    yield node
+            except StoreError:
+                continue
+
+    def _walk(self, tree: Tree) -> Iterator[Node]:
+        todo, seen = ([] if tree.root == NO_PAGE else [tree.root]), set()
+        while todo:
+            pgno = todo.pop()
+            if pgno in seen:
+                continue
+            seen.add(pgno)
+            try:
+                page = self.pages.page_at(pgno, tree)
+            except StoreError:
+                continue
+            if isinstance(page, Branch):
+                todo += reversed(page.children)
+            else:
+                yield from page.nodes
+
+    def _scan(self) -> Iterator[Node]:
+        for pgno in range(2, self.pages.meta.next_pgno):
+            try:
+                page = self.pages.page_at(pgno, _NO_TREE)
+            except StoreError:
+                continue
+            if isinstance(page, Leaf):
+                yield from page.nodes
+
+    def get(self, key: bytes) -> bytes | None:
+        """A record of the database `meta`."""
+        for node in self.nodes("meta", (len(key),)):
+            if node.key == key:
+                return self.pages.value(node)
+        return None
+
+
+_NO_TREE = Tree(0, 1, 0, 0, 0)
+
+
+class _Copier:
+    """Copies what is whole. Blobs are looked up by key in the order they are needed."""
+
+    def __init__(self, source: _Source, target: Any, dbs: dict[str, Any]) -> None:
+        self._source, self._target, self._dbs = source, target, dbs
+        self._blobs: dict[bytes, list[Node]] = {}
+
+    def run(self, progress: Progress | None) -> SalvageReport:
+        for node in self._source.nodes("blobs", (KEY_BYTES + 4,)):
+            self._blobs.setdefault(node.key, []).append(node)
+        manifests = self._manifests()
+        kept, lost, size = set(), 0, 0
+        transaction = self._target.begin(write=True)
+        for done, (key, (manifest, value)) in enumerate(sorted(manifests.items())):
+            blobs = self._whole(manifest)
+            if blobs is None:
+                lost += 1
+                continue
+            for layer, blob in enumerate(blobs):
+                transaction.put(key + layer.to_bytes(4, "big"), blob, db=self._dbs["blobs"])
+            transaction.put(key, value, db=self._dbs["chunks"])
+            kept.add(key)
+            size += manifest.num_bytes
+            if size >= _BATCH_BYTES:
+                transaction.commit()
+                transaction, size = self._target.begin(write=True), 0
+            if progress is not None:
+                progress(done + 1, len(manifests))
+        documents = self._copy_documents(transaction)
+        for node in self._source.nodes("lru", (KEY_BYTES,)):
+            if node.key in kept and node.size == 16 and node.inline:
+                transaction.put(node.key, node.inline, db=self._dbs["lru"])
+        self._copy_meta(transaction)
+        transaction.commit()
+        self._count()
+        return SalvageReport(len(kept), documents, lost)
+
+    def _manifests(self) -> dict[bytes, tuple[ChunkManifest, bytes]]:
+        found: dict[bytes, tuple[ChunkManifest, bytes]] = {}
+        for node in self._source.nodes("chunks", (KEY_BYTES,)):
+            try:
+                value = self._source.pages.value(node)
+                manifest = decode_manifest(node.key, value)
+            except StoreError:
+                continue
+            if node.key not in found or found[node.key][0].created < manifest.created:
+                found[node.key] = (manifest, value)
+        return found
+
+    def _whole(self, manifest: ChunkManifest) -> list[bytes] | None:
+        blobs = []
+        for layer, digest in enumerate(manifest.blob_digests):
+            for node in self._blobs.get(manifest.key + layer.to_bytes(4, "big"), ()):
+                try:
+                    blob = self._source.pages.value(node)
+                except StoreError:
+                    continue
+                if blob_digest(manifest.key, layer, manifest.num_tokens, blob) == digest:
+                    blobs.append(blob)
+                    break
+            else:
+                return None
+        return blobs
+
+    def _copy_documents(self, transaction: Any) -> int:
+        found: dict[bytes, tuple[float, bytes, list[bytes]]] = {}
+        for node in self._source.nodes("documents", (16,)):
+            try:
+                value = self._source.pages.value(node)
+                record = decode_document(node.key, value)
+            except StoreError:
+                continue
+            keys = [chunk.key for chunk in record.chunks]
+            if document_key(record.collection, record.source) == node.key:
+                found[node.key] = max(found.get(node.key, (0.0, b"", [])), (record.updated, value, keys))
+        for name, (_, value, keys) in found.items():
+            transaction.put(name, value, db=self._dbs["documents"])
+            for key in keys:
+                transaction.put(key + name, b"", db=self._dbs["refs"])
+        return len(found)
+
+    def _copy_meta(self, transaction: Any) -> None:
+        write_identity(transaction, self._dbs)
+        try:
+            read_identity(self._source.get, str(self._source._data.parent))
+        except StoreError:
+            return  # a new identity: what is derived from the old one is made anew
+        identity = self._source.get(b"identity")
+        transaction.put(b"identity", identity, db=self._dbs["meta"])
+
+    def _count(self) -> None:
+        """Write the counters, which are those of the new file; the quota is kept when it reads."""
+        try:
+            quota = read_state(state_value(self._source.get), self._source.pages).max_bytes
+        except (StoreError, BadBlob):
+            quota = 0
+        with self._target.begin(write=True) as transaction:
+            path = Path(self._target.path()) / DATA
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                metas = [parse_meta(os.pread(handle, 4096, offset)) for offset in (0, 4096, os.sysconf("SC_PAGE_SIZE"))]
+                newest = max((m for m in metas if m is not None), key=lambda m: m.txnid)
+                state = recount(PageReader(handle, newest, str(path.parent)))
+            finally:
+                os.close(handle)
+            write_state(transaction, self._dbs, replace(state, max_bytes=quota))

@@ -19,6 +19,7 @@ from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES
 from cacheblend_store.prune import PruneReport, prune
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.records import ChunkManifest, DocumentRecord, document_key
+from cacheblend_store.salvage import SalvageReport, salvage
 from cacheblend_store.state import read_identity
 from cacheblend_store.stats import StoreStats, collect_stats
 from cacheblend_store.verify import Progress, VerifyReport, verify
@@ -78,6 +79,16 @@ class ChunkStore:
         if max_bytes is not None and write and max_bytes != store.max_bytes:
             store.set_max_bytes(max_bytes)
         return store
+
+    @staticmethod
+    def repair(
+        path: str | os.PathLike[str], *, lock_timeout: float = 30.0, progress: Progress | None = None
+    ) -> SalvageReport:
+        """Rebuild a store that does not open any more (StoreCorrupt) from what of it still reads. See `salvage`.
+
+        `verify(repair=True)` does it for a store that opens.
+        """
+        return salvage(Path(path), lock_timeout, progress)
 
     def __enter__(self) -> ChunkStore:
         return self

@@ -68,7 +68,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
     if repair and report.findings:
         store._require_writable()
         if any(f.kind == "page" for f in report.findings):
-            salvage(store, progress)
+            salvage(store.path, store._lock_timeout, progress)
         else:
             _repair(store, report)
         report.repaired = len(report.findings)
