@@ -10,8 +10,11 @@ Shapes used throughout:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -76,11 +79,14 @@ class KernelBackend(ABC):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of scattered rows over the paged pool, causal by position.
 
         q: [num_rows, num_heads, head_dim]; k_cache, v_cache: the layer's pool. A row at position p sees the
         keys at positions max(0, p - sliding_window + 1) .. p. soft_cap: logits become cap * tanh(logits / cap).
+        k_scale, v_scale: [num_kv_heads] fp32, of a float8_e4m3fn pool.
         Returns [num_rows, num_heads, head_dim] in q's dtype, accumulated in fp32.
         """
 
@@ -98,6 +104,8 @@ class KernelBackend(ABC):
         soft_cap: float | None = None,
         contiguous_slot: int = -1,
         max_kv_len: int = 0,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """Paged attention of one new row a sequence, which is at position kv_lens - 1 (its K and V are in the pool).
 
@@ -116,12 +124,16 @@ class KernelBackend(ABC):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor | None:
         """Rotate q and k at their positions, write k and v to their slots, return the rotated q.
 
         q: [num_rows, num_heads, head_dim] or None; k, v: [num_rows, num_kv_heads, head_dim];
         cos, sin: [num_rows, head_dim] fp32 (the two halves equal, rotate-half convention);
-        slot_mapping: [num_rows] int64. The rotation is computed in fp32 and cast once.
+        slot_mapping: [num_rows] int64. The rotation is computed in fp32 and cast once. k_scale, v_scale:
+        [num_kv_heads] fp32 of a float8_e4m3fn pool, which then holds the values divided by them, saturated.
         """
 
     @abstractmethod
@@ -138,11 +150,22 @@ class KernelBackend(ABC):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         first_slot: int = -1,
+        k_zero: Tensor | None = None,
+        v_zero: Tensor | None = None,
+        group_size: int = 32,
+        pool_k_scale: Tensor | None = None,
+        pool_v_scale: Tensor | None = None,
     ) -> None:
         """Write stored, unrotated K and V into the pool: dequantise, rotate K to its new positions in fp32, cast, scatter.
 
-        k, v: [num_rows, num_kv_heads, head_dim] of any float dtype (or the codec's integer form, see the
-        backend); first_slot >= 0 says that the slots are first_slot, first_slot + 1, ...
+        k, v: one chunk's rows [num_rows, num_kv_heads, head_dim], in one of these forms (scales and zeros fp32):
+        - float16, bfloat16, float32: as they are, no scales;
+        - float8_e4m3fn: times k_scale, v_scale [num_kv_heads];
+        - uint8: codes * scale + zero, with k_scale, k_zero [ceil(num_rows / group_size), num_kv_heads, head_dim] and
+          v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
+          4-bit codes, even channels in the low nibbles.
+        first_slot >= 0 says that the slots are first_slot, first_slot + 1, ... pool_k_scale, pool_v_scale:
+        [num_kv_heads] fp32 of a float8_e4m3fn pool.
         """
 
     @abstractmethod
@@ -178,7 +201,41 @@ class KernelBackend(ABC):
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or gelu_pytorch_tanh."""
 
+    def swap_blocks(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        src: Sequence[int],
+        dst: Sequence[int],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Copy blocks src -> dst from the first pool of each pair to the second, between device and pinned host memory.
+
+        The pools of a pair are [num_blocks, ...] with blocks of one shape and dtype. Runs of blocks that are adjacent on
+        both sides are one copy. On `stream` the copies are only queued: they wait for the work queued so far on the
+        current stream; the caller records an event before it reads or frees either side.
+        """
+        if len(src) != len(dst):
+            raise KernelError(f"{len(src)} blocks to copy, {len(dst)} to copy to")
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for start, stop in _runs(src, dst):
+                for source, target in pairs:
+                    length = stop - start
+                    target[dst[start] : dst[start] + length].copy_(
+                        source[src[start] : src[start] + length], non_blocking=stream is not None
+                    )
+
     def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]."""
+        """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]. No block is in both."""
         for pool in pools:
             pool.index_copy_(0, dst, pool.index_select(0, src))
+
+
+def _runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Index ranges over which src and dst both rise by one."""
+    start = 0
+    for i in range(1, len(src) + 1):
+        if i == len(src) or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1:
+            yield start, i
+            start = i

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from cacheblend_kernels.interface import KernelBackend, KernelError
+from cacheblend_kernels.torch_backend import TorchBackend
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "triton", "xformers")
+_MODULES = {"triton": "cacheblend_kernels.triton_backend.backend", "xformers": "cacheblend_kernels.xformers_backend"}
+_CLASSES = {"triton": "TritonBackend", "xformers": "XformersBackend"}
 
 
 def select_backend(name: str, device: torch.device) -> KernelBackend:
-    """The backend of that name for the device; `auto` takes the best one there is.
+    """The backend of that name for the device. `auto`: triton on a GPU it runs on, torch everywhere else.
 
-    Raises KernelError when there is no such backend.
+    Raises KernelError when there is no such backend, or it cannot run here; the message names what is missing.
     """
     if name not in ("auto", *BACKENDS):
         raise KernelError(f"unknown attention backend {name!r}", f"known: auto, {', '.join(BACKENDS)}")
-    from cacheblend_kernels.torch_backend import TorchBackend
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return TorchBackend()
+    if name != "auto":
+        return _load(name, device)
+    try:
+        return _load("triton", device)
+    except KernelError:
+        return TorchBackend()
 
-    return TorchBackend()
+
+def _load(name: str, device: torch.device) -> KernelBackend:
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        raise KernelError(
+            f"the {name} backend needs {error.name or name}, which does not import: {error}",
+            f"pip install {error.name or name}, or use --attention-backend torch",
+        ) from error
+    backend: KernelBackend = getattr(module, _CLASSES[name])(device)
+    return backend

@@ -36,6 +36,8 @@ class TorchBackend(KernelBackend):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         cu_rows, kv_lens = meta.cu_rows.tolist(), meta.kv_lens.tolist()
@@ -44,6 +46,7 @@ class TorchBackend(KernelBackend):
             if rows.start == rows.stop:
                 continue
             k, v = _keys_of(k_cache, v_cache, meta.block_table[seq], kv_lens[seq], meta.contiguous_slot)
+            k, v = _unscaled(k, k_scale, q.dtype), _unscaled(v, v_scale, q.dtype)
             positions = meta.positions[rows]
             dense_from_zero = meta.dense and sliding_window is None and soft_cap is None and int(positions[0]) == 0
             if dense_from_zero:
@@ -66,11 +69,14 @@ class TorchBackend(KernelBackend):
         soft_cap: float | None = None,
         contiguous_slot: int = -1,
         max_kv_len: int = 0,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         num_kv_heads = k_cache.shape[2]
         for seq, kv_len in enumerate(kv_lens.tolist()):
             k, v = _keys_of(k_cache, v_cache, block_table[seq], kv_len, contiguous_slot)
+            k, v = _unscaled(k, k_scale, q.dtype), _unscaled(v, v_scale, q.dtype)
             if sliding_window is not None and kv_len > sliding_window:
                 k, v = k[-sliding_window:], v[-sliding_window:]
             # The heads of a group are rows of one small matrix product: K and V are read once, not repeated.
@@ -89,9 +95,16 @@ class TorchBackend(KernelBackend):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor | None:
-        _slots(k_cache).index_copy_(0, slot_mapping, self.rope(k, cos, sin).to(k_cache.dtype))
-        _slots(v_cache).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+        if k_scale is None or v_scale is None:
+            _slots(k_cache).index_copy_(0, slot_mapping, self.rope(k, cos, sin).to(k_cache.dtype))
+            _slots(v_cache).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+        else:
+            _write_float8(self.rope(k.float(), cos, sin), k_scale, k_cache, slot_mapping)
+            _write_float8(v.float(), v_scale, v_cache, slot_mapping)
         return None if q is None else self.rope(q, cos, sin)
 
     def load_kv(
@@ -107,9 +120,20 @@ class TorchBackend(KernelBackend):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         first_slot: int = -1,
+        k_zero: Tensor | None = None,
+        v_zero: Tensor | None = None,
+        group_size: int = 32,
+        pool_k_scale: Tensor | None = None,
+        pool_v_scale: Tensor | None = None,
     ) -> None:
-        if k_scale is not None or v_scale is not None:
-            raise KernelError("the torch backend loads decoded K and V", "decode with cacheblend_store.codecs first")
+        if k_scale is not None and v_scale is not None:
+            k, v = dequantize(k, v, k_scale, v_scale, k_zero, v_zero, group_size, k_cache.shape[-1])
+        if pool_k_scale is not None and pool_v_scale is not None:
+            if first_slot >= 0:
+                slot_mapping = torch.arange(first_slot, first_slot + k.shape[0], device=k.device)
+            _write_float8(self.rope(k.float(), cos, sin), pool_k_scale, k_cache, slot_mapping)
+            _write_float8(v.float(), pool_v_scale, v_cache, slot_mapping)
+            return
         k_slots, v_slots = _slots(k_cache), _slots(v_cache)
         if first_slot >= 0:
             span = slice(first_slot, first_slot + k.shape[0])
@@ -164,6 +188,38 @@ class TorchBackend(KernelBackend):
         if activation not in _ACTIVATIONS:
             raise KernelError(f"unknown activation {activation!r}", f"known: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[activation](gate).mul_(up)
+
+
+def dequantize(
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_zero: Tensor | None,
+    v_zero: Tensor | None,
+    group_size: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """Stored K and V [num_rows, num_kv_heads, head_dim] in fp32, from the forms `KernelBackend.load_kv` lists."""
+    if k.dtype == torch.float8_e4m3fn:
+        return k.float() * k_scale[:, None], v.float() * v_scale[:, None]
+    if k.dtype != torch.uint8 or k_zero is None or v_zero is None:
+        raise KernelError(f"{k.dtype} with scales is no stored form", "float8_e4m3fn, or uint8 with zero points")
+    if k.shape[-1] != head_dim:
+        k, v = (torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2) for codes in (k, v))
+    group = torch.arange(k.shape[0], device=k.device) // group_size
+    return k.float() * k_scale[group] + k_zero[group], v.float() * v_scale + v_zero
+
+
+def _unscaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Values of a float8 pool, [keys, num_kv_heads, head_dim]; another pool's as they are."""
+    return x if scale is None else (x.float() * scale[:, None]).to(dtype)
+
+
+def _write_float8(x: Tensor, scale: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """x [num_rows, num_kv_heads, head_dim] fp32 to its slots of a float8 pool, saturated."""
+    codes = (x / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    _slots(cache).view(torch.uint8).index_copy_(0, slot_mapping, codes.view(torch.uint8))
 
 
 def _slots(cache: Tensor) -> Tensor:

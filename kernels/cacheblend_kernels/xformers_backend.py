@@ -1,0 +1,196 @@
+"""The xformers backend: its attention operators where they take the launch, our Triton kernels everywhere else.
+
+- Decode: `triton_splitk` with a paged bias (it wants a block size that is a multiple of 64, fp16 or bf16, and has no
+  sliding window or soft cap).
+- Full prefill, when the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
+- Scattered rows fit none of its biases, and it has no cache writes, deviation or norms: Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheblend_kernels.interface import AttentionMetadata, KernelError
+from cacheblend_kernels.triton_backend.backend import TritonBackend
+
+PAGE = 64
+DECODE_HEAD_DIMS = (16, 32, 64, 128, 256)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def import_xformers() -> Any:
+    """xformers.ops.fmha. Its import warning about compiled extensions is silenced: `prefill_op` tells what there is.
+
+    Raises KernelError when xformers is missing or does not import.
+    """
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    try:
+        from xformers.ops import fmha
+    except (ImportError, OSError, RuntimeError) as error:
+        raise KernelError(
+            f"xformers does not import: {error}", "install xformers, or use the triton backend"
+        ) from error
+    return fmha
+
+
+class XformersBackend(TritonBackend):
+    """prefill_op: name of the operator that takes full prefill on this device, None when our kernel does."""
+
+    name = "xformers"
+
+    def __init__(self, device: torch.device, *, arch: int | None = None, num_sms: int | None = None) -> None:
+        self._fmha = import_xformers()
+        super().__init__(device, arch=arch, num_sms=num_sms)
+        ops = (self._fmha.flash3, self._fmha.flash, self._fmha.cutlass)
+        available = [op.FwOp for op in ops if device.type == "cuda" and op.FwOp.is_available()]
+        self._prefill_op = available[0] if available else None
+        self._bias: tuple[tuple[object, ...], Any] | None = None
+
+    @property
+    def prefill_op(self) -> str | None:
+        return None if self._prefill_op is None else str(self._prefill_op.NAME)
+
+    def prefill_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        if self._prefill_op is not None and sliding_window is None and soft_cap is None and is_full(q, k_cache, meta):
+            inputs = full_prefill_inputs(self._fmha, q, k_cache, v_cache, meta.contiguous_slot, scale)
+            if not self._prefill_op.not_supported_reasons(inputs):
+                out = self._fmha.memory_efficient_attention_forward(
+                    inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=scale, op=self._prefill_op
+                )
+                return out.reshape(q.shape)
+        return super().prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def decode_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        contiguous_slot: int = -1,
+        max_kv_len: int = 0,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        taken = sliding_window is None and soft_cap is None and q.shape[0] > 0 and takes_decode(q, k_cache)
+        if not taken:
+            return super().decode_attention(
+                q,
+                k_cache,
+                v_cache,
+                block_table,
+                kv_lens,
+                scale=scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+                contiguous_slot=contiguous_slot,
+                max_kv_len=max_kv_len,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        bias = self._paged_bias(block_table, kv_lens, max_kv_len or block_table.shape[1] * k_cache.shape[1], k_cache)
+        inputs = decode_inputs(self._fmha, q, k_cache, v_cache, bias, scale)
+        return apply_decode(self._fmha, inputs).reshape(q.shape)
+
+    def _paged_bias(self, block_table: Tensor, kv_lens: Tensor, most: int, k_cache: Tensor) -> Any:
+        """The bias over these very tensors, kept from layer to layer: building one copies from the host."""
+        key = (block_table.data_ptr(), kv_lens.data_ptr(), block_table.shape, most, k_cache.shape[1])
+        if self._bias is None or self._bias[0] != key:
+            self._bias = (key, paged_bias(self._fmha, block_table, kv_lens, most, k_cache.shape[1]))
+        return self._bias[1]
+
+
+def is_full(q: Tensor, k_cache: Tensor, meta: AttentionMetadata) -> bool:
+    """Whether the rows are positions 0..n-1 of a sequence of length n in adjacent blocks: known without the device."""
+    whole = meta.dense and meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
+    return whole and q.dtype in HALVES and q.dtype == k_cache.dtype
+
+
+def takes_decode(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether triton_splitk has a kernel for the shape."""
+    fits = k_cache.shape[1] % PAGE == 0 and q.shape[2] in DECODE_HEAD_DIMS
+    return fits and q.dtype in HALVES and q.dtype == k_cache.dtype and k_cache.is_contiguous()
+
+
+def full_prefill_inputs(fmha: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, first_slot: int, scale: float) -> Any:
+    """fmha.Inputs of a causal square: [1, rows, kv heads, group, head_dim], K and V as views of the pool."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    k, v = (
+        cache.view(-1, num_kv_heads, 1, head_dim)[first_slot : first_slot + num_rows]
+        .unsqueeze(0)
+        .expand(1, num_rows, num_kv_heads, group, head_dim)
+        for cache in (k_cache, v_cache)
+    )
+    query = q.reshape(1, num_rows, num_kv_heads, group, head_dim)
+    return fmha.Inputs(query, k, v, attn_bias=fmha.attn_bias.LowerTriangularMask(), scale=scale)
+
+
+def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block_size: int) -> Any:
+    """A paged bias of one query a sequence whose lengths are read from kv_lens on the device, not from the host.
+
+    most: upper bound of the lengths; the operator uses it to choose the number of splits alone.
+    """
+    num_seqs = block_table.shape[0]
+    bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        [1] * num_seqs, [most] * num_seqs, block_table, block_size, device=block_table.device
+    )
+    bias.k_seqinfo.seqlen = kv_lens
+    return bias
+
+
+def decode_inputs(fmha: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Any, scale: float) -> Any:
+    """fmha.Inputs of one query a sequence over the whole pool: [1, slots, kv heads, group, head_dim], nothing copied."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    k, v = (
+        cache.view(1, -1, num_kv_heads, 1, head_dim).expand(1, -1, num_kv_heads, group, head_dim)
+        for cache in (k_cache, v_cache)
+    )
+    query = q.reshape(1, num_seqs, num_kv_heads, group, head_dim)
+    return fmha.Inputs(query, k, v, attn_bias=bias, scale=scale)
+
+
+def apply_decode(fmha: Any, inputs: Any) -> Tensor:
+    """triton_splitk, named: left to itself xformers looks among operators that take no paged bias."""
+    out: Tensor = fmha.memory_efficient_attention_forward(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.attn_bias,
+        scale=inputs.scale,
+        op=fmha.triton_splitk.FwOp,
+    )
+    return out
