@@ -21,7 +21,9 @@ _ENV = "CACHEBLEND_"
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed."""
+    """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed.
+
+    max_size "": the quota the store has."""
 
     model: str = ""
     store: str = ""
@@ -45,6 +47,7 @@ class Settings:
     min_p: float = 0.0
     seed: int | None = None
     lock_timeout: float = 30.0
+    max_size: str = ""
     salt: str = ""
     threads: int | None = None
     block_size: int = 64

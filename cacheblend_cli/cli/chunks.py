@@ -10,12 +10,13 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkManifest
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and remove stored chunks.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, check and remove stored chunks.")
 
 
 @app.command("ls")
@@ -43,12 +44,12 @@ def ls(
     if rows:
         rows.sort(key=lambda m: (m.source, m.index))
         table = [
-            (m.id[:12], m.num_tokens, _size(m.num_bytes), f"{m.source}#{m.index}", " ".join(m.text.split())[:50])
+            (m.id[:12], m.num_tokens, format_size(m.num_bytes), f"{m.source}#{m.index}", " ".join(m.text.split())[:50])
             for m in rows
         ]
         output.table(("id", "tokens", "size", "source", "text"), table, right=(1, 2))
         output.note(
-            f"{len(rows)} chunks, {sum(m.num_tokens for m in rows):,} tokens, {_size(sum(m.num_bytes for m in rows))}"
+            f"{len(rows)} chunks, {sum(m.num_tokens for m in rows):,} tokens, {format_size(sum(m.num_bytes for m in rows))}"
         )
 
 
@@ -82,6 +83,7 @@ def rm(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove every chunk.")] = False,
     store: options.Store = None,
+    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -89,14 +91,15 @@ def rm(
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("say what to remove, in one way", "chunk ids, --source PATH or --all")
-    with options.open_store(options.settings_of(store=store), write=False) as reading:
+    settings = options.settings_of(store=store, lock_timeout=lock_timeout)
+    with options.open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
         found = [d for d in reading.documents() if everything or d.source == source]
         if source is not None and not found:
-            raise UsageError(f"no document {source} in the store", "list them: cacheblend chunks ls")
+            raise NotFoundError(f"no document {source} in the store", "list them: cacheblend chunks ls")
         if everything:
             keys = [m.key for m in reading.chunks(prefixes=True)] + reading.damaged_keys()
-    with options.open_store(options.settings_of(store=store), write=True) as kv_store:
+    with options.open_store(settings, write=True, create=False) as kv_store:
         removed = kv_store.remove_chunks(keys) if keys else 0
         for document in found:
             removed += len(kv_store.remove_document(document.collection, document.source))
@@ -112,7 +115,3 @@ def _record(m: ChunkManifest) -> dict[str, Any]:
         "model": m.model_name, "context": m.context, "kv_dtype": m.codec, "layers": m.num_layers,
         "created": datetime.fromtimestamp(m.created).isoformat(timespec="seconds"),
     }  # fmt: skip
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

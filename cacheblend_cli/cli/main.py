@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import cacheblend_cli
-from cacheblend_cli.cli import ask, chunks, config, demo, doctor, precompute, search
+from cacheblend_cli.cli import ask, chunks, config, demo, doctor, precompute, search, upkeep
 from cacheblend_cli.cli.output import Output, flush
 from cacheblend_cli.errors import ExitCode
 
@@ -23,6 +23,8 @@ app = typer.Typer(
 app.command("precompute")(precompute.precompute)
 app.command("ask")(ask.ask)
 app.command("search")(search.search)
+for command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
+    chunks.app.command(command.__name__)(command)
 app.add_typer(chunks.app, name="chunks")
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

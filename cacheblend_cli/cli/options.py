@@ -20,7 +20,7 @@ Model = Annotated[
 Store = Annotated[str | None, typer.Option(help="Directory of the store.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False)]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)]
-Backend = Annotated[str | None, typer.Option(help="auto or torch.", show_default=False)]
+Backend = Annotated[str | None, typer.Option(help="auto, torch, triton or xformers.", show_default=False)]
 KvDtype = Annotated[
     str | None,
     typer.Option(
@@ -62,8 +62,19 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     return Engine.load(config, output.note if output.err_tty else None)
 
 
-def open_store(settings: Settings, *, write: bool) -> ChunkStore:
-    """The store the settings name. Writing creates it; reading one that is not there is an error."""
+def open_store(
+    settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
+) -> ChunkStore:
+    """The store the settings name. Writing creates it, unless `create` is False; else it must be there.
+
+    max_bytes: a new quota for it.
+    """
     from cacheblend_store import ChunkStore
 
-    return ChunkStore.open(settings.store_path, mode="write" if write else "read", lock_timeout=settings.lock_timeout)
+    return ChunkStore.open(
+        settings.store_path,
+        mode="write" if write else "read",
+        create=create,
+        max_bytes=max_bytes,
+        lock_timeout=settings.lock_timeout,
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size, parse_size
+from cacheblend_cli.corpus.documents import SUFFIXES, check_paths, source_name
 from cacheblend_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +32,13 @@ def precompute(
     attention_backend: options.Backend = None,
     threads: options.Threads = None,
     salt: options.Salt = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            help="The most KV the store keeps, as 20GB; the least recently used goes. 0: all.", show_default=False
+        ),
+    ] = None,
+    lock_timeout: options.LockTimeout = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say tokens, bytes and time, and store nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
     json: options.Json = False,
@@ -41,10 +51,9 @@ def precompute(
     output = Output(quiet=quiet)
     settings = options.settings_of(
         model=model, store=store, chunk_tokens=chunk_tokens, context=context, kv_dtype=kv_dtype, device=device,
-        dtype=dtype, attention_backend=attention_backend, threads=threads, salt=salt,
+        dtype=dtype, attention_backend=attention_backend, threads=threads, salt=salt, max_size=max_size, lock_timeout=lock_timeout,
     )  # fmt: skip
     from cacheblend_cli.api import PrecomputeOptions
-    from cacheblend_cli.corpus.documents import check_paths
 
     wanted = PrecomputeOptions(
         settings.chunk_tokens,
@@ -55,12 +64,13 @@ def precompute(
         salt=settings.salt,
     )
     check_paths(paths)
+    quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     engine = options.load_engine(settings, output)
-    opened = nullcontext() if dry_run else options.open_store(settings, write=True)
+    opened = nullcontext() if dry_run else options.open_store(settings, write=True, max_bytes=quota)
     with opened as kv_store, output.progress("precompute") as bar:
         report = engine.precompute(kv_store, paths, wanted, _View(output, bar, json, quiet).on_event)
-    _check_explicit(paths, report)
     _summary(report, output, str(settings.store_path), dry_run, json)
+    _check_named(paths, report)
 
 
 class _View:
@@ -91,35 +101,41 @@ class _View:
                 self.output.text(event.chunk.id)
 
 
-def _check_explicit(paths: list[str], report: PrecomputeReport) -> None:
+def _check_named(paths: list[str], report: PrecomputeReport) -> None:
     """A file that was named and could not be read is an error, after everything else was done."""
-    for source, reason in report.skipped:
-        if source in paths and reason != "empty":
-            raise UsageError(
-                f"{source} was not stored: {reason}", "cacheblend reads UTF-8 text; convert the file first"
-            )
+    named = {p if p == "-" else source_name(Path(p)) for p in paths}
+    bad = [(source, reason) for source, reason in report.skipped if source in named]
+    if bad:
+        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise UsageError(
+            f"{bad[0][0]} was not stored: {bad[0][1]}{more}", "cacheblend reads UTF-8 text; convert it first"
+        )
+    if not report.documents and not report.removed:
+        raise UsageError(
+            "no document was found", f"in directories cacheblend reads {', '.join(SUFFIXES)}; name other files"
+        )
 
 
 def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool, json: bool) -> None:
-    chunks = report.new + report.unchanged + report.replaced
     if dry_run:
-        facts = {
-            "documents": report.documents, "tokens": report.tokens, "bytes": report.bytes,
-            "seconds": round(report.estimated_seconds or 0.0, 3), "skipped": len(report.skipped),
-        }  # fmt: skip
-        if json:
-            output.json(facts)
-        else:
-            output.text(
-                f"{report.documents} documents, {report.tokens:,} tokens: {report.bytes / 2**20:,.1f} MiB of KV, "
-                f"about {report.estimated_seconds or 0:,.1f} s on this machine"
-            )
+        _dry_summary(report, output, json)
         return
+    chunks = report.new + report.unchanged + report.replaced
+    speed = f"; {report.tokens_per_s:,.0f} tokens/s" if report.computed_tokens else ""
     output.note(
-        f"{report.documents} documents, {chunks} chunks: {report.new} new, {report.replaced} replaced, {report.unchanged} unchanged, "
-        f"{report.removed} removed; {report.bytes / 2**20:,.1f} MiB of KV in {store}; {report.tokens_per_s:,.0f} tokens/s, {report.seconds:.1f} s"
+        f"{report.documents} documents, {chunks} chunks: {report.new} new, {report.replaced} replaced, "
+        f"{report.unchanged} unchanged, {report.removed} removed; {format_size(report.bytes)} of KV in {store}{speed}, "
+        f"{report.seconds:.1f} s"
     )
-    if not report.documents:
-        raise UsageError(
-            "no document was found", "cacheblend reads .md, .txt, .rst, .adoc and .org files in directories"
+
+
+def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
+    seconds = report.estimated_seconds or 0.0
+    if json:
+        facts = {"documents": report.documents, "tokens": report.tokens, "bytes": report.bytes}
+        output.json({**facts, "seconds": round(seconds, 3), "skipped": len(report.skipped)})
+    else:
+        output.text(
+            f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV, "
+            f"about {seconds:,.1f} s on this machine"
         )

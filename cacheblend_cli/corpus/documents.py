@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import NotFoundError, UsageError
 
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".adoc", ".org", ".text")
 MAX_BYTES = 256 << 20
@@ -32,7 +32,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file or directory that gives no document, and why."""
+    """A file that is no document, and why."""
 
     source: str
     reason: str
@@ -41,7 +41,8 @@ class Skipped:
 def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
     """The documents under `paths` in sorted order. "-" is stdin. In directories only SUFFIXES are read, hidden names not.
 
-    A file reached twice is read once. Raises NotFoundError for a path that is not there, before anything is read.
+    A file reached twice is read once. Raises NotFoundError for a path that is not there, before anything is read, and
+    UsageError for a directory that cannot be listed.
     """
     check_paths(paths)
     seen: set[Path] = set()
@@ -49,14 +50,11 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
         if name == "-":
             yield _decode("-", sys.stdin.buffer.read())
             continue
-        for entry in _walk(Path(name), ()):
-            if isinstance(entry, Skipped):
-                yield entry
-                continue
-            resolved = entry.resolve()
+        for file in _walk(Path(name), ()):
+            resolved = file.resolve()
             if resolved not in seen:
                 seen.add(resolved)
-                yield _read(entry)
+                yield _read(file)
 
 
 def check_paths(paths: Sequence[str]) -> None:
@@ -66,7 +64,7 @@ def check_paths(paths: Sequence[str]) -> None:
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
-def _walk(path: Path, parents: tuple[Path, ...]) -> Iterator[Path | Skipped]:
+def _walk(path: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
     """`path` when it is a file, else the documents below it. A link to a directory above itself is not followed."""
     if not path.is_dir():
         yield path
@@ -76,16 +74,15 @@ def _walk(path: Path, parents: tuple[Path, ...]) -> Iterator[Path | Skipped]:
         return
     try:
         entries = sorted(path.iterdir())
-    except OSError as error:
-        yield Skipped(_source(path), f"unreadable: {error.strerror}")
-        return
+    except OSError as error:  # to go on would be to take the documents in it for deleted ones
+        raise UsageError(f"cannot list {path}: {error.strerror}", "check its permissions") from error
     for entry in entries:
         if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in SUFFIXES):
             yield from _walk(entry, (*parents, resolved))
 
 
 def _read(file: Path) -> Document | Skipped:
-    source = _source(file)
+    source = source_name(file)
     try:
         if not file.is_file():
             return Skipped(source, "a broken link" if file.is_symlink() else "not a regular file")
@@ -112,6 +109,6 @@ def _decode(source: str, data: bytes) -> Document | Skipped:
     return Document(source, text if text.endswith("\n") else text + "\n")
 
 
-def _source(path: Path) -> str:
-    """The path as text; bytes of a name that are no UTF-8 become \\xNN, so that it can be stored and printed."""
+def source_name(path: Path) -> str:
+    """A file's source: the path as text; bytes of a name that are no UTF-8 become \\xNN, so that it can be stored and printed."""
     return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")

@@ -6,11 +6,12 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import NotFoundError, UsageError
 
 
 def read(*paths: Path | str) -> dict[str, str]:
@@ -89,26 +90,26 @@ def test_a_linked_directory_is_read_once(here: Path) -> None:
     assert list(read("docs")) == ["docs/one/a.md"]
 
 
-def test_an_unreadable_directory_or_file_is_skipped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_skipped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "a.md").write_text("a\n")
+    (here / "b.md").write_text("b\n")
+    real = Path.read_bytes  # root may read everything: refuse here
+    monkeypatch.setattr(Path, "read_bytes", lambda p: refuse(p) if p.name == "b.md" else real(p))
+    assert read(".") == {"a.md": "a\n", "b.md": "[unreadable: Permission denied]"}
+
+
+def test_an_unreadable_directory_is_an_error_lest_its_documents_pass_for_deleted(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (here / "docs/shut").mkdir(parents=True)
-    (here / "docs/a.md").write_text("a\n")
-    (here / "docs/b.md").write_text("b\n")
-    real_list, real_read = Path.iterdir, Path.read_bytes  # root may read everything: refuse here
+    real = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda p: refuse(p) if p.name == "shut" else real(p))
+    with pytest.raises(UsageError, match="cannot list docs/shut: Permission denied"):
+        read("docs")
 
-    def refuse_list(path: Path):  # type: ignore[no-untyped-def]
-        if path.name == "shut":
-            raise PermissionError(13, "Permission denied")
-        return real_list(path)
 
-    def refuse_read(path: Path) -> bytes:
-        if path.name == "b.md":
-            raise PermissionError(13, "Permission denied")
-        return real_read(path)
-
-    monkeypatch.setattr(Path, "iterdir", refuse_list)
-    monkeypatch.setattr(Path, "read_bytes", refuse_read)
-    denied = "[unreadable: Permission denied]"
-    assert read("docs") == {"docs/a.md": "a\n", "docs/b.md": denied, "docs/shut": denied}
+def refuse(path: Path) -> Any:
+    raise PermissionError(13, "Permission denied", str(path))
 
 
 def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:

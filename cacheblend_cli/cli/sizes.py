@@ -1,0 +1,39 @@
+"""Sizes and ages as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from cacheblend_cli.errors import UsageError
+
+_BYTES = {"": 1, "b": 1} | {f"{p}{s}": 1024 ** (i + 1) for i, p in enumerate("kmgt") for s in ("", "b", "ib")}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of "500MB", "1.5 GiB" or "0"; units are powers of 1024."""
+    return int(_parse(text, flag, _BYTES, "a size such as 500MB or 20GB"))
+
+
+def parse_age(text: str, flag: str) -> float:
+    """Seconds of "90d", "12h" or "30m"."""
+    return _parse(text, flag, _SECONDS, "an age such as 30d or 12h")
+
+
+def format_size(count: int) -> str:
+    """Bytes for people."""
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    for unit in units:
+        if value < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _parse(text: str, flag: str, units: dict[str, int], wanted: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    value = float(match[1]) * units[match[2]] if match and match[2] in units else math.inf
+    if not math.isfinite(value):
+        raise UsageError(f"{flag} {text!r} is not {wanted}", f"units: {', '.join(u for u in units if u)}")
+    return value

@@ -1,0 +1,107 @@
+"""chunks stats, verify, prune, compact; the quota of precompute; sizes as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
+from cacheblend_cli.errors import UsageError
+
+Cli = Callable[..., Any]
+
+
+def damage(path: Path, key: str) -> None:
+    """Flip a bit of one blob, as a bad sector would, behind the back of the digests."""
+    data = (path / "data.mdb").read_bytes()
+    with ChunkStore.open(path) as store, store.read() as reader:
+        manifest = reader.manifest(bytes.fromhex(key))
+        assert manifest is not None
+        blob = bytes(reader.layer(manifest, 1)["k"])
+    at = data.index(blob) + len(blob) // 2
+    with (path / "data.mdb").open("r+b") as stream:
+        stream.seek(at)
+        stream.write(bytes([data[at] ^ 1]))
+
+
+def test_stats_add_up(cli: Cli, stored: list[str]) -> None:
+    [facts] = cli("chunks", "stats", "--json", "--sources").records
+    listed = cli("chunks", "ls", "--json").records
+    assert facts["documents"] == 2
+    assert facts["live_bytes"] >= sum(r["bytes"] for r in listed)
+    assert {s["source"] for s in facts["sources"]} >= {"docs/alpha.md", "docs/beta.md"}
+    [model] = facts["models"]
+    assert model["tokens"] >= sum(r["tokens"] for r in listed)
+    assert "docs/alpha.md" in cli("chunks", "stats", "--sources").out
+
+
+def test_verify_finds_damage_and_repair_removes_it(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    assert cli("chunks", "verify").code == 0
+    damage(tmp_path / "store", stored[1])
+    found = cli("chunks", "verify")
+    assert found.code == 4
+    assert "digest" in found.out
+    assert "hint: repair: cacheblend chunks verify --repair" in found.err
+    assert cli("chunks", "verify", "-q").out.split() == [stored[1]]
+    report = cli("chunks", "verify", "--json")
+    assert report.code == 4
+    assert [f["id"] for f in report.records[0]["findings"]] == [stored[1]]
+    assert cli("chunks", "verify", "--repair").code == 0
+    assert cli("chunks", "verify", "--json").records[0]["ok"] is True
+    assert {r["id"] for r in cli("chunks", "ls", "--json").records} == set(stored) - {stored[1]}
+    again = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
+    assert [r["id"] for r in again if r["status"] != "unchanged"] == [stored[1]]
+
+
+def test_prune_by_model_and_size(cli: Cli, stored: list[str], model: Path) -> None:
+    assert cli("chunks", "prune").code == 2
+    assert cli("chunks", "prune", "--to-size", "many").code == 2
+    would = cli("chunks", "prune", "--to-size", "0", "--dry-run", "--json").records[0]
+    assert set(stored) <= set(would["ids"])
+    assert would["removed"] == 0
+    assert len(cli("chunks", "ls", "--json").records) == len(stored)
+    assert cli("chunks", "prune", "--model", "another", "--json").records[0]["removed"] == 0
+    assert cli("chunks", "prune", "--older-than", "1d", "--orphans", "-q").out == ""
+    gone = cli("chunks", "prune", "--model", str(model), "-q").out.split()
+    assert set(stored) <= set(gone)
+    assert cli("chunks", "ls", "--json").records == []
+
+
+def test_compact_gives_pages_back(cli: Cli, stored: list[str]) -> None:
+    cli("chunks", "rm", "--all")
+    [sizes] = cli("chunks", "compact", "--json").records
+    assert sizes["bytes_after"] < sizes["bytes_before"]
+    assert cli("chunks", "verify").code == 0
+
+
+def test_the_quota_keeps_the_store_small(cli: Cli, docs: Path) -> None:
+    for i in range(6):
+        (docs / f"{i}.md").write_text(f"page {i} " + "of the lead in Bergen " * 8)
+    assert cli("precompute", "docs", "--max-size", "120KB").code == 0
+    [facts] = cli("chunks", "stats", "--json").records
+    assert facts["max_bytes"] == 120 * 1024
+    assert facts["used_bytes"] <= 120 * 1024
+    assert cli("precompute", "docs", "--max-size", "1 horse").code == 2
+
+
+@pytest.mark.parametrize("command", ["rm --all", "prune --orphans", "compact", "verify --repair", "stats", "verify"])
+def test_upkeep_makes_no_store(cli: Cli, tmp_path: Path, command: str) -> None:
+    result = cli("chunks", *command.split())
+    assert result.code == 3, result.err
+    assert "no store" in result.err
+    assert not (tmp_path / "store").exists()
+
+
+def test_sizes_and_ages() -> None:
+    assert [parse_size(t, "--x") for t in ("0", "12", "1k", "1.5 MiB", "2GB")] == [0, 12, 1024, 1572864, 2 << 30]
+    assert [parse_age(t, "--x") for t in ("30m", "12h", "2d")] == [1800, 43200, 172800]
+    assert [format_size(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 MiB", "3.0 TiB"]
+    for text in ("", "GB", "1x", "-1", "1e400GB"):
+        with pytest.raises(UsageError, match="--x"):
+            parse_size(text, "--x")
+    with pytest.raises(UsageError, match="an age"):
+        parse_age("30", "--x")
