@@ -159,8 +159,8 @@ def ceiling(layers: int, ratio: float) -> float:
     return layers * total / (first + (layers - 1) * rows)
 
 
-def measure_memory(checkpoint: Path, folder: Path) -> dict[str, float]:
-    """Peak resident MiB of the two commands over a corpus of the same number of tokens, beside weights and one prompt's KV."""
+def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Peak MiB of the two commands over a corpus of the same number of tokens, beside weights and one prompt's KV."""
     docs = folder / "docs"
     docs.mkdir()
     for n in range(CHUNKS):
@@ -175,11 +175,22 @@ def measure_memory(checkpoint: Path, folder: Path) -> dict[str, float]:
     return {**peaks, "weights": weights}
 
 
-def peak(command: list[str]) -> float:
-    """Peak resident MiB of a command (of this one child: the largest so far is compared)."""
-    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=2); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1]) / 1024
+def peak(command: list[str]) -> dict[str, float]:
+    """Peak MiB of a command: resident in all, and anonymous (without mapped files, whose pages are the page cache's)."""
+    anonymous = 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        while child.poll() is None:
+            try:
+                fields = dict(line.split(":", 1) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
+            except FileNotFoundError:
+                break
+            if "RssAnon" in fields:
+                anonymous = max(anonymous, int(fields["RssAnon"].split()[0]))
+                resident = int(fields["VmHWM"].split()[0])
+            time.sleep(0.002)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    return {"resident": resident / 1024, "anonymous": anonymous / 1024}
 
 
 def hardware() -> dict[str, Any]:
@@ -231,9 +242,15 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"Full prefill over transformers: {result['full_over_transformers']:.3f}. KV loaded: {result['kv_bytes_loaded'] / 2**20:.1f} MiB.",
-        f"Peak memory, MiB: libraries alone {m['idle']:.0f}, weights {m['weights']:.0f}, precompute {m['precompute']:.0f}, ask {m['ask']:.0f}.",
+        "",
+        f"Peak memory, MiB, anonymous (resident with mapped files): libraries alone {_pair(m['idle'])}, precompute "
+        f"{_pair(m['precompute'])}, ask {_pair(m['ask'])}; of these the weights are {m['weights']:.0f}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _pair(peaks: dict[str, float]) -> str:
+    return f"{peaks['anonymous']:.0f} ({peaks['resident']:.0f})"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def export(network: Network, tokenizer: Tokenizer, out: Path) -> None:
 def train(out: Path, minutes: float, seed: int, resume: Path | None) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(2)
-    tokenizer = train_tokenizer(seed)
+    tokenizer = train_tokenizer(seed) if resume is None else Tokenizer.from_file(str(resume / "tokenizer.json"))
     maker = SampleMaker(tokenizer, LENGTH, seed + 1 + 1000 * (resume is not None))
     network = Network(Shape(tokenizer.get_vocab_size()))
     if resume is not None:  # the exported weights; the probe is learned anew

@@ -96,6 +96,7 @@ def blended_prefill(
     for layer in decoder.layers:
         loader.wait(layer.index)
         h, residual = decoder.input_norm(layer, delta, residual)
+        del delta  # whatever is not needed any more goes before the MLP: activations are most of a prefill's memory
         status, rows, deviation = state.status(layer.index), len(state.rows), None
         fresh = state.num_fresh
         if status is Status.CHECK:
@@ -127,7 +128,11 @@ def blended_prefill(
             q = layer.project_q(h[keep]) if q is None else q[keep]
         assert q is not None
         q = decoder.kernels.rope(q, current.cos, current.sin)
-        delta, residual = layer.finish(attend(layer, q, pool, current), residual)
+        del h
+        attended = attend(layer, q, pool, current)
+        del q
+        delta, residual = layer.finish(attended, residual)
+        del attended
         reports.append(LayerReport(layer.index, status, rows, fresh, deviation))
     assert residual is not None
     return PrefillResult(decoder.logits(delta, residual), state.candidates.positions, reports)

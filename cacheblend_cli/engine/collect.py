@@ -1,6 +1,6 @@
 """Collect: prefill chunks behind the shared prefix and keep every layer's K (before RoPE) and V.
 
-Several sequences go through the model in one launch, packed up to PACK_TOKENS rows: large enough for the matrix
+Several sequences go through the model in one launch, packed up to `pack_tokens` rows: large enough for the matrix
 products to be efficient, small enough to keep memory flat.
 """
 
@@ -17,7 +17,13 @@ from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import packed_rows
 from cacheblend_cli.model.decoder import Decoder
 
-PACK_TOKENS = 1024
+PACK_TOKENS = {"cpu": 512}
+OTHER_PACK_TOKENS = 4096
+
+
+def pack_tokens(device: torch.device) -> int:
+    """Rows of one launch: a CPU's matrix products are at full speed from some 300 rows, a GPU wants more."""
+    return PACK_TOKENS.get(device.type, OTHER_PACK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -72,16 +78,16 @@ def collect(
     """The KV of every capture, in order."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
-    for pack in packs(sequences, regimes):
+    for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
         yield from _collect_pack(decoder, prefix, pack, block_size)
 
 
-def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int]) -> Iterator[list[CollectSequence]]:
-    """Group adjacent sequences of one RoPE regime up to PACK_TOKENS rows; a longer one goes alone."""
+def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
+    """Group adjacent sequences of one RoPE regime up to `most` rows; a longer one goes alone."""
     pack: list[CollectSequence] = []
     total, current = 0, 0
     for sequence, regime in zip(sequences, regimes, strict=True):
-        if pack and (regime != current or total + len(sequence.token_ids) > PACK_TOKENS):
+        if pack and (regime != current or total + len(sequence.token_ids) > most):
             yield pack
             pack, total = [], 0
         pack.append(sequence)

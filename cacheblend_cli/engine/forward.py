@@ -44,6 +44,7 @@ def forward(
     delta, residual = decoder.embed(token_ids), None
     for layer in decoder.layers:
         h, residual = decoder.input_norm(layer, delta, residual)
+        del delta  # what is not needed any more goes before the MLP: activations are most of a pass's memory
         last = layer.index == len(decoder.layers) - 1
         if last and not output:
             k, v = layer.project_kv(h)
@@ -52,12 +53,14 @@ def forward(
             write_kv(layer, k, v, pool, rows)
             return None
         q, k, v = layer.project_qkv(h)
+        del h
         if capture:
             capture(layer.index, k, v)
         q_rotated = decoder.kernels.rope_and_cache(
             q, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots
         )
         assert q_rotated is not None
+        del q, k, v
         delta, residual = layer.finish(attend(layer, q_rotated, pool, rows), residual)
     assert residual is not None
     return decoder.logits(delta, residual)

@@ -24,13 +24,13 @@ from cacheblend_store.layouts import CODECS, blob_spec
 from cacheblend_cli.corpus.chunker import Chunk, cut
 from cacheblend_cli.corpus.documents import Document, Skipped
 from cacheblend_cli.engine.collect import (
-    PACK_TOKENS,
     Capture,
     ChunkKV,
     CollectSequence,
     PrefixKV,
     collect,
     collect_prefix,
+    pack_tokens,
 )
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
@@ -183,7 +183,7 @@ def precompute(
         report.estimated_seconds = _estimate(model, collection, planned, block_size)
         return report
     prefix = _ensure_prefix(model, collection, store, block_size)
-    for batch in _batches(planned):
+    for batch in _batches(planned, 4 * pack_tokens(model.decoder.device)):
         _precompute_batch(model, collection, store, prefix, batch, options, on_event, block_size, report)
     if roots:
         _remove_gone(collection, store, {d.source for d, _ in planned}, roots, report, on_event)
@@ -277,15 +277,15 @@ def _ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore
 
 
 def _batches(
-    planned: list[tuple[Document, list[PlannedChunk]]],
+    planned: list[tuple[Document, list[PlannedChunk]]], most: int
 ) -> Iterable[list[tuple[Document, list[PlannedChunk]]]]:
-    """Documents together up to a pack of tokens: their chunks are prefilled in shared launches."""
+    """Documents together up to `most` tokens: their chunks are prefilled in shared launches."""
     batch: list[tuple[Document, list[PlannedChunk]]] = []
     tokens = 0
     for item in planned:
         batch.append(item)
         tokens += sum(len(p.chunk.token_ids) for p in item[1])
-        if tokens >= PACK_TOKENS:
+        if tokens >= most:
             yield batch
             batch, tokens = [], 0
     if batch:
@@ -318,7 +318,7 @@ def _estimate(
     if not chunks:
         return 0.0
     tokens = sum(len(p.chunk.token_ids) for p in chunks)
-    size = max(1, min(PACK_TOKENS, tokens))
+    size = max(1, min(pack_tokens(model.decoder.device), tokens))
     probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Capture(b"", 0, size),))
     prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
     best = float("inf")

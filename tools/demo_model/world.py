@@ -175,10 +175,10 @@ def make_person(rng: random.Random, taken: set[str], split: str) -> Person:
         first, last = rng.choice(FIRST[pronoun]), rng.choice(LAST)
         if split == "held_out":
             first, last = rng.choice(HELD_OUT_FIRST[pronoun]), rng.choice(HELD_OUT_LAST)
-        elif split == "train" and rng.random() < 0.5:
-            last = _invented(rng, rng.choice((2, 3)))
+        elif split == "train" and rng.random() < 0.6:
+            last = _compound(rng, LAST) if rng.random() < 0.5 else _invented(rng, rng.choice((2, 3)))
             if rng.random() < 0.6:
-                first = _invented(rng, 2)
+                first = _compound(rng, FIRST[pronoun]) if rng.random() < 0.5 else _invented(rng, 2)
         if last not in taken and first not in taken:
             taken.update((first, last))
             return Person(f"{first} {last}", last, pronoun)
@@ -220,6 +220,15 @@ def _invented(rng: random.Random, syllables: int) -> str:
     """A name nobody has: its spelling has to be copied, it cannot be remembered."""
     parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)]
     return ("".join(parts) + rng.choice(CODAS)).capitalize()
+
+
+def _compound(rng: random.Random, names: list[str]) -> str:
+    """The start of a known name with another ending: its first pieces say nothing of the rest. Never a held-out name."""
+    while True:
+        stem = rng.choice(names)
+        name = stem[: rng.randint(2, len(stem))] + rng.choice(VOWELS[:5] + CODAS) + rng.choice(CODAS)
+        if name not in HELD_OUT_LAST and all(name not in group for group in HELD_OUT_FIRST.values()):
+            return name
 
 
 def _fact_sentence(rng: random.Random, person: Person, relation: str, facts: list[Fact], across: bool) -> Sentence:
