@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test torture lint bench clean
 
 install: $(VENV)/.installed
 
@@ -18,6 +18,10 @@ demo: install
 
 test: install
 	$(BIN)/pytest
+
+# hours of kills, cuts and flipped bits; writes benchmarks/results/torture.*
+torture: install
+	$(BIN)/python benchmarks/torture.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -60,9 +60,19 @@ class Node(NamedTuple):
     flags: int
 
 
+Bounds = tuple[bytes, bytes | None]
+"""Keys from (inclusive) and to (exclusive; None: no end) that a page may hold."""
+_EVERYTHING: Bounds = (b"", None)
+
+
 class Branch(NamedTuple):
     keys: list[bytes]
     children: list[int]
+
+    def bounds(self, at: int, outer: Bounds) -> Bounds:
+        """What the child at `at` may hold, when this page may hold `outer`."""
+        low = self.keys[at] if at else outer[0]
+        return low, self.keys[at + 1] if at + 1 < len(self.keys) else outer[1]
 
 
 class Leaf(NamedTuple):
@@ -114,9 +124,10 @@ class PageReader:
         """Where the key's value is, all pages on the way and the value's extent checked."""
         if tree.root == NO_PAGE:
             return None
-        pgno, depth = tree.root, 1
-        while isinstance(page := self.page_at(pgno, tree), Branch):
-            pgno = page.children[max(0, bisect_right(page.keys, key) - 1)]
+        pgno, depth, bounds = tree.root, 1, _EVERYTHING
+        while isinstance(page := self._page_within(pgno, tree, bounds), Branch):
+            at = max(0, bisect_right(page.keys, key) - 1)
+            pgno, bounds = page.children[at], page.bounds(at, bounds)
             depth += 1
             if depth > MAX_DEPTH:
                 raise self._bad(pgno, "the tree is deeper than any tree")
@@ -132,15 +143,15 @@ class PageReader:
         """All nodes from `start` on, in key order. Extents are not checked: `check_extent` before the value is read."""
         if tree.root == NO_PAGE:
             return
-        stack: list[tuple[Branch, int]] = []
-        pgno = tree.root
+        stack: list[tuple[Branch, int, Bounds]] = []
+        pgno, bounds = tree.root, _EVERYTHING
         while True:
-            while isinstance(page := self.page_at(pgno, tree), Branch):
+            while isinstance(page := self._page_within(pgno, tree, bounds), Branch):
                 at = max(0, bisect_right(page.keys, start) - 1) if start else 0
-                stack.append((page, at))
+                stack.append((page, at, bounds))
                 if len(stack) >= MAX_DEPTH:
                     raise self._bad(pgno, "the tree is deeper than any tree")
-                pgno = page.children[at]
+                pgno, bounds = page.children[at], page.bounds(at, bounds)
             for node in page.nodes:
                 if node.key >= start or tree is self.meta.free:
                     yield node
@@ -149,20 +160,20 @@ class PageReader:
                 stack.pop()
             if not stack:
                 return
-            branch, at = stack.pop()
-            stack.append((branch, at + 1))
-            pgno = branch.children[at + 1]
+            branch, at, outer = stack.pop()
+            stack.append((branch, at + 1, outer))
+            pgno, bounds = branch.children[at + 1], branch.bounds(at + 1, outer)
 
     def check_writable(self, tree: Tree, key: bytes) -> None:
         """The path to `key` and, on every level, the neighbours that LMDB merges with or borrows from."""
         if tree.root == NO_PAGE:
             return
-        pgno, depth = tree.root, 1
-        while isinstance(page := self.page_at(pgno, tree), Branch) and depth < MAX_DEPTH:
+        pgno, depth, bounds = tree.root, 1, _EVERYTHING
+        while isinstance(page := self._page_within(pgno, tree, bounds), Branch) and depth < MAX_DEPTH:
             at = max(0, bisect_right(page.keys, key) - 1)
-            for near in page.children[max(0, at - 2) : at + 3]:
-                self.page_at(near, tree)
-            pgno = page.children[at]
+            for near in range(max(0, at - 2), min(at + 3, len(page.children))):
+                self._page_within(page.children[near], tree, page.bounds(near, bounds))
+            pgno, bounds = page.children[at], page.bounds(at, bounds)
             depth += 1
         if depth != tree.depth:
             raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
@@ -207,6 +218,15 @@ class PageReader:
         page = self._pages.get(pgno)
         if page is None:
             page = self._pages[pgno] = self._parse(pgno, tree)
+        return page
+
+    def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
+        """The page, its keys where the branches above it say: else a look-up would pass a record by."""
+        page = self.page_at(pgno, tree)
+        keys = page.keys[1:] if isinstance(page, Branch) else page.keys
+        (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
+        if keys and (keys[0][::flip] < low[::flip] or (high is not None and keys[-1][::flip] >= high[::flip])):
+            raise self._bad(pgno, "it holds keys that are not looked for in it")
         return page
 
     def _parse(self, pgno: int, tree: Tree) -> Branch | Leaf:

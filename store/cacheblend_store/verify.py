@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import lmdb.verify
 
-from cacheblend_store.errors import BadBlob, StoreError
+from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.filesystem import DATA
 from cacheblend_store.keys import KEY_BYTES
 from cacheblend_store.reader import StoreReader
@@ -108,7 +108,8 @@ def _check_records(store: ChunkStore, report: VerifyReport, progress: Progress |
 def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
     try:
         manifest = reader.manifest(key)
-        assert manifest is not None
+        if manifest is None:
+            raise StoreCorrupt(f"chunk {key.hex()[:12]} is in the list of chunks and is not found under its key")
         for layer in range(manifest.num_layers):
             reader.layer(manifest, layer)
             report.blobs += 1
@@ -136,7 +137,8 @@ def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyRepor
     for name in reader.keys_from(b"", "documents"):
         report.documents += 1
         value = reader.get("documents", name)
-        assert value is not None
+        if value is None:
+            raise StoreCorrupt(f"document record {name.hex()[:12]} is listed and is not found under its key")
         try:
             record = decode_document(name, value)
         except BadBlob as error:

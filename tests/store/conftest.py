@@ -1,0 +1,11 @@
+"""Fixtures of the store's torture tests."""
+
+from __future__ import annotations
+
+import pytest
+from torture import Ledger
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()

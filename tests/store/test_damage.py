@@ -1,0 +1,165 @@
+"""Flipped bits and cut files: what is damaged is found or harmless, never a wrong answer, a signal or a hang."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cacheblend_store import ChunkStore, StoreError
+from children import Ended, outcomes
+from page_map import page_map
+from small_chunks import Contents, Operation, key_of, make_chunk, read_chunk
+from torture import Ledger
+
+NUM_CHUNKS = 48
+NEW = (5000, 5001, 5002)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Contents]:
+    """A store with branch, leaf, value and free pages, and what is in it."""
+    path, contents = tmp_path_factory.mktemp("whole") / "store", Contents()
+    with ChunkStore.open(path, mode="write") as store:
+        steps = [Operation("put", tuple(range(n, n + 16)), 1) for n in range(0, NUM_CHUNKS, 16)]
+        steps += [Operation("document", tuple(range(n, n + 24)), source=f"0/{n}.md") for n in range(0, NUM_CHUNKS, 24)]
+        steps += [Operation("remove", tuple(range(7, NUM_CHUNKS, 9))), Operation("put", tuple(range(3, 30, 5)), 2)]
+        for step in steps:
+            step.perform(store)
+            contents = step.expect(contents)
+        assert read_chunks(store) == (contents.chunks, 0)
+    return path, contents
+
+
+def read_chunks(store: ChunkStore) -> tuple[dict[int, int], int]:
+    """(chunks that read, how many said that they are damaged). Raises WrongData, and StoreError without a list of keys."""
+    found, damaged = {}, 0
+    with store.read() as reader:
+        for key in {*reader.keys_from(b""), *map(key_of, range(NUM_CHUNKS))}:
+            try:
+                manifest = reader.manifest(key)
+                if manifest is not None:
+                    seed, version = read_chunk(reader, manifest)
+                    found[seed] = version
+            except StoreError:
+                damaged += 1
+    return found, damaged
+
+
+def _use(path: Path, contents: Contents, then: str) -> dict[str, int]:
+    """What a user meets who reads everything, verifies, and then writes, repairs, or neither. Counts of what was seen."""
+    seen = Counter[str]()
+    try:
+        with ChunkStore.open(path, lock_timeout=2) as store:
+            found, damaged = read_chunks(store)
+            assert found.items() <= contents.chunks.items(), "a chunk reads that was not there"
+            detected = damaged > 0 or not store.verify().ok
+            assert detected or found == contents.chunks, "chunks are lost and nothing said so"
+    except StoreError:
+        detected = True
+    seen["detected" if detected else "harmless"] += 1
+    if then == "write":
+        _write(path)
+    if then != "nothing":
+        _repair(path, contents, seen)
+    return seen
+
+
+def _write(path: Path) -> None:
+    """Put and remove; an error may say why not."""
+    try:
+        with ChunkStore.open(path, mode="write", lock_timeout=2) as store:
+            store.put_chunks([make_chunk(seed, 9) for seed in NEW])
+            store.remove_chunks(map(key_of, NEW))
+    except StoreError:
+        pass
+
+
+def _repair(path: Path, contents: Contents, seen: Counter[str]) -> None:
+    """Afterwards the store is sound, holds only what was once put, and takes more."""
+    try:
+        store = ChunkStore.open(path, mode="write", lock_timeout=2)
+    except StoreError:
+        try:
+            ChunkStore.repair(path, lock_timeout=2)
+        except StoreError:
+            seen["beyond repair"] += 1
+            return
+        store = ChunkStore.open(path, mode="write", lock_timeout=2)
+    with store:
+        store.verify(repair=True)
+        report = store.verify()
+        assert report.ok, f"after a repair: {report.findings[:3]}"
+        found, damaged = read_chunks(store)
+        assert not damaged
+        seen["repaired"] += 1
+        seen["chunks lost in repairs"] += len(contents.chunks.keys() - found.keys())
+        store.put_chunks([make_chunk(seed, 9) for seed in NEW])
+        assert store.verify().ok
+
+
+def _flips(path: Path, count: int, seed: int) -> list[tuple[str, int, int]]:
+    """(kind of page, byte, bit) of `count` flips, the kinds in turn and more often in a page's header and last bytes."""
+    kinds, page_size = page_map(path / "data.mdb")
+    assert all(kinds[kind] for kind in ("meta", "branch", "leaf", "value", "free list", "free"))
+    rng, names, flips = random.Random(seed), ("value", "leaf", "branch", "meta", "free list"), []
+    for n in range(count):
+        kind = names[n % len(names)]
+        near = (page_size, 64, 168)[n // len(names) % 3]
+        flips.append((kind, rng.choice(kinds[kind]) * page_size + rng.randrange(near), rng.randrange(8)))
+    return flips
+
+
+@pytest.mark.parametrize("num_flips", [500, pytest.param(10_000, marks=pytest.mark.torture)])
+def test_a_flipped_bit_is_found_or_harmless(
+    tmp_path: Path, whole: tuple[Path, Contents], num_flips: int, ledger: Ledger
+) -> None:
+    source, contents = whole
+    original = (source / "data.mdb").read_bytes()
+
+    def work(flip: tuple[int, str, int, int]) -> dict[str, int]:
+        number, _, at, bit = flip
+        path = tmp_path / "store"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700)
+        image = bytearray(original)
+        image[at] ^= 1 << bit
+        (path / "data.mdb").write_bytes(image)
+        return _use(path, contents, {0: "write", 4: "repair"}.get(number % 8, "nothing"))
+
+    bad, totals = [], Counter[str]()
+    flips = [(n, *flip) for n, flip in enumerate(_flips(source, num_flips, seed=num_flips))]
+    for flip, outcome in outcomes(work, flips, timeout=60):
+        if isinstance(outcome, Ended):
+            bad.append((flip, str(outcome)[:300]))
+        else:
+            totals.update(outcome)
+    assert not bad, f"{len(bad)} of {num_flips}:\n" + "\n".join(map(str, bad[:10]))
+    assert totals["detected"] > num_flips // 4
+    ledger.add("single-bit flips", flips=num_flips, wrong_data=0, signals=0, hangs=0, **totals)
+
+
+def test_a_branch_that_leads_past_a_chunk_is_found_and_mended(tmp_path: Path, whole: tuple[Path, Contents]) -> None:
+    """A separator damaged so that a page is still in order: keys between the old and the new one are looked for elsewhere."""
+    source, contents = whole
+    path = tmp_path / "store"
+    shutil.copytree(source, path)
+    kinds, page_size = page_map(path / "data.mdb")
+    image, moved = bytearray((path / "data.mdb").read_bytes()), 0
+    for pgno in kinds["branch"]:
+        page = memoryview(image)[pgno * page_size : (pgno + 1) * page_size]
+        for pointer in range(18, int.from_bytes(page[12:14], "little"), 2):
+            at = int.from_bytes(page[pointer : pointer + 2], "little")
+            if int.from_bytes(page[at + 6 : at + 8], "little") > 0:
+                page[at + 9] += 8 if page[at + 9] < 248 else 0  # the second byte of the key
+                moved += 1
+        page.release()
+    (path / "data.mdb").write_bytes(image)
+    assert moved > 2
+    with ChunkStore.open(path, mode="write") as store:
+        assert not store.verify().ok
+        store.verify(repair=True)
+        assert store.verify().ok
+        assert read_chunks(store) == (contents.chunks, 0)

@@ -1,0 +1,48 @@
+"""Which page of a store's file is what, so that damage can be aimed. Reads an undamaged file with the store's own reader."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+from cacheblend_store.environment import DATABASES
+from cacheblend_store.filesystem import read_meta
+from cacheblend_store.pages import NO_PAGE, Branch, PageReader, Tree
+
+
+def page_map(data: Path) -> tuple[dict[str, list[int]], int]:
+    """({"meta" | "branch" | "leaf" | "value" | "free list" | "free": page numbers}, page size)."""
+    handle = os.open(data, os.O_RDONLY)
+    try:
+        meta = read_meta(handle, data)
+        pages = PageReader(handle, meta, str(data.parent))
+        found: dict[str, list[int]] = defaultdict(list)
+        found["meta"] = [0, 1]
+        named = [pages.tree(name.encode()) for name in DATABASES]
+        for tree in (meta.main, *(t for t in named if t is not None)):
+            _walk(pages, tree, found)
+        free: dict[str, list[int]] = defaultdict(list)
+        _walk(pages, meta.free, free)
+        found["free list"] = [n for pgnos in free.values() for n in pgnos]
+        used = {n for pgnos in found.values() for n in pgnos}
+        found["free"] = [n for n in range(meta.next_pgno) if n not in used]
+        return dict(found), meta.page_size
+    finally:
+        os.close(handle)
+
+
+def _walk(pages: PageReader, tree: Tree, found: dict[str, list[int]]) -> None:
+    todo = [] if tree.root == NO_PAGE else [tree.root]
+    while todo:
+        pgno = todo.pop()
+        page = pages.page_at(pgno, tree)
+        if isinstance(page, Branch):
+            found["branch"].append(pgno)
+            todo += page.children
+            continue
+        found["leaf"].append(pgno)
+        for node in page.nodes:
+            if node.flags & 1:
+                count = (15 + node.size) // pages.meta.page_size + 1
+                found["value"] += range(node.pgno, node.pgno + count)

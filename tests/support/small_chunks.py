@@ -1,0 +1,159 @@
+"""Chunks whose every byte follows from two numbers, and a model of what a store of them must hold.
+
+No torch: writers that are killed by the thousand import this. A chunk is (seed, version): the seed makes its token ids
+and so its key, the version its KV. Whatever is read back says which it claims to be, and is compared with what that is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from cacheblend_store import (
+    ChunkManifest,
+    ChunkStore,
+    DocumentChunk,
+    DocumentRecord,
+    KeyParts,
+    StoreReader,
+    chunk_key,
+    collection_id,
+)
+from cacheblend_store.blob import encode_blob
+from cacheblend_store.layouts import blob_spec
+
+PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
+COLLECTION = collection_id(PARTS)
+LAYERS, HEADS, DIM = 2, 1, 4
+NUM_TOKENS = (3, 60, 300)  # in a leaf, one overflow page, several
+
+
+@lru_cache(4096)
+def token_ids(seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return (seed, *(rng.randrange(50_000) for _ in range(NUM_TOKENS[seed % len(NUM_TOKENS)] - 1)))
+
+
+@lru_cache(4096)
+def key_of(seed: int) -> bytes:
+    return chunk_key(PARTS, token_ids(seed))
+
+
+@lru_cache(4096)
+def make_chunk(seed: int, version: int = 0) -> tuple[ChunkManifest, tuple[bytes, ...]]:
+    ids = token_ids(seed)
+    rng = random.Random(f"{seed} {version}")
+    spec = blob_spec("float32", len(ids), HEADS, DIM)
+    blobs = tuple(
+        encode_blob(spec, {name: rng.randbytes(tensor.num_bytes) for name, tensor in spec.items()})
+        for _ in range(LAYERS)
+    )
+    manifest = ChunkManifest(
+        key=key_of(seed), token_ids=ids, text=f"{seed} {version}", model="model", model_name="m", tokenizer="tokenizer",
+        collection=COLLECTION, context="sink", left_context_ids=(), collected_len=len(ids) + 2, codec="float32",
+        num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, source=f"{seed}.md", index=0, span=(0, 4), created=1.0,
+    )  # fmt: skip
+    return manifest, blobs
+
+
+class WrongData(AssertionError):
+    """The store gave something that was never put there."""
+
+
+def read_chunk(reader: StoreReader, manifest: ChunkManifest) -> tuple[int, int]:
+    """(seed, version) of a stored chunk, every layer read and compared. Raises what the store does, or WrongData."""
+    views = [reader.layer(manifest, layer) for layer in range(manifest.num_layers)]
+    seed, version = map(int, manifest.text.split())
+    wanted, blobs = make_chunk(seed, version)
+    same = (manifest.key, manifest.token_ids) == (wanted.key, wanted.token_ids) and len(views) == LAYERS
+    if not same or any(b"".join(view.values()) not in blob for view, blob in zip(views, blobs, strict=True)):
+        raise WrongData(f"chunk {manifest.id[:12]} is not {manifest.text}")
+    return seed, version
+
+
+@dataclass
+class Contents:
+    """chunks: seed -> version. documents: source -> seeds."""
+
+    chunks: dict[int, int] = field(default_factory=dict)
+    documents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def copy(self) -> Contents:
+        return Contents(dict(self.chunks), dict(self.documents))
+
+    def drop_orphans(self, seeds: tuple[int, ...]) -> None:
+        referred = {seed for owned in self.documents.values() for seed in owned}
+        for seed in seeds:
+            if seed not in referred:
+                self.chunks.pop(seed, None)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """kind: put (chunks in one transaction), remove, document (replace its record), forget (a document)."""
+
+    kind: str
+    seeds: tuple[int, ...] = ()
+    version: int = 0
+    source: str = ""
+
+    def expect(self, contents: Contents) -> Contents:
+        """What a store must hold after it."""
+        after = contents.copy()
+        if self.kind == "put":
+            after.chunks |= dict.fromkeys(self.seeds, self.version)
+        elif self.kind == "remove":
+            for seed in self.seeds:
+                after.chunks.pop(seed, None)
+        else:
+            old = after.documents.pop(self.source, ())
+            if self.kind == "document":
+                after.documents[self.source] = self.seeds
+            after.drop_orphans(old)
+        return after
+
+    def perform(self, store: ChunkStore) -> None:
+        if self.kind == "put":
+            store.put_chunks([make_chunk(seed, self.version) for seed in self.seeds])
+        elif self.kind == "remove":
+            store.remove_chunks([key_of(seed) for seed in self.seeds])
+        elif self.kind == "document":
+            chunks = tuple(DocumentChunk(key_of(seed), i, i, i + 1) for i, seed in enumerate(self.seeds))
+            store.put_document(DocumentRecord(self.source, COLLECTION, "digest", chunks, 1.0))
+        elif self.kind == "forget":
+            store.remove_document(COLLECTION, self.source)
+        else:
+            raise ValueError(self.kind)
+
+
+def operation(writer: int, number: int, num_seeds: int = 10) -> Operation:
+    """The number-th operation of a writer, on seeds and sources of its own; mostly puts."""
+    rng = random.Random(f"{writer} {number}")
+    seeds = tuple(writer * 1000 + s for s in rng.sample(range(num_seeds), rng.choice((1, 1, 2, 4))))
+    kind = rng.choices(("put", "remove", "document", "forget"), (6, 2, 2, 1))[0]
+    return Operation(kind, seeds, number, f"{writer}/{rng.randrange(2)}.md")
+
+
+def read_contents(store: ChunkStore, writer: int | None = None) -> Contents:
+    """What the store holds (of one writer), every byte of it read and compared."""
+    found = Contents()
+    with store.read() as reader:
+        for key in reader.keys_from(b""):
+            manifest = reader.manifest(key)
+            assert manifest is not None
+            if writer is None or manifest.token_ids[0] // 1000 == writer:
+                seed, version = read_chunk(reader, manifest)
+                found.chunks[seed] = version
+        seeds = {key_of(seed): seed for seed in _known_seeds(reader)}
+        for record in reader.documents():
+            if writer is None or record.source.startswith(f"{writer}/"):
+                found.documents[record.source] = tuple(seeds.get(c.key, -1) for c in record.chunks)
+    return found
+
+
+def _known_seeds(reader: StoreReader) -> Iterator[int]:
+    """Seeds that documents may name: of every writer with a document."""
+    for writer in {record.source.split("/")[0] for record in reader.documents()}:
+        yield from range(int(writer) * 1000, int(writer) * 1000 + 100)
