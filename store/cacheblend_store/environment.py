@@ -29,7 +29,7 @@ from cacheblend_store.errors import (
     StoreIOError,
     StoreNoSpace,
 )
-from cacheblend_store.filesystem import DATA, check_file, check_path, read_meta, restore_hint
+from cacheblend_store.filesystem import DATA, check_file, check_path, read_meta, restore_hint, sync_file
 from cacheblend_store.pages import PageReader
 
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
@@ -405,14 +405,6 @@ def fresh_folder(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700)
     return path
-
-
-def sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _inode(file: int | Path) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_store.errors import StoreCorrupt, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
@@ -26,7 +27,7 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     if not _exists(path / DATA):
         _check_absent(path, create=write and create)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(path)
         except OSError as error:
             raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
     else:
@@ -129,6 +130,24 @@ def _check_absent(path: Path, *, create: bool) -> None:
     others = sorted(there - set(OWN_FILES))
     if others:
         raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
+
+
+def _make_folder(path: Path, mode: int = 0o700) -> None:
+    """Make the directory and those above it, durably: a store that is there after a power cut needs its path, too."""
+    if not path.parent.is_dir():
+        _make_folder(path.parent, 0o777)
+    path.mkdir(mode=mode, exist_ok=True)
+    with suppress(PermissionError):  # a directory above that may be entered and not read
+        sync_file(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """fsync a file or directory."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def filesystem_type(path: Path) -> str:

@@ -113,10 +113,10 @@ class PageReader:
             if node is None:
                 return None
             if node.flags != _SUBTREE or node.size != _TREE.size:
-                raise self._bad(self.meta.main.root, f"the record of database {name.decode()} is damaged")
+                raise self._bad(self.meta.main.root, f"the record of database {name!r} is damaged")
             tree = _tree(node.inline, 0)
             if tree.flags != 0 or tree.depth > MAX_DEPTH or (tree.root == NO_PAGE) != (tree.entries == 0):
-                raise self._bad(self.meta.main.root, f"the record of database {name.decode()} is damaged")
+                raise self._bad(self.meta.main.root, f"the record of database {name!r} is damaged")
             self._trees[name] = tree
         return self._trees[name]
 
