@@ -151,7 +151,7 @@ class Engine:
         """
         started = time.perf_counter()
         notes: list[str] = []
-        collection, request = self._request(store, question, chunks, blend, sampling, salt, notes)
+        collection, request = self.request(store, question, chunks, blend, sampling, salt, notes)
         result = answer(
             self.model,
             collection,
@@ -177,7 +177,7 @@ class Engine:
         salt: str = "",
     ) -> AskPlan:
         """What `ask` would do, without doing it."""
-        collection, request = self._request(store, question, chunks, blend, SamplingParams(), salt, [])
+        collection, request = self.request(store, question, chunks, blend, SamplingParams(), salt, [])
         plan = plan_prompt(
             collection.prefix_ids,
             request.chunks,
@@ -197,7 +197,7 @@ class Engine:
         size = sum(collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids)
         return AskPlan(plan.num_tokens, plan.cached_tokens, plan.exact_tokens, plan.fresh_tokens, size, uses)
 
-    def _request(
+    def request(
         self,
         store: ChunkStore | None,
         question: str,
@@ -207,6 +207,7 @@ class Engine:
         salt: str,
         notes: list[str],
     ) -> tuple[Collection, Request]:
+        """The question and its chunks resolved; it can be run under several settings (`replace(request, blend=...)`)."""
         collection = self._collection_of(store, chunks, salt)
         suffix_ids = self.template.suffix_ids(question)
         inputs: tuple[ChunkInput, ...] = resolve_chunks(self.model, collection, store, chunks, notes)

@@ -24,8 +24,10 @@ def show_answer(answer: Answer, output: Output, *, json: bool, ids: bool, explai
     output.note(summary_line(answer))
     if answer.verify:
         v = answer.verify
+        agrees = round(v.answer_top1 * v.answer_tokens)
         output.note(
-            f"verify: KL {v.kl:.4g} nats to a full prefill, first token {'agrees' if v.top1_agree else 'DIFFERS'}, "
+            f"verify: KL {v.kl:.4g} nats to a full prefill, first token {'agrees' if v.top1_agree else 'DIFFERS'}; "
+            f"over its answer KL {v.answer_kl:.4g} a token, {agrees} of {v.answer_tokens} tokens agree; "
             f"full prefill {v.full_ttft_s * 1000:.0f} ms"
         )
 

@@ -34,12 +34,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Verification:
-    """The blended prompt against a full prefill of the same ids: KL(full || blended) in nats and whether both would
-    say the same first token."""
+    """The blended prompt against a full prefill of the same ids. kl, top1_agree: KL(full || blended) in nats at the
+    first answer token, and whether both would say the same one. answer_*: over the tokens of full prefill's own greedy
+    answer, each fed to both: the mean KL, and the share of tokens both would say. same_answer: all of them."""
 
     kl: float
     top1_agree: bool
     full_ttft_s: float
+    answer_kl: float
+    answer_top1: float
+    answer_tokens: int
+    same_answer: bool
 
 
 @dataclass

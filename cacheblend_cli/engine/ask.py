@@ -13,6 +13,7 @@ from torch import Tensor
 from cacheblend_cli.engine.answer import Answer, ChunkUse, Timing, Verification
 from cacheblend_cli.engine.blend import BlendPolicy, PrefillResult, blended_prefill
 from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
 from cacheblend_cli.engine.generate import generate
 from cacheblend_cli.engine.kv_loader import BadChunk, KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
@@ -162,11 +163,11 @@ def answer(
         model.decoder, done.pool, done.sequence, done.plan.num_tokens, logits, model.tokenizer, model.eos_ids,
         request.sampling, on_text,
     )  # fmt: skip
-    done.sequence.release()
     ttft = generation.first_token_at - started
     verification = None
     if first_logits is not None:
-        verification = _verify(model, collection, request, first_logits, block_size)
+        verification = _verify(model, collection, request, done, first_logits, block_size)
+    done.sequence.release()
     plan, loader = done.plan, done.loader
     layers = model.spec.num_layers
     reusable = plan.cached_tokens
@@ -217,17 +218,34 @@ def _run(
     return blended_prefill(model.decoder, pool, sequence, plan, policy, loader, output_positions=positions)
 
 
+@torch.inference_mode()
 def _verify(
-    model: LoadedModel, collection: Collection, request: Request, logits: Tensor, block_size: int
+    model: LoadedModel, collection: Collection, request: Request, done: Prefilled, logits: Tensor, block_size: int
 ) -> Verification:
+    """Against a full prefill and its greedy answer. logits: fp32 [vocab_size] after the prompt of `done`."""
     start = time.perf_counter()
-    full = replace(request, blend=BlendConfig(mode="full"))
-    done = prefill(model, collection, None, full, block_size, [])
+    room = request.sampling.max_tokens
+    full = prefill(model, collection, None, replace(request, blend=BlendConfig(mode="full")), block_size, [], room=room)
     seconds = time.perf_counter() - start
-    reference = torch.log_softmax(done.result.logits[-1].double(), -1)
-    ours = torch.log_softmax(logits.double(), -1)
-    kl = float((reference.exp() * (reference - ours)).sum())
-    return Verification(max(0.0, kl), bool(reference.argmax() == ours.argmax()), seconds)
+    greedy = SamplingParams(max_tokens=room, stop=request.sampling.stop)
+    answer_ids = generate(
+        model.decoder, full.pool, full.sequence, full.plan.num_tokens, full.result.logits[-1], model.tokenizer,
+        model.eos_ids, greedy,
+    ).token_ids  # fmt: skip
+    prompt_ids = full.plan.token_ids
+    reference, ours = (teacher_forced(model.decoder, p.pool, p.sequence, prompt_ids, answer_ids) for p in (full, done))
+    reference[0], ours[0] = full.result.logits[-1], logits
+    full.sequence.release()
+    found = divergence(log_distribution(reference), log_distribution(ours))
+    return Verification(
+        kl=found.kl[0],
+        top1_agree=found.top1[0],
+        full_ttft_s=seconds,
+        answer_kl=found.mean_kl,
+        answer_top1=found.top1_rate,
+        answer_tokens=len(answer_ids),
+        same_answer=found.first_difference is None,
+    )
 
 
 def _short_regime(model: LoadedModel, collection: Collection, request: Request) -> bool:

@@ -34,10 +34,12 @@ def forward(
     token_ids: Tensor,
     *,
     capture: Capture | None = None,
+    attended: Callable[[int, Tensor], None] | None = None,
     output: bool = True,
 ) -> Tensor | None:
     """Compute every row at every layer, writing K and V to the pool. token_ids: [num_rows] int64.
 
+    attended: called with (layer, attention output [num_rows, num_heads, head_dim] before o_proj).
     Returns fp32 logits [num_rows, vocab_size], or None with output False (collect needs none, and then the last
     layer stops after its K and V).
     """
@@ -61,9 +63,16 @@ def forward(
         )
         assert q_rotated is not None
         del q, k, v
-        delta, residual = layer.finish(attend(layer, q_rotated, pool, rows), residual)
+        delta, residual = layer.finish(_shown(layer, attend(layer, q_rotated, pool, rows), attended), residual)
     assert residual is not None
     return decoder.logits(delta, residual)
+
+
+def _shown(layer: DecoderLayer, output: Tensor, attended: Callable[[int, Tensor], None] | None) -> Tensor:
+    """The attention output, passed on; nothing here holds it longer than the caller does."""
+    if attended:
+        attended(layer.index, output)
+    return output
 
 
 def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, rows: Rows) -> None:

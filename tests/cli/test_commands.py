@@ -71,7 +71,9 @@ def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> N
         "ttft_s",
         "decode_tokens_per_s",
     }
-    assert set(answer["verify"]) == {"kl", "top1_agree", "full_ttft_s"}
+    assert set(answer["verify"]) == {
+        "kl", "top1_agree", "full_ttft_s", "answer_kl", "answer_top1", "answer_tokens", "same_answer",
+    }  # fmt: skip
     assert [c["status"] for c in answer["chunks"]] == ["exact", "blended", "blended"]
     assert [c["id"] for c in answer["chunks"]] == stored[:3]
     assert len(answer["prompt_ids"]) == answer["prompt_tokens"]

@@ -43,7 +43,7 @@ class Setup:
     ) -> torch.Tensor:
         """fp32 logits at `positions` of the prompt (default: the last)."""
         self.engine.config = EngineConfig(kv_dtype=self.kv_dtype, block_size=16)
-        collection, request = self.engine._request(self.store, question, keys, blend, GREEDY, "", [])
+        collection, request = self.engine.request(self.store, question, keys, blend, GREEDY, "", [])
         done = prefill(self.engine.model, collection, self.store, request, 16, [], output_positions=positions)
         done.pool.allocator.check_integrity()
         return done.result.logits
@@ -122,7 +122,7 @@ def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> No
     last = setup.engine.model.spec.num_layers - 1
 
     def cache(keys: list[bytes]) -> tuple[torch.Tensor, list[int], int]:
-        collection, request = setup.engine._request(setup.store, QUESTION, keys, blend, GREEDY, "", [])
+        collection, request = setup.engine.request(setup.store, QUESTION, keys, blend, GREEDY, "", [])
         done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
         end = done.plan.chunks[-1].start
         k = done.pool.k[last].view(-1, *done.pool.k[last].shape[2:])[:end]
@@ -190,7 +190,7 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
     setup.engine.model.spec.__dict__["max_position_embeddings"] = 512  # dynamic is there to go past it
     full = setup.logits(setup.keys, BlendConfig(mode="full"), suffix_positions)
     blended = setup.logits(setup.keys, BlendConfig(ratio=1.0), suffix_positions)
-    collection, request = setup.engine._request(
+    collection, request = setup.engine.request(
         setup.store, QUESTION, setup.keys, BlendConfig(mode="full"), GREEDY, "", []
     )
     done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
