@@ -182,7 +182,7 @@ def precompute(
     if options.dry_run or store is None:
         report.estimated_seconds = _estimate(model, collection, planned, block_size)
         return report
-    prefix = _ensure_prefix(model, collection, store, block_size)
+    prefix = ensure_prefix(model, collection, store, block_size)
     for batch in _batches(planned, 4 * pack_tokens(model.decoder.device)):
         _precompute_batch(model, collection, store, prefix, batch, options, on_event, block_size, report)
     if roots:
@@ -265,7 +265,7 @@ def _precompute_batch(
             report.removed += len(store.put_document(record))
 
 
-def _ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int) -> PrefixKV:
+def ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int) -> PrefixKV:
     """The prefix's KV; it is stored as a chunk of its own, so that `ask` loads it instead of computing it."""
     prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
     if prefix.token_ids:

@@ -1,4 +1,4 @@
-"""Scores of an answer against its references: exact match and F1 with SQuAD's normalisation."""
+"""Scores of an answer against its references: exact match and F1 with SQuAD's normalisation, and ROUGE-L."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -32,3 +34,17 @@ def _f1(answer: list[str], reference: list[str]) -> float:
         return float(answer == reference)
     precision, recall = common / len(answer), common / len(reference)
     return 2 * precision * recall / (precision + recall)
+
+
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """The best ROUGE-L F-measure over the references (Lin, 2004; stemmed, as rouge-score computes it), 0 to 1."""
+    if not references:
+        return 0.0
+    return float(_scorer().score_multi(list(references), answer)["rougeL"].fmeasure)
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,0 +1,65 @@
+"""Paired bootstrap intervals: samples are drawn with replacement, all settings over the same draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.float64]
+"""One number a sample: [num_samples], or [num_resamples, num_samples]."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A statistic and the percentile interval of its resamples."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Bootstrap:
+    """Resamples of num_samples samples (Efron, 1979), the same ones for every statistic asked of this object."""
+
+    def __init__(self, num_samples: int, resamples: int = 2000, seed: int = 0, level: float = 0.95) -> None:
+        self._draws = np.random.default_rng(seed).integers(0, max(1, num_samples), (resamples, num_samples))
+        self._tail = 50 * (1 - level)
+
+    def interval(self, statistic: Callable[..., Column], *columns: Sequence[float]) -> Interval | None:
+        """The statistic over columns of one number a sample; it works along the last axis.
+
+        None when it is not a number (no samples, a gap of zero to divide by).
+        """
+        data = [np.asarray(c, dtype=np.float64) for c in columns]
+        if not len(data[0]):
+            return None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = float(statistic(*data))
+            drawn = statistic(*(d[self._draws] for d in data))
+        drawn = drawn[np.isfinite(drawn)]
+        if not np.isfinite(value) or not len(drawn):
+            return None
+        low, high = np.percentile(drawn, [self._tail, 100 - self._tail])
+        return Interval(value, float(low), float(high))
+
+
+def mean(column: Column) -> Column:
+    return column.mean(-1)
+
+
+def difference(ours: Column, theirs: Column) -> Column:
+    """Mean of ours less mean of theirs."""
+    return ours.mean(-1) - theirs.mean(-1)
+
+
+def pooled(part: Column, whole: Column) -> Column:
+    """A share over all samples together: sum of parts over sum of wholes."""
+    return part.sum(-1) / whole.sum(-1)
+
+
+def normalised(ours: Column, reuse: Column, full: Column) -> Column:
+    """(score - reuse) / (full - reuse): 0 is plain reuse, 1 is full prefill (NormF1)."""
+    return (ours.mean(-1) - reuse.mean(-1)) / (full.mean(-1) - reuse.mean(-1))

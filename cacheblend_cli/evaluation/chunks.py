@@ -1,0 +1,89 @@
+"""The samples' chunks in the store, each collected in the context a setting asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.api import Engine
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.collect import collect
+from cacheblend_cli.engine.precompute import (
+    Collection,
+    PlannedChunk,
+    PrecomputeOptions,
+    collect_sequences,
+    ensure_prefix,
+    store_chunk,
+)
+from cacheblend_cli.evaluation.samples import Context, Sample
+
+SOURCE = "(sample)"
+
+
+class SampleChunks:
+    """Plans, collects and names the chunks of samples. Every text is encoded once."""
+
+    def __init__(self, engine: Engine, store: ChunkStore) -> None:
+        self._engine, self._store = engine, store
+        self._collection: Collection = engine.collection()
+        self._ids: dict[str, tuple[int, ...]] = {}
+        self._planned: dict[tuple[Context, str], PlannedChunk] = {}
+        self._window = PrecomputeOptions().window
+
+    def keys(self, sample: Sample, context: str) -> list[bytes]:
+        """The keys of the sample's chunks in prompt order. context: "sink" or "document"."""
+        return [self._plan(c, context).key for c in sample.contexts]
+
+    def num_tokens(self, sample: Sample) -> int:
+        """Tokens of the sample's chunks."""
+        return sum(len(self._encode(c.text)) for c in sample.contexts)
+
+    def store(
+        self, samples: Iterable[Sample], contexts: Sequence[str], on_chunk: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Collect and store what the store lacks. on_chunk gets (chunks done, chunks in all). Returns how many."""
+        wanted = {
+            planned.key: planned
+            for sample in samples
+            for context in contexts
+            for planned in (self._plan(c, context) for c in sample.contexts)
+        }
+        missing = [p for p in wanted.values() if self._store.get_chunk(p.key) is None]
+        decoder, block_size = self._engine.model.decoder, self._engine.config.block_size
+        prefix = ensure_prefix(self._engine.model, self._collection, self._store, block_size)
+        kvs = collect(decoder, prefix, collect_sequences(missing), block_size)
+        for done, (planned, kv) in enumerate(zip(missing, kvs, strict=True), 1):
+            store_chunk(self._store, self._collection, planned, kv)
+            if on_chunk:
+                on_chunk(done, len(missing))
+        return len(missing)
+
+    def _plan(self, context: Context, kind: str) -> PlannedChunk:
+        planned = self._planned.get((context, kind))
+        if planned is None:
+            ids, left = self._encode(context.text), self._left(context, kind)
+            chunk = Chunk(len(context.before), context.text, ids, 0, len(context.text))
+            planned = PlannedChunk(self._collection.key(ids, left), SOURCE, chunk, left, kind)
+            self._planned[context, kind] = planned
+        return planned
+
+    def _left(self, context: Context, kind: str) -> tuple[int, ...]:
+        """Ids between the prefix and the chunk, as `precompute --context` has them: a full window begins anew."""
+        if kind != "document":
+            return ()
+        left: tuple[int, ...] = ()
+        for text in context.before:
+            ids = self._encode(text)
+            left = self._in_sight(left, ids) + ids
+        return self._in_sight(left, self._encode(context.text))
+
+    def _in_sight(self, left: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
+        return () if len(left) + len(ids) > self._window else left
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        ids = self._ids.get(text)
+        if ids is None:
+            ids = self._ids[text] = tuple(self._engine.model.tokenizer.encode_text(text))
+        return ids

@@ -1,0 +1,208 @@
+"""Every sample under every setting, against one full prefill a sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
+from cacheblend_cli.engine.ask import Prefilled, check_context, prefill
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.evaluation.chunks import SampleChunks
+from cacheblend_cli.evaluation.measures import Measured, Reference, prefill_in_pieces, run_full, run_setting
+from cacheblend_cli.evaluation.records import Record, RecordFile
+from cacheblend_cli.evaluation.samples import Sample
+from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
+from cacheblend_cli.evaluation.settings import Setting
+
+FULL = Setting("full prefill", BlendConfig(mode="full"))
+NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)
+"""A second full prefill in another tiling: what the compute dtype alone makes of the measures."""
+
+Progress = Callable[[int, int, str], None]
+"""(samples done, samples in all, what is being done)."""
+
+
+@dataclass
+class Results:
+    """Records in the order of the samples. skipped: (number of the sample from 1, why). notes: what went wrong aside."""
+
+    settings: list[Setting]
+    by_label: dict[str, list[Record]]
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    measured: int = 0
+    resumed: int = 0
+
+    @property
+    def full(self) -> list[Record]:
+        return next(self.by_label[s.label] for s in self.settings if s.is_full)
+
+
+def evaluate(
+    engine: Engine,
+    store: ChunkStore,
+    samples: Sequence[Sample],
+    settings: Sequence[Setting],
+    *,
+    max_tokens: int = 32,
+    records: RecordFile | None = None,
+    keep_chunks: bool = True,
+    on_progress: Progress = lambda done, total, text: None,
+) -> Results:
+    """Collect the samples' chunks and measure every setting on every sample.
+
+    Full prefill is run once a sample, whatever is measured; without a full setting one is put first. What `records`
+    already has is not measured again. keep_chunks False removes chunks from the store after their last sample, so that
+    a store made for the run stays small. A sample too long for the model is skipped.
+    """
+    settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
+    labels = [s.label for s in settings]
+    if len(set(labels)) < len(labels):
+        raise UsageError("two settings have the same label", "give each its own")
+    run = _Run(engine, store, settings, max_tokens, RecordFile() if records is None else records)
+    last = {} if keep_chunks else run.last_uses(samples)
+    for number, sample in enumerate(samples):
+        on_progress(number, len(samples), sample.question)
+        run.measure(sample, number)
+        if gone := [key for key, at in last.items() if at == number]:
+            store.remove_chunks(gone)
+    on_progress(len(samples), len(samples), "")
+    return run.results
+
+
+class _Run:
+    """What stays the same over the samples of one evaluation."""
+
+    def __init__(
+        self, engine: Engine, store: ChunkStore, settings: list[Setting], max_tokens: int, records: RecordFile
+    ) -> None:
+        self._engine, self._store, self._settings = engine, store, settings
+        self._max_tokens, self._records = max_tokens, records
+        self._chunks = SampleChunks(engine, store)
+        facts: dict[str, Any] = {
+            "model": engine.model.fingerprint,
+            "dtype": str(engine.model.decoder.dtype),
+            "device": engine.model.decoder.device.type,
+            "attention": engine.model.decoder.kernels.name,
+            "codec": engine.collection().codec,
+            "max_tokens": max_tokens,
+        }
+        self._digests = {s.label: s.digest(facts) for s in settings}
+        self.results = Results(settings, {s.label: [] for s in settings})
+
+    def last_uses(self, samples: Sequence[Sample]) -> dict[bytes, int]:
+        """Key of each chunk -> number of the last sample that needs it."""
+        contexts = _contexts(self._settings)
+        return {key: i for i, s in enumerate(samples) for c in contexts for key in self._chunks.keys(s, c)}
+
+    def measure(self, sample: Sample, number: int) -> None:
+        """Measure what is missing and put the sample's records into the results, or skip it."""
+        keys = {s.label: f"{sample.digest}-{self._digests[s.label]}" for s in self._settings}
+        missing = [s for s in self._settings if self._records.get(keys[s.label]) is None]
+        self.results.resumed += len(self._settings) - len(missing)
+        if missing:
+            try:
+                check_context(self._engine.model, self._prompt_tokens(sample), self._max_tokens)
+            except UsageError as error:
+                self.results.skipped.append((number + 1, error.message))
+                return
+            self._measure(sample, missing, keys)
+        for label, key in keys.items():
+            record = self._records.get(key)
+            assert record is not None
+            self.results.by_label[label].append(replace(record, label=label))
+
+    def _measure(self, sample: Sample, missing: list[Setting], keys: dict[str, str]) -> None:
+        """Full prefill, then the missing settings, the chunks of one context after those of another."""
+        contexts = _contexts(missing)
+        self._chunks.store([sample], contexts)
+        reference: Reference | None = None
+        for context in contexts:
+            start = time.perf_counter()
+            collection, request = self._engine.request(
+                self._store, sample.question, self._chunks.keys(sample, context), BlendConfig(), SamplingParams(), "",
+                self.results.notes,
+            )  # fmt: skip
+            before_s = time.perf_counter() - start
+            for setting in [s for s in missing if s.context == context or (reference is None and not s.reuses)]:
+                if reference is None:
+                    reference = run_full(self._engine, collection, request, self._max_tokens, before_s)
+                key = keys[setting.label]
+                if setting.is_full:
+                    record = self._full(sample, setting, key, reference)
+                else:
+                    found = run_setting(
+                        self._engine, collection, self._store, replace(request, blend=setting.blend), reference,
+                        self._max_tokens, before_s, self.results.notes, setting.prefill or prefill,
+                    )  # fmt: skip
+                    record = self._compared(sample, setting, key, reference, found)
+                self._records.add(record)
+                self.results.measured += 1
+
+    def _prompt_tokens(self, sample: Sample) -> int:
+        template = self._engine.template
+        fixed = len(template.prefix_ids) + len(template.suffix_ids(sample.question))
+        return fixed + self._chunks.num_tokens(sample)
+
+    def _full(self, sample: Sample, setting: Setting, key: str, reference: Reference) -> Record:
+        return Record(
+            key=key,
+            label=setting.label,
+            sample=sample.digest,
+            ttft_s=reference.ttft_s,
+            **_prompt(reference.prefilled, layers=len(reference.k)),
+            **_scores(sample, reference.text),
+        )
+
+    def _compared(self, sample: Sample, setting: Setting, key: str, reference: Reference, found: Measured) -> Record:
+        return Record(
+            key=key,
+            label=setting.label,
+            sample=sample.digest,
+            ttft_s=found.ttft_s,
+            kl=found.divergence.kl,
+            top1=found.divergence.top1,
+            k_error=tuple(found.k_error),
+            v_error=tuple(found.v_error),
+            attention_error=tuple(found.attention_error),
+            same_answer=found.text == reference.text,
+            f1_full=f1(found.text, [reference.text]),
+            rouge_full=rouge_l(found.text, [reference.text]),
+            **_prompt(found.prefilled, layers=len(reference.k)),
+            **_scores(sample, found.text),
+        )
+
+
+def _contexts(settings: Sequence[Setting]) -> list[str]:
+    """The contexts whose chunks are reused; one at least, since the prompt's ids come from chunks."""
+    return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
+
+
+def _prompt(done: Prefilled, layers: int) -> dict[str, Any]:
+    """Tokens and work of a prefill. The budget: fresh token-layers over layers x reusable tokens; 1 for full prefill."""
+    plan, cached = done.plan, done.plan.cached_tokens
+    return {
+        "prompt_tokens": plan.num_tokens,
+        "cached_tokens": cached,
+        "exact_tokens": plan.exact_tokens,
+        "recomputed_tokens": len(done.result.chosen),
+        "recompute_fraction": done.result.fresh_token_layers / (layers * cached) if cached else 1.0,
+        "prefill_s": done.prefill_s,
+    }
+
+
+def _scores(sample: Sample, text: str) -> dict[str, Any]:
+    """Against the references, when there are any."""
+    found: dict[str, Any] = {"answer": text, "tags": sample.tags}
+    if sample.answers:
+        found |= {
+            "exact_match": exact_match(text, sample.answers),
+            "f1": f1(text, sample.answers),
+            "rouge_l": rouge_l(text, sample.answers),
+        }
+    return found

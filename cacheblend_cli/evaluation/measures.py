@@ -1,0 +1,206 @@
+"""One prompt under one setting against full prefill of the same token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from cacheblend_store import ChunkStore
+from torch import Tensor
+
+from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
+from cacheblend_cli.engine.ask import Prefilled, Request, prefill
+from cacheblend_cli.engine.blend import PrefillResult
+from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
+from cacheblend_cli.engine.forward import forward
+from cacheblend_cli.engine.generate import generate
+from cacheblend_cli.engine.kv_loader import KVLoader
+from cacheblend_cli.engine.kv_pool import KVPool
+from cacheblend_cli.engine.precompute import Collection
+from cacheblend_cli.engine.rows import rows_of
+from cacheblend_cli.evaluation.settings import Prefill
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.plan import plan_prompt
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full prefill of a prompt: its greedy answer and everything that is compared.
+
+    log_p: fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: a layer each,
+    fp32 [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: a layer each, fp32 [num_answer_tokens,
+    num_heads, head_dim], the attention output (before o_proj) of the rows that predict them.
+    """
+
+    prefilled: Prefilled
+    ttft_s: float
+    text: str
+    answer_ids: list[int]
+    log_p: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+    attended: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A setting's greedy answer and its distance from the reference. Errors are relative RMSEs, one a layer: of K and V
+    over the chunks' tokens, of the attention output over the rows that predict the answer's tokens."""
+
+    prefilled: Prefilled
+    ttft_s: float
+    text: str
+    divergence: Divergence
+    k_error: list[float]
+    v_error: list[float]
+    attention_error: list[float]
+
+
+@torch.no_grad()
+def run_full(engine: Engine, collection: Collection, request: Request, max_tokens: int, before_s: float) -> Reference:
+    """Prefill everything, answer greedily, and keep what settings are compared with. before_s: time spent before."""
+    model, block_size = engine.model, engine.config.block_size
+    full = replace(request, blend=BlendConfig(mode="full"))
+    start = time.perf_counter()
+    done = prefill(model, collection, None, full, block_size, [], room=max_tokens)
+    first = done.result.logits[-1].clone()
+    generation = generate(
+        model.decoder, done.pool, done.sequence, done.plan.num_tokens, first, model.tokenizer, model.eos_ids,
+        SamplingParams(max_tokens=max_tokens),
+    )  # fmt: skip
+    attended = _Attended(model.spec.num_layers)
+    logits = teacher_forced(
+        model.decoder, done.pool, done.sequence, done.plan.token_ids, generation.token_ids, attended.add
+    )
+    logits = torch.cat((first[None], logits[1:]))
+    k, v = _chunk_kv(done)
+    done.sequence.release()
+    return Reference(
+        prefilled=done,
+        ttft_s=before_s + generation.first_token_at - start,
+        text=generation.text,
+        answer_ids=generation.token_ids,
+        log_p=log_distribution(logits),
+        k=k,
+        v=v,
+        attended=attended.layers,
+    )
+
+
+@torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
+def run_setting(
+    engine: Engine,
+    collection: Collection,
+    store: ChunkStore | None,
+    request: Request,
+    reference: Reference,
+    max_tokens: int,
+    before_s: float,
+    notes: list[str],
+    run: Prefill = prefill,
+) -> Measured:
+    """Prefill under the request's setting, compare it with the reference, and answer greedily.
+
+    Greedy decoding follows the reference's answer as long as the most likely tokens agree, so it only starts where they
+    first differ: the tokens before are those teacher forcing has computed.
+    """
+    model = engine.model
+    start = time.perf_counter()
+    done = run(model, collection, store, request, engine.config.block_size, notes, room=max_tokens)
+    first = done.result.logits[-1].clone()
+    int(first.argmax())  # the first token is on the host: what TTFT counts
+    ttft_s = before_s + time.perf_counter() - start
+    attended = _Attended(model.spec.num_layers)
+    ids = reference.answer_ids
+    logits = teacher_forced(model.decoder, done.pool, done.sequence, done.plan.token_ids, ids, attended.add)
+    logits = torch.cat((first[None], logits[1:]))
+    found = divergence(reference.log_p, log_distribution(logits))
+    k, v = _chunk_kv(done)
+    text, same = reference.text, found.first_difference
+    if same is not None:
+        prompt_len = done.plan.num_tokens + same
+        generation = generate(
+            model.decoder, done.pool, done.sequence, prompt_len, logits[same], model.tokenizer, model.eos_ids,
+            SamplingParams(max_tokens=max_tokens - same),
+        )  # fmt: skip
+        own = [i for i in (*ids[:same], *generation.token_ids) if i not in model.eos_ids]
+        text = model.tokenizer.decode(own)
+    done.sequence.release()
+    return Measured(
+        prefilled=done,
+        ttft_s=ttft_s,
+        text=text,
+        divergence=found,
+        k_error=relative_rmse(k, reference.k),
+        v_error=relative_rmse(v, reference.v),
+        attention_error=relative_rmse(attended.layers, reference.attended),
+    )
+
+
+@torch.inference_mode()
+def prefill_in_pieces(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore | None,
+    request: Request,
+    block_size: int,
+    notes: list[str],
+    *,
+    room: int = 0,
+    pieces: int = 3,
+) -> Prefilled:
+    """A full prefill in several passes over the prompt: the same mathematics in another tiling.
+
+    What it differs from full prefill by is the noise floor of the compute dtype: no setting can be told from full
+    prefill below it.
+    """
+    plan = plan_prompt(collection.prefix_ids, request.chunks, request.suffix_ids, reuse=False)
+    length, decoder = plan.num_tokens, model.decoder
+    pool = KVPool(model.spec, -(-(length + room) // block_size), block_size, decoder.dtype, decoder.device)
+    sequence = pool.new_sequence(length + room)
+    token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // pieces)
+    start = time.perf_counter()
+    for begin in range(0, length, size):
+        positions = torch.arange(begin, min(begin + size, length), device=decoder.device)
+        rows = rows_of(decoder, sequence, positions, kv_len=int(positions[-1]) + 1, rope_len=length)
+        logits = forward(decoder, pool, rows, token_ids[positions])
+    assert logits is not None
+    none = torch.empty(0, dtype=torch.int64, device=decoder.device)
+    loader = KVLoader(decoder, None, pool, sequence, (), length)
+    return Prefilled(plan, pool, sequence, PrefillResult(logits[-1:], none), loader, time.perf_counter() - start)
+
+
+def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
+    """||ours - reference|| / ||reference|| of each pair of equal shapes (0 where the reference is all zero)."""
+    if not ours:
+        return []
+    found = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(ours, reference, strict=True)]
+    return [float(x) for x in torch.stack(found).tolist()]
+
+
+def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
+    """K (rotated) and V of the chunks' tokens, fp32, a layer each."""
+    spans = [torch.arange(s.start, s.end) for s in done.plan.chunks]
+    positions = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+    slots = done.sequence.slots(positions.to(done.pool.device))
+
+    def rows(cache: Tensor) -> Tensor:
+        return cache.view(-1, *cache.shape[2:])[slots].float()
+
+    return [rows(k) for k in done.pool.k], [rows(v) for v in done.pool.v]
+
+
+class _Attended:
+    """Gathers the attention output of teacher forcing, layer by layer; a later pass adds its rows below."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._parts: list[list[Tensor]] = [[] for _ in range(num_layers)]
+
+    def add(self, layer: int, output: Tensor) -> None:
+        self._parts[layer].append(output.float())
+
+    @property
+    def layers(self) -> list[Tensor]:
+        return [torch.cat(parts) for parts in self._parts]

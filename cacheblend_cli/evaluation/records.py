@@ -1,0 +1,118 @@
+"""One record a sample and setting, streamed to a file of JSON lines that a later run resumes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from cacheblend_cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one setting did on one sample.
+
+    Against full prefill (empty or None for full prefill itself): kl and top1 hold one entry a token of full prefill's
+    answer, the first of them is the first answer token; k_error, v_error, attention_error are relative RMSEs, one a
+    layer; same_answer, f1_full and rouge_full compare the answers' texts. Against the references (None without any):
+    exact_match, f1, rouge_l. Seconds: ttft_s as `ask` counts it.
+    """
+
+    key: str
+    label: str
+    sample: str
+    answer: str
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    recomputed_tokens: int
+    recompute_fraction: float
+    ttft_s: float
+    prefill_s: float
+    kl: tuple[float, ...] = ()
+    top1: tuple[bool, ...] = ()
+    k_error: tuple[float, ...] = ()
+    v_error: tuple[float, ...] = ()
+    attention_error: tuple[float, ...] = ()
+    same_answer: bool | None = None
+    f1_full: float | None = None
+    rouge_full: float | None = None
+    exact_match: bool | None = None
+    f1: float | None = None
+    rouge_l: float | None = None
+    tags: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """Raises ValueError or TypeError for what is no record."""
+        row: Any = json.loads(line)
+        if not isinstance(row, dict) or set(row) - {f.name for f in fields(cls)}:
+            raise ValueError("not a record of cacheblend eval")
+        named: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        return cls(**named)
+
+
+class RecordFile:
+    """Records by key, kept in memory and, with a path, in a file: each is there as soon as it is measured.
+
+    A last line without its end is what an interrupted run left: it is cut off. Raises UsageError for other bad lines.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._records: dict[str, Record] = {}
+        self._stream: TextIO | None = None
+        if path is None:
+            return
+        try:
+            for line, number in self._lines(path):
+                try:
+                    record = Record.from_json(line)
+                except (ValueError, TypeError) as error:
+                    raise UsageError(
+                        f"{path}:{number} is no record of cacheblend eval: {error}", "name another file"
+                    ) from error
+                self._records[record.key] = record
+            self._stream = path.open("a", encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot use {path}: {error}", "check the path and its permissions") from error
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, key: str) -> Record | None:
+        return self._records.get(key)
+
+    def add(self, record: Record) -> None:
+        self._records[record.key] = record
+        if self._stream is not None:
+            self._stream.write(record.to_json() + "\n")
+            self._stream.flush()
+
+    @staticmethod
+    def _lines(path: Path) -> Iterator[tuple[str, int]]:
+        if not path.exists():
+            return
+        data = path.read_bytes()
+        whole, torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+        number = 0
+        for number, line in enumerate(whole.decode("utf-8").split("\n")[:-1], 1):
+            if line.strip():
+                yield line, number
+        if torn:
+            if not b'{"key": "'.startswith(torn[:9]):  # what is cut off must be ours
+                raise UsageError(f"{path}:{number + 1} is no record of cacheblend eval", "name another file")
+            with path.open("r+b") as stream:
+                stream.truncate(len(whole))

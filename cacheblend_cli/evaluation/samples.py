@@ -1,0 +1,174 @@
+"""Questions that bring their own contexts, and how they are read from JSON and JSON lines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+
+_HINT = 'a sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True)
+class Context:
+    """One chunk of a prompt. before: the texts that stand before it in its page, in order (its left context)."""
+
+    text: str
+    title: str = ""
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question, its references (none: fidelity to full prefill only) and the chunks of its prompt, in order.
+
+    tags: what else the data says of it, for reporting apart.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    contexts: tuple[Context, ...]
+    tags: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(c.text for c in self.contexts)
+
+    @property
+    def digest(self) -> str:
+        """Names the sample: 128 bits over everything but the tags."""
+        told = [self.question, self.answers, [(c.text, c.title, c.before) for c in self.contexts]]
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+
+
+def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
+    """Contexts in which neighbours of one title are chunks of one page. Without a title each is a page of its own."""
+    out: list[Context] = []
+    for title, text in zip(titles, texts, strict=True):
+        follows = title and out and out[-1].title == title
+        out.append(Context(text, title, (*out[-1].before, out[-1].text) if follows else ()))
+    return tuple(out)
+
+
+def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
+    """The samples of a file: a JSON list of them, or JSON values one after another (JSON lines, or a single object).
+
+    Raises UsageError naming file and line for what is no sample.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} has invalid UTF-8 at byte {error.start}", "convert it to UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "check the path and its permissions") from error
+    return parse_samples(text, str(path), limit)
+
+
+def parse_samples(text: str, name: str, limit: int | None = None) -> list[Sample]:
+    """As read_samples, from text. name: what errors call the file."""
+    samples: list[Sample] = []
+    for value, line in _values(text, name):
+        if limit is not None and len(samples) >= limit:
+            break
+        samples.append(_sample(value, f"{name}:{line}"))
+    if not samples and limit != 0:
+        raise UsageError(f"there is no sample in {name}", _HINT)
+    return samples
+
+
+def _values(text: str, name: str) -> Iterator[tuple[Any, int]]:
+    """Each value of a list, or of a stream of values, with the line it begins on."""
+    decoder = json.JSONDecoder()
+
+    def skip(at: int) -> int:
+        found = _SPACE.match(text, at)
+        assert found is not None
+        return found.end()
+
+    def line(at: int) -> int:
+        return text.count("\n", 0, at) + 1
+
+    at = skip(0)
+    listed = text[at : at + 1] == "["
+    at = skip(at + 1) if listed else at
+    if listed and text[at : at + 1] == "]":
+        return
+    number, counted = line(at), at  # counted on from value to value: a file has many lines
+    while at < len(text):
+        number, counted = number + text.count("\n", counted, at), at
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except ValueError as error:
+            where = getattr(error, "lineno", number)
+            raise UsageError(f"{name}:{where} is no JSON: {getattr(error, 'msg', error)}", _HINT) from error
+        yield value, number
+        at = skip(end)
+        if listed:
+            if text[at : at + 1] == "]":
+                return
+            if text[at : at + 1] != ",":
+                raise UsageError(f"{name}:{line(at)} is no JSON list: a comma or ] is missing", _HINT)
+            at = skip(at + 1)
+    if listed:
+        raise UsageError(f"{name}:{line(at)} is no JSON list: it does not end", _HINT)
+
+
+def _sample(row: Any, place: str) -> Sample:
+    if not isinstance(row, dict):
+        raise UsageError(f"{place} is no JSON object", _HINT)
+    if "chunk_num" in row:
+        return _numbered(row, place)
+    question = _question(row, "question", place)
+    ctxs = row.get("ctxs")
+    if not isinstance(ctxs, list) or not ctxs:
+        raise UsageError(f"{place} has no ctxs, a list with at least one context", _HINT)
+    titles, texts = [], []
+    for i, ctx in enumerate(ctxs):
+        text = ctx.get("text") if isinstance(ctx, dict) else None
+        title = ctx.get("title") if isinstance(ctx, dict) else None
+        if not isinstance(text, str) or not text.strip() or not isinstance(title, str | None):
+            raise UsageError(f"{place} has a context without a text: number {i + 1} of ctxs", _HINT)
+        titles.append(title or "")
+        texts.append(text)
+    tags = {k: v for k, v in row.items() if k not in ("question", "answers", "ctxs")}
+    return Sample(question, _answers(row, place), pages(titles, texts), tags)
+
+
+def _numbered(row: dict[str, Any], place: str) -> Sample:
+    """{"0": text, ..., "chunk_num": n, "query": text}: chunks cut from anywhere, so each is a page of its own."""
+    count = row["chunk_num"]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError(f"{place} has a chunk_num that is no whole number of 1 or more", _HINT)
+    texts = [row.get(str(i)) for i in range(count)]
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f'{place} has no text "{i}", and chunk_num is {count}', _HINT)
+    contexts = tuple(Context(str(text)) for text in texts)
+    return Sample(_question(row, "query", place), _answers(row, place), contexts)
+
+
+def _question(row: dict[str, Any], name: str, place: str) -> str:
+    question = row.get(name)
+    if not isinstance(question, str) or not question.strip():
+        raise UsageError(f"{place} has no {name}", _HINT)
+    return question.strip()
+
+
+def _answers(row: dict[str, Any], place: str) -> tuple[str, ...]:
+    """A list, or a list of lists, of texts; no answers are an empty list."""
+    answers = row.get("answers")
+    if answers is None:
+        return ()
+    found: list[Any] = []
+    for answer in answers if isinstance(answers, list) else [None]:
+        found += answer if isinstance(answer, list) else [answer]
+    if not all(isinstance(answer, str) for answer in found):
+        raise UsageError(f"{place} has answers that are no list of texts", _HINT)
+    return tuple(found)

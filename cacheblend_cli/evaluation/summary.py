@@ -1,0 +1,133 @@
+"""What the records of a run say of each setting: means, intervals, and the distance from full prefill and from reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, Interval, difference, mean, normalised, pooled
+from cacheblend_cli.evaluation.evaluate import Results
+from cacheblend_cli.evaluation.records import Record
+from cacheblend_cli.evaluation.settings import Setting
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One setting over all samples. Intervals are 95 % paired bootstraps over the samples.
+
+    exact_match, f1, rouge_l, f1_difference (to full prefill) and norm_f1 are against the references (None without);
+    norm_f1 also needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None
+    for full prefill itself: top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer;
+    kl_worst: the largest KL within each answer, averaged.
+    Errors are mean relative RMSEs, one a layer. ratio: as asked. recomputed: tokens recomputed over tokens that are
+    reusable and inexact. budget: fresh token-layers over layers x reusable tokens. Seconds are medians.
+    """
+
+    label: str
+    setting: dict[str, Any]
+    samples: int
+    exact_match: Interval | None
+    f1: Interval | None
+    rouge_l: Interval | None
+    f1_difference: Interval | None
+    norm_f1: Interval | None
+    same_answer: Interval | None
+    f1_full: Interval | None
+    rouge_full: Interval | None
+    top1_first: Interval | None
+    top1: Interval | None
+    kl_first: Interval | None
+    kl: Interval | None
+    kl_worst: Interval | None
+    k_error: list[float]
+    v_error: list[float]
+    attention_error: list[float]
+    ratio: float
+    recomputed: float
+    budget: float
+    ttft_s: float
+    prefill_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(
+    results: Results,
+    *,
+    baseline: str | None = None,
+    keep: Callable[[Record], bool] = lambda record: True,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> list[Summary]:
+    """A summary a setting, in order.
+
+    baseline: the label NormF1 counts from, by default the first setting that reuses all and repairs nothing. keep: which
+    samples count; it is asked about full prefill's records (for example by tag), so that all settings keep the same.
+    """
+    kept = [i for i, record in enumerate(results.full) if keep(record)]
+    columns = {label: [records[i] for i in kept] for label, records in results.by_label.items()}
+    full = next(columns[s.label] for s in results.settings if s.is_full)
+    if baseline is None:
+        baseline = next((s.label for s in results.settings if s.reuses and s.blend.effective_ratio() == 0), None)
+    reuse = columns[baseline] if baseline else []
+    bootstrap = Bootstrap(len(kept), resamples, seed)
+    return [_summary(s, columns[s.label], full, reuse, bootstrap) for s in results.settings]
+
+
+def _summary(
+    setting: Setting, records: list[Record], full: list[Record], reuse: list[Record], bootstrap: Bootstrap
+) -> Summary:
+    def of(name: str) -> Interval | None:
+        values = [getattr(r, name) for r in records]
+        return None if None in values else bootstrap.interval(mean, values)
+
+    def against(statistic: Callable[..., Any], *others: list[Record]) -> Interval | None:
+        values = [[r.f1 for r in column if r.f1 is not None] for column in (records, *others)]
+        return bootstrap.interval(statistic, *values) if all(len(v) == len(records) for v in values) else None
+
+    def first(name: str) -> Interval | None:
+        return None if setting.is_full else bootstrap.interval(mean, [getattr(r, name)[0] for r in records])
+
+    def tokens(name: str) -> Interval | None:
+        if setting.is_full:
+            return None
+        sums = [sum(getattr(r, name)) for r in records]
+        return bootstrap.interval(pooled, sums, [len(getattr(r, name)) for r in records])
+
+    return Summary(
+        label=setting.label,
+        setting=setting.to_dict(),
+        samples=len(records),
+        exact_match=of("exact_match"),
+        f1=of("f1"),
+        rouge_l=of("rouge_l"),
+        f1_difference=None if setting.is_full else against(difference, full),
+        norm_f1=against(normalised, reuse, full) if setting.reuses else None,
+        same_answer=of("same_answer"),
+        f1_full=of("f1_full"),
+        rouge_full=of("rouge_full"),
+        top1_first=first("top1"),
+        top1=tokens("top1"),
+        kl_first=first("kl"),
+        kl=tokens("kl"),
+        kl_worst=None if setting.is_full else bootstrap.interval(mean, [max(r.kl) for r in records]),
+        k_error=_layers([r.k_error for r in records]),
+        v_error=_layers([r.v_error for r in records]),
+        attention_error=_layers([r.attention_error for r in records]),
+        ratio=setting.blend.effective_ratio(),
+        recomputed=_share([r.recomputed_tokens for r in records], [r.cached_tokens - r.exact_tokens for r in records]),
+        budget=fmean(r.recompute_fraction for r in records) if records else 0.0,
+        ttft_s=median(r.ttft_s for r in records) if records else 0.0,
+        prefill_s=median(r.prefill_s for r in records) if records else 0.0,
+    )
+
+
+def _layers(errors: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*(e for e in errors if e), strict=True)]
+
+
+def _share(parts: Sequence[int], wholes: Sequence[int]) -> float:
+    return sum(parts) / sum(wholes) if sum(wholes) else 0.0
