@@ -77,41 +77,34 @@ def _ask_three(engine: Engine, store: ChunkStore, output: Output, json: bool) ->
 
 
 def _table(engine: Engine, store: ChunkStore, count: int, output: Output, json: bool) -> None:
-    from cacheblend_cli.evaluation.demo_table import demo_samples, demo_table, gap_closed
+    from cacheblend_cli.evaluation.demo_table import accuracy, demo_samples, demo_table, gap_closed
 
     samples = demo_samples(count)
     with output.progress("held-out questions") as bar:
-        done = 0
-
-        def on_sample() -> None:
-            nonlocal done
-            done += 1
-            bar(done, len(samples), "")
-
-        scores = demo_table(engine, store, samples, on_sample)
+        summaries = demo_table(engine, store, samples, lambda done, total, text: bar(done, total, ""))
     if json:
-        for s in scores:
+        for s in summaries:
             output.json(
                 {
                     "setting": s.label,
                     "questions": s.samples,
-                    "correct": s.correct,
-                    "f1": s.mean_f1,
+                    "correct": round(accuracy(s) * s.samples),
+                    "f1": s.f1.value if s.f1 else None,
                     "ttft_s": s.ttft_s,
-                    "recompute_fraction": s.recompute_fraction,
+                    "recompute_fraction": s.budget,
                 }
             )
         return
     rows = []
-    for i, s in enumerate(scores):
-        closed = gap_closed(scores, i) if i > 1 else None
+    for i, s in enumerate(summaries):
+        closed = gap_closed(summaries, i) if i > 1 else None
         rows.append(
             (
                 s.label,
-                f"{s.correct}/{s.samples}",
-                f"{s.accuracy:.0%}",
+                f"{round(accuracy(s) * s.samples)}/{s.samples}",
+                f"{accuracy(s):.0%}",
                 f"{s.ttft_s * 1000:.1f} ms",
-                f"{s.recompute_fraction:.0%}",
+                f"{s.budget:.0%}",
                 "" if closed is None else f"{closed:.0%}",
             )
         )

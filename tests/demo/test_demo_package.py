@@ -9,7 +9,11 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, heldout_path, model_dir, questions
-from cacheblend_cli.evaluation.heldout import read_samples, score, store_texts
+from cacheblend_cli.evaluation.demo_table import accuracy
+from cacheblend_cli.evaluation.evaluate import FULL, evaluate
+from cacheblend_cli.evaluation.samples import read_samples
+from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.summary import summarise
 
 
 def test_sizes_and_counts() -> None:
@@ -39,17 +43,12 @@ def test_a_later_paragraph_does_not_name_its_subject() -> None:
 def test_full_prefill_answers_and_reuse_does_worse(tmp_path: Path) -> None:
     engine = Engine.load(EngineConfig())
     samples = [s for s in read_samples(heldout_path()) if s.tags["names"] == "known" and s.tags["across"]][::12]
+    settings = [FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("all", BlendConfig(ratio=1.0))]
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
-        keys = store_texts(engine, store, [t for s in samples for t in s.texts])
-        settings = [
-            ("full", BlendConfig(mode="full")),
-            ("reuse", BlendConfig(mode="reuse")),
-            ("all", BlendConfig(ratio=1.0)),
-        ]
-        full, reuse, everything = score(engine, store, samples, keys, settings)
-    assert full.accuracy >= 0.85
-    assert reuse.accuracy <= full.accuracy - 0.2
-    assert everything.correct == full.correct
+        full, reuse, everything = summarise(evaluate(engine, store, samples, settings, max_tokens=24))
+    assert accuracy(full) >= 0.85
+    assert accuracy(reuse) <= accuracy(full) - 0.2
+    assert accuracy(everything) == accuracy(full)
 
 
 def test_the_handbook_is_cut_into_paragraphs() -> None:

@@ -1,0 +1,91 @@
+"""Reading questions with their contexts: the two forms, lists and streams, and what is said of bad data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_cli.demo import heldout_path
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.evaluation.samples import Context, parse_samples, read_samples
+
+ROW = {"question": "Who?", "answers": ["Mara"], "ctxs": [{"title": "A", "text": "one"}, {"title": "A", "text": "two"}]}
+
+
+def test_json_lines_a_list_and_a_single_object_read_alike() -> None:
+    lines = "\n".join(json.dumps(ROW) for _ in range(3))
+    listed = json.dumps([ROW] * 3, indent=2)
+    assert parse_samples(lines, "x") == parse_samples(listed, "x")
+    assert len(parse_samples(lines, "x")) == 3
+    assert parse_samples(json.dumps(ROW, indent=1), "x") == parse_samples(lines, "x", limit=1)
+
+
+def test_answers_may_be_a_list_of_lists_or_absent() -> None:
+    assert parse_samples(json.dumps({**ROW, "answers": [["a", "b"], ["c"]]}), "x")[0].answers == ("a", "b", "c")
+    assert parse_samples(json.dumps({"question": "Who?", "ctxs": ROW["ctxs"]}), "x")[0].answers == ()
+
+
+def test_numbered_chunks_with_a_query() -> None:
+    [sample] = parse_samples(json.dumps({"0": "one", "1": "two", "chunk_num": 2, "query": "\n\nWho?"}), "x")
+    assert (sample.question, sample.texts, sample.answers) == ("Who?", ("one", "two"), ())
+    assert all(not c.before for c in sample.contexts)
+
+
+def test_neighbours_of_one_title_are_one_page() -> None:
+    titles = ["A", "A", "B", "A", "", ""]
+    [sample] = parse_samples(
+        json.dumps({"question": "q", "ctxs": [{"title": t, "text": str(i)} for i, t in enumerate(titles)]}), "x"
+    )
+    assert [c.before for c in sample.contexts] == [(), ("0",), (), (), (), ()]
+    assert sample.contexts[1] == Context("1", "A", ("0",))
+
+
+def test_other_fields_are_tags_and_do_not_name_the_sample() -> None:
+    plain, tagged = parse_samples(json.dumps(ROW) + json.dumps({**ROW, "hops": 2}), "x")
+    assert tagged.tags == {"hops": 2}
+    assert plain.digest == tagged.digest
+    other = parse_samples(json.dumps({**ROW, "answers": ["Jonas"]}), "x")[0]
+    assert other.digest != plain.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps(ROW) + "\n{oops", "data.jsonl:2 is no JSON"),
+        (json.dumps(ROW) + "\n\n" + json.dumps({**ROW, "question": " "}), "data.jsonl:3 has no question"),
+        (json.dumps([ROW, {**ROW, "ctxs": []}], indent=0), "data.jsonl:18 has no ctxs"),
+        (json.dumps({**ROW, "ctxs": [{"text": "a"}, {"title": "b"}]}), "data.jsonl:1 has a context without a text: number 2"),
+        (json.dumps({**ROW, "answers": "Mara"}), "data.jsonl:1 has answers that are no list of texts"),
+        (json.dumps({**ROW, "answers": [1]}), "data.jsonl:1 has answers"),
+        ('{"0": "a", "chunk_num": 2, "query": "q"}', 'data.jsonl:1 has no text "1"'),
+        ('{"0": "a", "chunk_num": true, "query": "q"}', "data.jsonl:1 has a chunk_num"),
+        ('{"0": "a", "chunk_num": 1}', "data.jsonl:1 has no query"),
+        ("[1]", "data.jsonl:1 is no JSON object"),
+        ("[", "data.jsonl:1 is no JSON list: it does not end"),
+        (f"[{json.dumps(ROW)}\n{json.dumps(ROW)}]", "data.jsonl:2 is no JSON list: a comma or ] is missing"),
+        ("", "there is no sample in data.jsonl"),
+        ("[]", "there is no sample in data.jsonl"),
+    ],
+)  # fmt: skip
+def test_bad_data_is_named_by_file_and_line(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_samples(text, "data.jsonl")
+    assert said in caught.value.message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes('{"question": "caf\xe9"}'.encode("latin-1"))
+    for name, said in (("latin", "invalid UTF-8"), ("gone", "cannot read"), (".", "cannot read")):
+        with pytest.raises(UsageError, match=said):
+            read_samples(tmp_path / name)
+
+
+def test_the_held_out_questions_are_samples_of_several_chunks_a_page() -> None:
+    samples = read_samples(heldout_path(), limit=20)
+    assert len(samples) == 20
+    assert all(any(c.before for c in s.contexts) for s in samples)
+    tags: set[Any] = set().union(*(s.tags for s in samples))
+    assert {"across", "names"} <= tags
