@@ -1,0 +1,169 @@
+"""Random inputs for the kernel measurements and checks, made on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from cacheblend_kernels import AttentionMetadata
+from torch import Tensor
+
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """q [num_rows, num_heads, head_dim]; pools [num_blocks, block_size, num_kv_heads, head_dim]; where all lies."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMetadata
+
+    def to_float8(self, scales: Tensor) -> AttentionInputs:
+        """The pools as float8_e4m3fn, divided by scales [num_kv_heads] fp32."""
+        k, v = (
+            (cache.float() / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for cache in (self.k_cache, self.v_cache)
+        )
+        return replace(self, k_cache=k, v_cache=v)
+
+
+def attention_inputs(
+    positions: list[Tensor],
+    kv_lens: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = BLOCK_SIZE,
+    contiguous: bool = False,
+    dense: bool = False,
+    seed: int = 0,
+) -> AttentionInputs:
+    """positions: of the rows of each sequence, sorted, on the CPU. The pool holds NaN wherever no key lies."""
+    gen = torch.Generator(device).manual_seed(seed)
+    counts = [-(-n // block_size) for n in kv_lens]
+    num_blocks = sum(counts) + 1  # block 0 belongs to nobody and pads the tables
+    order = torch.arange(1, num_blocks)
+    if not contiguous:
+        order = order[torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed))]
+    table = torch.zeros(len(kv_lens), max(counts), dtype=torch.int32)
+    pools = [
+        torch.randn(num_blocks, block_size, num_kv_heads, head_dim, device=device, dtype=dtype, generator=gen)
+        for _ in range(2)
+    ]
+    taken = 0
+    for seq, (n, count) in enumerate(zip(kv_lens, counts, strict=True)):
+        blocks = order[taken : taken + count]
+        table[seq, :count] = blocks.int()
+        taken += count
+        for pool in pools:
+            pool[int(blocks[-1]), n - (count - 1) * block_size :] = torch.nan
+    for pool in pools:
+        pool[0] = torch.nan
+    flat = torch.cat(positions)
+    q = torch.randn(len(flat), num_heads, head_dim, device=device, dtype=dtype, generator=gen)
+    cu_rows = torch.tensor([0, *(len(rows) for rows in positions)]).cumsum(0).int()
+    meta = AttentionMetadata(
+        positions=flat.to(device),
+        cu_rows=cu_rows.to(device),
+        block_table=table.to(device),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        contiguous_slot=block_size if contiguous else -1,
+        dense=dense,
+        max_rows=max(map(len, positions)),
+        max_kv_len=max(kv_lens),
+    )
+    return AttentionInputs(q, *pools, meta)
+
+
+def scattered_positions(length: int, num_rows: int, *, run: int = 1, seed: int = 0) -> Tensor:
+    """num_rows sorted distinct positions below length, in runs of `run` where they fit; int64, CPU."""
+    gen = torch.Generator().manual_seed(seed)
+    starts = torch.randperm(length // run, generator=gen)[: -(-num_rows // run)] * run
+    return (starts[:, None] + torch.arange(run)).flatten().sort().values[:num_rows]
+
+
+def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: torch.device) -> AttentionInputs:
+    """One prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged, scattered P%, runs P%, suffix.
+
+    Scattered and runs: P percent of the rows before the suffix, and the suffix; paged, as a busy pool is.
+    """
+    word, _, share = kind.partition(" ")
+    last = torch.arange(length - suffix, length)
+    if word == "full":
+        positions = torch.arange(length)
+    elif word == "suffix":
+        positions = last
+    else:
+        chosen = round((length - suffix) * float(share.rstrip("%")) / 100)
+        run = 8 if word == "runs" else 1
+        positions = torch.cat((scattered_positions(length - suffix, chosen, run=run), last))
+    return attention_inputs(
+        [positions],
+        [length],
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        device,
+        contiguous=kind == "full",
+        dense=word in ("full", "suffix"),
+    )
+
+
+def decode_inputs(shape: Shape, batch: int, length: int, device: torch.device, seed: int = 0) -> AttentionInputs:
+    """One row a sequence at the last of `length` positions, in scattered blocks."""
+    return attention_inputs(
+        [torch.tensor([length - 1])] * batch,
+        [length] * batch,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        device,
+        seed=seed,
+    )
+
+
+def rope_tables(num_rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin [num_rows, head_dim] fp32 of the positions 0..num_rows-1."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device).double() / head_dim)
+    angles = (torch.arange(num_rows, device=device)[:, None] * frequencies).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def stored_kv(codec: str, num_rows: int, shape: Shape, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """K and V as `KernelBackend.load_kv` takes them: k, v and, by codec, k_scale, v_scale, k_zero, v_zero."""
+    gen = torch.Generator(device).manual_seed(seed)
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    plain = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    values = [torch.randn(num_rows, heads, dim, device=device, generator=gen) for _ in range(2)]
+    if codec in plain:
+        return dict(zip("kv", (x.to(plain[codec]) for x in values), strict=True))
+    if codec == "fp8":
+        scales = [x.abs().amax((0, 2)) / 448 for x in values]
+        codes = [(x / s[:, None]).to(torch.float8_e4m3fn) for x, s in zip(values, scales, strict=True)]
+        return {"k": codes[0], "v": codes[1], "k_scale": scales[0], "v_scale": scales[1]}
+    width = dim if codec == "int8" else dim // 2
+    k, v = (
+        torch.randint(0, 256, (num_rows, heads, width), device=device, generator=gen).to(torch.uint8) for _ in range(2)
+    )
+    groups = -(-num_rows // 32)
+    sizes = {"k": (groups, heads, dim), "v": (num_rows, heads, 1)}
+    made = {"k": k, "v": v}
+    for part, size in sizes.items():
+        made[f"{part}_scale"] = torch.rand(size, device=device, generator=gen) / (255 if codec == "int8" else 15)
+        made[f"{part}_zero"] = torch.randn(size, device=device, generator=gen)
+    return made

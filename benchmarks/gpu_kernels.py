@@ -1,0 +1,364 @@
+"""Each kernel's speed beside the ceiling of what it is bound by, and its numbers beside fp64, on one device.
+
+`gpu_check.py` imports three functions from here: `run_kernel_checks`, `measure_ceilings`, `measure_kernels`. They
+return plain dicts. To run this file alone:
+
+    python benchmarks/gpu_kernels.py [--device cuda] [--tiny] [--only prefill_attention]
+
+Every line runs on the CPU too (`--device cpu --tiny`), on the torch backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_kernels import KernelBackend, KernelError, select_backend
+from gpu_checks import run_kernel_checks
+from gpu_inputs import Shape, decode_inputs, prefill_inputs, rope_tables, stored_kv
+from gpu_timing import Call, median_seconds, num_input_sets
+from torch import Tensor
+
+__all__ = ["measure_ceilings", "measure_kernels", "run_kernel_checks"]
+
+LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
+LLAMA_1B = Shape("llama-3.2-1b", num_heads=32, num_kv_heads=8, head_dim=64, hidden=2048, intermediate=8192)
+TINY = Shape("tiny", num_heads=4, num_kv_heads=2, head_dim=32, hidden=128, intermediate=256)
+SUFFIX = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """One measurement: the calls (same work, different inputs) and what one of them must do at the least.
+
+    bound: the ceiling it is held against: "copy" (bytes through device memory), "matmul" (flops) or "host" (bytes over
+    the bus).
+    """
+
+    kernel: str
+    case: str
+    calls: Sequence[Call]
+    bound: str
+    num_bytes: int = 0
+    flops: int = 0
+    graph: bool = True
+
+
+def measure_ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """What the device can do: device_copy_gb_s (bytes read + written), matmul_tflop_s (bf16), host_to_device_gb_s and
+    device_to_host_gb_s (pinned memory)."""
+    size = 1 << (20 if tiny else 31)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255) for _ in range(2))
+    copy = median_seconds([partial(target.copy_, source)], device, reps=10)
+    n = 256 if tiny else 8192
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    matmul = median_seconds([partial(torch.matmul, a, b)], device, reps=10)
+    pinned = torch.empty(1 << (20 if tiny else 28), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(pinned, device=device).random_(0, 255)
+    up = median_seconds([partial(there.copy_, pinned, non_blocking=True)], device, reps=10, graph=False)
+    down = median_seconds([partial(pinned.copy_, there, non_blocking=True)], device, reps=10, graph=False)
+    return {
+        "device_copy_gb_s": 2 * size / copy / 1e9,
+        "matmul_tflop_s": 2 * n**3 / matmul / 1e12,
+        "host_to_device_gb_s": pinned.numel() / up / 1e9,
+        "device_to_host_gb_s": pinned.numel() / down / 1e9,
+    }
+
+
+def measure_kernels(
+    device: torch.device, tiny: bool, ceilings: dict[str, Any], only: str | None = None
+) -> list[dict[str, Any]]:
+    """Rows {kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes are each input read and output written once.
+
+    ceilings: what `measure_ceilings` returned. only: one kernel's name. A backend that cannot run here is left out.
+    """
+    bounds = {"copy": "device_copy_gb_s", "matmul": "matmul_tflop_s", "up": "host_to_device_gb_s"}
+    bounds["down"] = "device_to_host_gb_s"
+    rows = []
+    for make in _WORK:
+        if only is not None and make.__name__ != f"_{only}":
+            continue
+        for work in make(device, tiny):
+            seconds = median_seconds(work.calls, device, reps=3 if tiny else 20, graph=work.graph)
+            unit, speed = (
+                ("tflop_s", work.flops / seconds / 1e12)
+                if work.bound == "matmul"
+                else ("gb_s", work.num_bytes / seconds / 1e9)
+            )
+            ceiling = ceilings[bounds[work.bound]]
+            row = {"kernel": work.kernel, "case": work.case, "seconds": seconds, unit: speed}
+            rows.append({**row, "ceiling": ceiling, "share": speed / ceiling})
+            del work
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def _backends(device: torch.device) -> list[KernelBackend]:
+    """What may take an attention launch here: ours, and xformers where it imports and there is a GPU."""
+    found = [select_backend("auto", device)]
+    if device.type == "cuda":
+        try:
+            found.append(select_backend("xformers", device))
+        except KernelError as error:
+            print(f"xformers is left out: {error.message}", file=sys.stderr)
+    return found
+
+
+def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
+    for shape in (TINY,) if tiny else (LLAMA_8B, LLAMA_1B):
+        for length in (96,) if tiny else (4096, 16384):
+            for kind in ("full", "full paged", "scattered 5%", "scattered 15%", "runs 15%", "suffix"):
+                inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
+                scale = shape.head_dim**-0.5
+                seen = int((inputs.meta.positions + 1).sum())
+                flops = 4 * shape.num_heads * shape.head_dim * seen
+                for backend in _backends(device):
+                    if backend.name == "xformers" and kind != "full":
+                        continue  # the same kernel as ours
+                    pools = inputs.k_cache, inputs.v_cache
+                    call = partial(backend.prefill_attention, inputs.q, *pools, inputs.meta, scale=scale)
+                    case = f"{shape.name} N={length} {kind}, {inputs.q.shape[0]} rows, {backend.name}"
+                    yield Work("prefill_attention", case, [call], "matmul", flops=flops)
+                if kind == "full":
+                    yield Work(
+                        "prefill_attention",
+                        f"{shape.name} N={length} {kind}, torch SDPA",
+                        [_sdpa(inputs, length, scale)],
+                        "matmul",
+                        flops=flops,
+                    )
+
+
+def _sdpa(inputs: Any, length: int, scale: float) -> Call:
+    """torch's own causal attention over the same keys, for comparison."""
+    q = inputs.q.transpose(0, 1)[None]
+    first = inputs.meta.contiguous_slot
+    k, v = (
+        cache.view(-1, *cache.shape[2:])[first : first + length].transpose(0, 1)[None].contiguous()
+        for cache in (inputs.k_cache, inputs.v_cache)
+    )
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    )
+
+
+def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
+    for shape in (TINY,) if tiny else (LLAMA_8B, LLAMA_1B):
+        for batch, length in ((1, 96), (2, 64)) if tiny else ((1, 4096), (1, 16384), (8, 4096), (8, 16384), (64, 4096)):
+            per_call = 2 * batch * length * shape.num_kv_heads * shape.head_dim * 2
+            sets = num_input_sets(per_call, device)
+            inputs = [decode_inputs(shape, batch, length, device, seed) for seed in range(sets)]
+            for backend in _backends(device):
+                calls = [_decode_call(backend, one, shape, length) for one in inputs]
+                case = f"{shape.name} batch {batch}, context {length}, {backend.name}"
+                yield Work("decode_attention", case, calls, "copy", num_bytes=per_call)
+            if shape is not LLAMA_1B:
+                scales = torch.full((shape.num_kv_heads,), 0.02, device=device)
+                calls = [
+                    _decode_call(_backends(device)[0], one.to_float8(scales), shape, length, scales) for one in inputs
+                ]
+                case = f"{shape.name} batch {batch}, context {length}, float8 pool"
+                yield Work("decode_attention", case, calls, "copy", num_bytes=per_call // 2)
+
+
+def _decode_call(backend: KernelBackend, one: Any, shape: Shape, length: int, scales: Tensor | None = None) -> Call:
+    return lambda: backend.decode_attention(
+        one.q,
+        one.k_cache,
+        one.v_cache,
+        one.meta.block_table,
+        one.meta.kv_lens,
+        scale=shape.head_dim**-0.5,
+        max_kv_len=length,
+        k_scale=scales,
+        v_scale=scales,
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """num_rows rows of a layer's projections, tables and a pool, bf16."""
+
+    shape: Shape
+    num_rows: int
+    fused: Tensor
+    cos: Tensor
+    sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        s = self.shape
+        q, k, v = self.fused.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
+        return q, k, v
+
+    @property
+    def kv_numbers(self) -> int:
+        return self.num_rows * self.shape.num_kv_heads * self.shape.head_dim
+
+
+def _rows(device: torch.device, tiny: bool, per_row: int) -> list[_Rows]:
+    """Input sets that outgrow the cache; per_row: bytes a row that the call moves."""
+    shape, num_rows = (TINY, 64) if tiny else (LLAMA_8B, 4096)
+    made = []
+    for seed in range(num_input_sets(num_rows * per_row, device)):
+        torch.manual_seed(seed)
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        fused = torch.randn(num_rows, heads, shape.head_dim, device=device, dtype=torch.bfloat16)
+        pool = (num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
+        caches = [torch.randn(pool, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        slots = torch.randperm(num_rows, device=device)
+        made.append(_Rows(shape, num_rows, fused, *rope_tables(num_rows, shape.head_dim, device), *caches, slots))
+    return made
+
+
+def _rope_and_cache(device: torch.device, tiny: bool) -> Iterator[Work]:
+    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
+    per_row = 2 * (2 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim + 8 * shape.head_dim + 8
+    sets = _rows(device, tiny, per_row)
+    calls: list[Call] = [
+        partial(backend.rope_and_cache, *r.parts, r.cos, r.sin, r.k_cache, r.v_cache, r.slots) for r in sets
+    ]
+    yield Work("rope_and_cache", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
+    per_row = 4 * shape.num_heads * shape.head_dim + 8 * shape.head_dim
+    calls = [partial(backend.rope, r.parts[0], r.cos, r.sin) for r in sets]
+    yield Work("rope", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
+
+
+def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
+    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
+    width = shape.num_kv_heads * shape.head_dim
+    for codec in ("bf16", "fp16", "fp8", "int8", "int4"):
+        per_row = 2 * 2 * width + 8 * shape.head_dim  # pool written, tables read; the stored form is added below
+        sets = _rows(device, tiny, per_row)
+        stored = [stored_kv(codec, r.num_rows, shape, device, seed) for seed, r in enumerate(sets)]
+        read = sum(t.numel() * t.element_size() for t in stored[0].values())
+        calls: list[Call] = [
+            partial(
+                backend.load_kv,
+                cos=r.cos,
+                sin=r.sin,
+                k_cache=r.k_cache,
+                v_cache=r.v_cache,
+                slot_mapping=r.slots,
+                first_slot=0,
+                **s,
+            )
+            for r, s in zip(sets, stored, strict=True)
+        ]
+        num_rows = sets[0].num_rows
+        yield Work("load_kv", f"{codec}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows + read)
+
+
+def _kv_deviation(device: torch.device, tiny: bool) -> Iterator[Work]:
+    shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
+    for kind in ("v", "k", "kv"):
+        per_row = 2 * 2 * shape.num_kv_heads * shape.head_dim * len(kind)
+        sets = _rows(device, tiny, per_row)
+        calls: list[Call] = [
+            partial(backend.kv_deviation, *r.parts[1:], r.k_cache, r.v_cache, r.slots, kind=kind) for r in sets
+        ]
+        num_rows = sets[0].num_rows
+        yield Work("kv_deviation", f"{kind}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows)
+
+
+def _norms(device: torch.device, tiny: bool) -> Iterator[Work]:
+    shape, num_rows = (TINY, 64) if tiny else (LLAMA_8B, 4096)
+    backend = select_backend("auto", device)
+    weight = torch.randn(shape.hidden, device=device, dtype=torch.bfloat16)
+    one = 2 * num_rows * shape.hidden
+    sets = num_input_sets(2 * one, device)
+    xs, residuals = (
+        [torch.randn(num_rows, shape.hidden, device=device, dtype=torch.bfloat16) for _ in range(sets)]
+        for _ in range(2)
+    )
+    calls: list[Call] = [partial(backend.rms_norm, x, weight, 1e-5) for x in xs]
+    yield Work("rms_norm", f"{num_rows} x {shape.hidden}", calls, "copy", num_bytes=2 * one)
+    calls = [partial(backend.add_rms_norm, x, r, weight, 1e-5) for x, r in zip(xs, residuals, strict=True)]
+    yield Work("add_rms_norm", f"{num_rows} x {shape.hidden}", calls, "copy", num_bytes=4 * one)
+    one = 2 * num_rows * shape.intermediate
+    gates = [
+        torch.randn(num_rows, 2 * shape.intermediate, device=device, dtype=torch.bfloat16)
+        for _ in range(num_input_sets(3 * one, device))
+    ]
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        calls = [partial(backend.act_and_mul, g, activation) for g in gates]
+        case = f"{activation}, {num_rows} x {shape.intermediate}"
+        yield Work("act_and_mul", case, calls, "copy", num_bytes=3 * one)
+
+
+def _blocks(device: torch.device, tiny: bool) -> Iterator[Work]:
+    shape, layers, blocks = (TINY, 2, 4) if tiny else (LLAMA_8B, 32, 64)
+    backend = select_backend("auto", device)
+    pool = (2 * blocks, 64, shape.num_kv_heads, shape.head_dim)
+    pools = [torch.randn(pool, device=device).bfloat16() for _ in range(2 * layers)]
+    src = torch.randperm(blocks, device=device)
+    dst = torch.randperm(blocks, device=device) + blocks
+    moved = 2 * layers * blocks * pools[0][0].numel() * 2
+
+    def copy() -> None:
+        backend.copy_blocks(pools, src, dst)
+
+    yield Work("copy_blocks", f"{blocks} blocks of {2 * layers} pools", [copy], "copy", num_bytes=2 * moved)
+    host = [torch.zeros(pool, dtype=torch.bfloat16, pin_memory=device.type == "cuda") for _ in pools]
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    order = list(range(blocks))
+
+    def swap(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        def call() -> None:
+            backend.swap_blocks(pairs, order, order, stream)
+            if stream is not None:
+                torch.cuda.current_stream(device).wait_stream(stream)
+
+        return call
+
+    for bound, pairs in (("down", [*zip(pools, host, strict=True)]), ("up", [*zip(host, pools, strict=True)])):
+        case = f"{'out' if bound == 'down' else 'in'}, {blocks} adjacent blocks of {2 * layers} pools"
+        yield Work("swap_blocks", case, [swap(pairs)], bound, num_bytes=moved, graph=False)
+
+
+_WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
+    _prefill_attention,
+    _decode_attention,
+    _rope_and_cache,
+    _load_kv,
+    _kv_deviation,
+    _norms,
+    _blocks,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
+    parser.add_argument("--only", help="one family: " + ", ".join(make.__name__[1:] for make in _WORK))
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    checks = [] if args.only else run_kernel_checks(device, args.tiny)
+    ceilings = measure_ceilings(device, args.tiny)
+    kernels = measure_kernels(device, args.tiny, ceilings, args.only)
+    for row in checks:
+        print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['kernel']} {row['case']} {row['dtype']}: {row['error']:.2e}")
+    print(json.dumps(ceilings))
+    for row in kernels:
+        speed = f"{row['tflop_s']:.1f} TFLOP/s" if "tflop_s" in row else f"{row['gb_s']:.1f} GB/s"
+        print(f"{row['kernel']} {row['case']}: {row['seconds'] * 1e6:.1f} us, {speed}, {row['share']:.0%} of ceiling")
+    if args.out:
+        args.out.write_text(json.dumps({"checks": checks, "ceilings": ceilings, "kernels": kernels}, indent=1) + "\n")
+    return 0 if all(row["ok"] for row in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
