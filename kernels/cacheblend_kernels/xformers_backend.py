@@ -1,7 +1,7 @@
 """The xformers backend: its attention operators where they take the launch, our Triton kernels everywhere else.
 
 - Decode: `triton_splitk` with a paged bias (it wants a block size that is a multiple of 64, fp16 or bf16, and has no
-  sliding window or soft cap).
+  sliding window or soft cap). It is written with Triton's block pointers, which newer Triton releases no longer have.
 - Full prefill, when the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
 - Scattered rows fit none of its biases, and it has no cache writes, deviation or norms: Triton.
 """
@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from cacheblend_kernels.interface import AttentionMetadata, KernelError
@@ -37,8 +38,25 @@ def import_xformers() -> Any:
     return fmha
 
 
+def has_block_pointers() -> bool:
+    """Whether this Triton still takes block pointers: the function stays, and raises, where they are gone."""
+    make = getattr(tl, "make_block_ptr", None)
+    if make is None:
+        return False
+    try:
+        make.__wrapped__(None, None, None, None, None, None, _semantic=None)
+    except NotImplementedError:
+        return False
+    except Exception:  # it went on to use its arguments
+        return True
+    return True
+
+
 class XformersBackend(TritonBackend):
-    """prefill_op: name of the operator that takes full prefill on this device, None when our kernel does."""
+    """prefill_op, decode_op: names of the operators used on this device, None where our kernel does the work.
+
+    Raises KernelError when xformers is missing or has no operator that runs here.
+    """
 
     name = "xformers"
 
@@ -48,11 +66,22 @@ class XformersBackend(TritonBackend):
         ops = (self._fmha.flash3, self._fmha.flash, self._fmha.cutlass)
         available = [op.FwOp for op in ops if device.type == "cuda" and op.FwOp.is_available()]
         self._prefill_op = available[0] if available else None
+        self._decode_op = self._fmha.triton_splitk.FwOp if has_block_pointers() else None
+        if device.type == "cuda" and self._prefill_op is None and self._decode_op is None:
+            raise KernelError(
+                "xformers has no attention operator that runs here: its prefill operators are not built for this "
+                "torch, and its decode operator needs a Triton with block pointers",
+                "use --attention-backend triton",
+            )
         self._bias: tuple[tuple[object, ...], Any] | None = None
 
     @property
     def prefill_op(self) -> str | None:
         return None if self._prefill_op is None else str(self._prefill_op.NAME)
+
+    @property
+    def decode_op(self) -> str | None:
+        return None if self._decode_op is None else str(self._decode_op.NAME)
 
     def prefill_attention(
         self,
@@ -102,8 +131,8 @@ class XformersBackend(TritonBackend):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> Tensor:
-        taken = sliding_window is None and soft_cap is None and q.shape[0] > 0 and takes_decode(q, k_cache)
-        if not taken:
+        plain = self._decode_op is not None and sliding_window is None and soft_cap is None and q.shape[0] > 0
+        if not (plain and takes_decode(q, k_cache)):
             return super().decode_attention(
                 q,
                 k_cache,

@@ -29,13 +29,15 @@ class TritonBackend(KernelBackend):
             capability = torch.cuda.get_device_capability(device)
             if capability < MINIMUM_CAPABILITY:
                 raise KernelError(
-                    f"the GPU has compute capability {capability[0]}.{capability[1]}; the triton backend needs 8.0",
+                    f"the GPU has compute capability {capability[0]}.{capability[1]}; the {self.name} backend needs 8.0",
                     "use --attention-backend torch",
                 )
             properties = torch.cuda.get_device_properties(device)
             arch, num_sms = arch or arch_of(capability), num_sms or properties.multi_processor_count
         elif not interpreted():
-            raise KernelError(f"the triton backend needs a CUDA device, not {device}", "use --attention-backend torch")
+            raise KernelError(
+                f"the {self.name} backend needs a CUDA device, not {device}", "use --attention-backend torch"
+            )
         self.device = device
         self.arch, self.num_sms = arch or 90, num_sms or 132
         self._addresses: dict[tuple[int, ...], Tensor] = {}

@@ -1,0 +1,52 @@
+"""Which backend a device gets, and what a user is told when it cannot run."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from cacheblend_kernels import KernelError, select_backend
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")
+
+
+def test_auto_is_torch_on_a_cpu() -> None:
+    assert select_backend("auto", CPU).name == "torch"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_auto_is_triton_on_a_gpu() -> None:
+    assert select_backend("auto", torch.device("cuda")).name == "triton"
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(KernelError, match="unknown attention backend 'flash'") as error:
+        select_backend("flash", CPU)
+    assert error.value.hint == "known: auto, torch, triton, xformers"
+
+
+@compiled
+@pytest.mark.parametrize("name", ["triton", "xformers"])
+def test_a_gpu_backend_on_a_cpu_says_so(name: str) -> None:
+    pytest.importorskip(name)
+    with pytest.raises(KernelError, match=f"the {name} backend needs a CUDA device, not cpu") as error:
+        select_backend(name, CPU)
+    assert error.value.hint == "use --attention-backend torch"
+
+
+@pytest.mark.parametrize("package", ["triton", "xformers"])
+def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [
+        m for m in sys.modules if m.startswith(("cacheblend_kernels.triton", "cacheblend_kernels.xformers"))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in [m for m in sys.modules if m.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(KernelError, match=package) as error:
+        select_backend(package, CPU)
+    assert error.value.hint is not None
+    assert f"install {package}" in error.value.hint
