@@ -211,6 +211,7 @@ BAD = [
     (("ask", "q " * 600, "--top-k", "1"), 2, "context"),
     (("ask", "q", "--attention-backend", "magic"), 2, "unknown attention backend"),
     (("ask", "q", "--device", "abacus"), 2, "unknown device"),
+    (("ask", "q", "--device", "cpu", "--attention-backend", "triton"), 5, "needs a CUDA device"),
     (("precompute", "nowhere"), 3, "no such file"),
     (("precompute", "docs", "--chunk-tokens", "0"), 2, "--chunk-tokens"),
     (("precompute", "docs", "--chunk-tokens", "9999"), 2, "context"),

@@ -37,7 +37,7 @@ def test_decode(block_size: int, window: int | None, device: torch.device) -> No
 
 
 @pytest.mark.skipif(not xb.has_block_pointers(), reason="this Triton has no block pointers, which triton_splitk needs")
-@pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 64), ((7, 1), 128), ((2, 2), 64)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((8, 2), 64), ((14, 2), 128), ((2, 2), 64)])
 def test_decode_operator(heads: tuple[int, int], head_dim: int, device: torch.device) -> None:
     fmha, kv_lens = xb.import_xformers(), [70, 5, 200]
     case = attention_case(
