@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import cacheblend_cli
-from cacheblend_cli.cli import ask, chunks, config, demo, doctor, precompute, search, upkeep
+from cacheblend_cli.cli import archive, ask, chunks, config, demo, doctor, precompute, search, upkeep
 from cacheblend_cli.cli.output import Output, flush
 from cacheblend_cli.errors import ExitCode
 
@@ -25,6 +25,8 @@ app.command("ask")(ask.ask)
 app.command("search")(search.search)
 for command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
     chunks.app.command(command.__name__)(command)
+chunks.app.command("export")(archive.export)
+chunks.app.command("import")(archive.import_)
 app.add_typer(chunks.app, name="chunks")
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -1,5 +1,6 @@
 """The chunk-KV store on LMDB: records, digests, one transaction a chunk. Knows no model and imports no torch."""
 
+from cacheblend_store.archive_input import ArchiveLimits
 from cacheblend_store.errors import (
     AmbiguousId,
     ArchiveError,
@@ -15,6 +16,8 @@ from cacheblend_store.errors import (
     StoreNotFound,
     StorePermission,
 )
+from cacheblend_store.exporting import ExportReport, export_chunks
+from cacheblend_store.importing import ImportedChunk, ImportReport, import_chunks
 from cacheblend_store.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
 from cacheblend_store.prune import PruneReport
 from cacheblend_store.records import ChunkManifest, DocumentChunk, DocumentRecord
@@ -26,13 +29,17 @@ __all__ = [
     "FORMAT_VERSION",
     "AmbiguousId",
     "ArchiveError",
+    "ArchiveLimits",
     "BadBlob",
     "ChunkManifest",
     "ChunkNotFound",
     "ChunkStore",
     "DocumentChunk",
     "DocumentRecord",
+    "ExportReport",
     "Finding",
+    "ImportReport",
+    "ImportedChunk",
     "KeyParts",
     "PruneReport",
     "Share",
@@ -50,4 +57,6 @@ __all__ = [
     "VerifyReport",
     "chunk_key",
     "collection_id",
+    "export_chunks",
+    "import_chunks",
 ]

@@ -35,11 +35,16 @@ BlobSpec = Mapping[str, TensorSpec]
 
 def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes:
     """The container; the header is padded so that the data starts at a multiple of ALIGNMENT."""
-    header = _header(spec)
     for name, tensor in spec.items():
         if memoryview(data[name]).nbytes != tensor.num_bytes:
             raise ValueError(f"tensor {name} has {memoryview(data[name]).nbytes} bytes, its spec {tensor.num_bytes}")
-    return b"".join([struct.pack("<Q", len(header)), header, *(data[name] for name in spec)])
+    return b"".join([blob_prefix(spec), *(data[name] for name in spec)])
+
+
+def blob_prefix(spec: BlobSpec) -> bytes:
+    """What the container begins with: the header's length and the header. The tensors' bytes follow."""
+    header = blob_header(spec)
+    return struct.pack("<Q", len(header)) + header
 
 
 def parse_blob(view: memoryview, spec: BlobSpec) -> dict[str, memoryview]:
@@ -53,7 +58,7 @@ def parse_blob(view: memoryview, spec: BlobSpec) -> dict[str, memoryview]:
     if 8 + length + total != len(view):
         raise BadBlob(f"the blob has {len(view)} bytes, and {8 + length + total} are implied")
     raw = bytes(view[8 : 8 + length])
-    if raw != _header(spec):  # the common case is byte for byte what we write; anything else is read carefully
+    if raw != blob_header(spec):  # the common case is byte for byte what we write; anything else is read carefully
         _check_header(raw, spec)
     out, offset = {}, 8 + length
     for name, tensor in spec.items():
@@ -81,7 +86,8 @@ def _check_header(raw: bytes, spec: BlobSpec) -> None:
         offset += tensor.num_bytes
 
 
-def _header(spec: BlobSpec) -> bytes:
+def blob_header(spec: BlobSpec) -> bytes:
+    """The JSON header of the container, padded with spaces."""
     header, offset = {}, 0
     for name, tensor in spec.items():
         end = offset + tensor.num_bytes

@@ -63,6 +63,10 @@ class ChunkManifest:
     def num_bytes(self) -> int:
         return sum(self.blob_sizes)
 
+    def is_of_model(self, model: str) -> bool:
+        """Whether that is the model's name, or its fingerprint or the first four digits or more of it."""
+        return self.model_name == model or (len(model) >= 4 and self.model.startswith(model))
+
 
 @dataclass(frozen=True)
 class DocumentChunk:

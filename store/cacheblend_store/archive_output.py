@@ -1,0 +1,110 @@
+"""Where an export is written: a folder of flat files, or a tar of the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from cacheblend_store.archive_input import MANIFEST, TAR_BLOCK, is_tar
+from cacheblend_store.errors import ArchiveError
+
+Parts = Iterable[bytes | memoryview]
+
+
+def create_archive(path: Path, *, force: bool) -> ArchiveOutput:
+    """A tar when the name says so, else a folder. Raises ArchiveError when there is something in the way.
+
+    force: an export that is there is replaced.
+    """
+    if os.path.lexists(path):
+        if not force:
+            raise ArchiveError(f"{path} is there already", "name another path, or give --force to replace it")
+        if path.is_dir() and (is_tar(path) or not (path / MANIFEST).is_file()):
+            raise ArchiveError(f"{path} is a folder and no export: it is not replaced", "name another path")
+        if not path.is_dir() and not is_tar(path):
+            raise ArchiveError(f"{path} is a file: it is not replaced by a folder", "name another path, or a .tar")
+    return _Tar(path) if is_tar(path) else _Folder(path)
+
+
+class ArchiveOutput(ABC):
+    """Files go to a place beside `path` until `finish` renames the whole. Left unfinished, they are removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._beside = path.with_name(f"{path.name}.partial-{os.getpid()}")
+
+    def __enter__(self) -> ArchiveOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._abandon()
+
+    @abstractmethod
+    def add(self, name: str, size: int, parts: Parts) -> None:
+        """A file of `size` bytes in all."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Put the whole in place."""
+
+    @abstractmethod
+    def _abandon(self) -> None: ...
+
+
+class _Folder(ArchiveOutput):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._beside.mkdir(mode=0o700)
+
+    def add(self, name: str, size: int, parts: Parts) -> None:
+        with open(self._beside / name, "xb", opener=_private) as stream:
+            for part in parts:
+                stream.write(part)
+            assert stream.tell() == size
+
+    def finish(self) -> None:
+        if self._path.exists():
+            shutil.rmtree(self._path)
+        self._beside.rename(self._path)
+
+    def _abandon(self) -> None:
+        shutil.rmtree(self._beside, ignore_errors=True)
+
+
+class _Tar(ArchiveOutput):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._stream = open(self._beside, "xb", opener=_private)  # noqa: SIM115, closed by finish or _abandon
+
+    def add(self, name: str, size: int, parts: Parts) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = size, 0o600
+        self._stream.write(info.tobuf(tarfile.GNU_FORMAT))
+        start = self._stream.tell()
+        for part in parts:
+            self._stream.write(part)
+        assert self._stream.tell() - start == size
+        self._stream.write(b"\0" * (-size % TAR_BLOCK))
+
+    def finish(self) -> None:
+        self._stream.write(b"\0" * (2 * TAR_BLOCK))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        os.replace(self._beside, self._path)
+
+    def _abandon(self) -> None:
+        self._stream.close()
+        with suppress(FileNotFoundError):
+            self._beside.unlink()
+
+
+def _private(path: str, flags: int) -> int:
+    """KV is as private as the text it came from."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

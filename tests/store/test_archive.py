@@ -1,0 +1,449 @@
+"""Export and import: everything travels, and nothing that was tampered with gets in."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import resource
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cacheblend_store import (
+    ArchiveError,
+    ArchiveLimits,
+    BadBlob,
+    ChunkManifest,
+    ChunkStore,
+    DocumentChunk,
+    DocumentRecord,
+    ImportedChunk,
+    KeyParts,
+    StoreError,
+    chunk_key,
+    collection_id,
+    export_chunks,
+    import_chunks,
+)
+from cacheblend_store.codecs import CODECS, encode_kv
+from safetensors import safe_open
+
+LAYERS, HEADS, DIM, PREFIX = 3, 2, 8, (7, 8)
+SECRET = b"0123456789abcdef"
+
+
+def make_chunk(
+    seed: int, codec: str = "float32", salt: str = "", context: str = "sink"
+) -> tuple[ChunkManifest, list[bytes]]:
+    """A chunk whose id is the digest of what it is made of. context "prefix": that of its collection."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = PREFIX if context == "prefix" else tuple(torch.randint(0, 1000, (5,), generator=generator).tolist())
+    parts = KeyParts("model", "tokenizer", PREFIX, (), codec, salt)
+    before = () if context == "prefix" else PREFIX
+    blobs = [encode_kv(*torch.randn(2, len(ids), HEADS, DIM, generator=generator), codec) for _ in range(LAYERS)]
+    manifest = ChunkManifest(
+        key=chunk_key(replace(parts, prefix_ids=before), ids), token_ids=ids, text=f"chunk {seed} \ud800 ü", model="model",
+        model_name="m", tokenizer="tokenizer", collection=collection_id(parts), context=context, left_context_ids=(),
+        collected_len=len(before) + len(ids), codec=codec, num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM,
+        source=f"{seed}.md", index=0, span=(0, 4), created=1.5,
+    )  # fmt: skip
+    return manifest, blobs
+
+
+def fill(path: Path, count: int = 4, codec: str = "float32", salt: str = "") -> ChunkStore:
+    """A store of a prefix, chunks, and a document that has all but the last of them."""
+    store = ChunkStore.open(path, mode="write")
+    manifests = []
+    for seed in range(count):
+        manifest, blobs = make_chunk(seed, codec, salt)
+        store.put_chunk(manifest, blobs)
+        manifests.append(manifest)
+    store.put_chunk(*make_chunk(99, codec, salt, "prefix"))
+    places = tuple(DocumentChunk(m.key, i, 0, 4) for i, m in enumerate(manifests[:-1]))
+    store.put_document(DocumentRecord("a.md", manifests[0].collection, "d", places, 2.5, {"chunk_tokens": 5}))
+    return store
+
+
+def content(store: ChunkStore) -> tuple[object, ...]:
+    chunks = []
+    for manifest in store.chunks(prefixes=True):
+        with store.read() as reader:
+            chunks.append((manifest, [bytes(reader.blob(manifest, i)) for i in range(LAYERS)]))
+    return chunks, store.documents()
+
+
+def damage(store: ChunkStore, manifest: ChunkManifest) -> None:
+    """Flip a bit of one blob behind the back of its digest."""
+    name = manifest.key + (1).to_bytes(4, "big")
+    with store._writing() as (txn, dbs):
+        blob = bytearray(txn.get(name, db=dbs["blobs"]))
+        blob[-9] ^= 1
+        txn.put(name, bytes(blob), db=dbs["blobs"])
+
+
+@pytest.fixture(params=["x.tar", "folder"])
+def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path / str(request.param)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_everything_travels(tmp_path: Path, archive: Path, codec: str) -> None:
+    with fill(tmp_path / "a", codec=codec) as store:
+        report = export_chunks(store, archive)
+        assert (report.chunks, report.documents, report.damaged) == (5, 1, ())
+        before = content(store)
+    assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        first = import_chunks(other, archive)
+        assert (first.chunks, first.documents, first.signature, first.unproven) == ({"new": 5}, 1, "absent", 0)
+        assert content(other) == before
+        assert other.verify().ok
+        again = import_chunks(other, archive)
+        assert (again.chunks, again.documents) == ({"unchanged": 5}, 0)
+
+
+def test_a_chunk_file_opens_in_safetensors(tmp_path: Path) -> None:
+    manifest, _ = make_chunk(0)
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x")
+        with store.read() as reader:
+            expected = bytes(reader.layer(manifest.key, 1)["v"])
+    with safe_open(tmp_path / "x" / f"{manifest.id}.safetensors", "pt") as file:
+        assert set(file.keys()) == {f"layers.{i}.{n}" for i in range(LAYERS) for n in "kv"}
+        assert file.get_tensor("layers.1.v").numpy().tobytes() == expected
+
+
+def test_a_selection_takes_its_prefix_and_documents_along(tmp_path: Path, archive: Path) -> None:
+    chosen, loose = make_chunk(1)[0].key, make_chunk(3)[0].key
+    prefix = make_chunk(99, context="prefix")[0].key
+    with fill(tmp_path / "a") as store:
+        assert export_chunks(store, archive, [chosen]).documents == 1
+        assert export_chunks(store, archive, [loose], force=True).documents == 0
+        export_chunks(store, archive, [chosen], force=True)
+        document = store.documents()[0]
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        import_chunks(other, archive)
+        assert {m.key for m in other.chunks(prefixes=True)} == {chosen, prefix}
+        assert other.get_document(document.collection, "a.md") == document
+
+
+def test_what_is_in_the_way_is_not_replaced(tmp_path: Path, archive: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, archive)
+        with pytest.raises(ArchiveError, match="is there already"):
+            export_chunks(store, archive)
+        export_chunks(store, archive, force=True)
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "1.txt").write_text("x")
+        with pytest.raises(ArchiveError, match="no export"):
+            export_chunks(store, tmp_path / "thesis", force=True)
+
+
+def test_damaged_chunks_stay_behind(tmp_path: Path, archive: Path) -> None:
+    manifest = make_chunk(1)[0]
+    with fill(tmp_path / "a") as store:
+        damage(store, manifest)
+        report = export_chunks(store, archive)
+    assert (report.chunks, report.damaged) == (4, (manifest.key,))
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        assert import_chunks(other, archive).chunks == {"new": 4}
+
+
+def test_signatures(tmp_path: Path, archive: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, archive, sign_key=SECRET)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        with pytest.raises(ArchiveError, match="signature is wrong"):
+            import_chunks(other, archive, sign_key=SECRET + b"x")
+        assert list(other.chunks()) == []
+        assert import_chunks(other, archive).signature == "unchecked"
+        assert import_chunks(other, archive, sign_key=SECRET).signature == "right"
+        with fill(tmp_path / "a") as store:
+            export_chunks(store, archive, force=True)
+        with pytest.raises(ArchiveError, match="not signed"):
+            import_chunks(other, archive, sign_key=SECRET)
+
+
+def test_a_signed_manifest_covers_the_files(tmp_path: Path) -> None:
+    manifest = make_chunk(1)[0]
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x", sign_key=SECRET)
+    file = tmp_path / "x" / f"{manifest.id}.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    seen: list[ImportedChunk] = []
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        report = import_chunks(other, tmp_path / "x", sign_key=SECRET, on_chunk=lambda c, *_: seen.append(c))
+        assert report.chunks == {"new": 4, "rejected": 1}
+        assert other.get_chunk(manifest.key) is None
+    assert [(c.manifest.key, "digest" in c.reason) for c in seen if c.status == "rejected"] == [(manifest.key, True)]
+
+
+def test_a_salt_is_neither_written_nor_guessed(tmp_path: Path, archive: Path) -> None:
+    with fill(tmp_path / "a", salt="tenant-7") as store:
+        export_chunks(store, archive, salt="tenant-7")
+    files = [archive] if archive.is_file() else list(archive.iterdir())
+    assert not any(b"tenant-7" in f.read_bytes() for f in files)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        for salt in ("", "tenant-8"):
+            with pytest.raises(ArchiveError, match=r"salt|digest"):
+                import_chunks(other, archive, salt=salt)
+        assert import_chunks(other, archive, salt="tenant-7").chunks == {"new": 5}
+
+
+def test_without_the_prefix_ids_are_not_proven(tmp_path: Path, archive: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        store.remove_chunks([make_chunk(99, context="prefix")[0].key])
+        export_chunks(store, archive)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        assert import_chunks(other, archive).unproven == 4
+
+
+def test_an_interrupted_import_goes_on(tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_store.importing._BATCH_BYTES", 1)  # a transaction a chunk
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, archive)
+
+    def interrupt(chunk: ImportedChunk, done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        with pytest.raises(KeyboardInterrupt):
+            import_chunks(other, archive, on_chunk=interrupt)
+        assert len(list(other.chunks(prefixes=True))) == 3
+        report = import_chunks(other, archive)
+        assert (report.chunks, report.documents) == ({"unchanged": 3, "new": 2}, 1)
+
+
+def test_a_damaged_chunk_of_the_store_is_replaced(tmp_path: Path, archive: Path) -> None:
+    manifest = make_chunk(1)[0]
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, archive)
+        damage(store, manifest)
+        assert import_chunks(store, archive).chunks == {"unchanged": 4, "replaced": 1}
+        assert store.verify().ok
+
+
+def test_another_version_of_a_document_stays_unless_asked(tmp_path: Path, archive: Path) -> None:
+    last = make_chunk(3)[0]
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, archive)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        own, blobs = make_chunk(50)
+        other.put_chunk(own, blobs)
+        mine = DocumentRecord("a.md", own.collection, "mine", (DocumentChunk(own.key, 0, 0, 4),), 9.0)
+        other.put_document(mine)
+        report = import_chunks(other, archive)
+        assert (report.chunks, report.kept, report.documents) == ({"skipped": 3, "new": 2}, ["a.md"], 0)
+        assert {m.key for m in other.chunks()} == {own.key, last.key}
+        assert other.documents() == [mine]
+        report = import_chunks(other, archive, replace=True)
+        assert (report.chunks, report.kept, report.documents) == ({"new": 3, "unchanged": 2}, [], 1)
+        assert other.get_chunk(own.key) is None
+
+
+# hostile archives
+
+
+def tar_with(path: Path, add: Callable[[tarfile.TarFile], None]) -> None:
+    with tarfile.open(path, "a", format=tarfile.GNU_FORMAT) as tar:
+        add(tar)
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> Callable[[tarfile.TarFile], None]:
+    def add(tar: tarfile.TarFile) -> None:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname, info.size = kind, link, 1 if kind == tarfile.REGTYPE else 0
+        tar.addfile(info, io.BytesIO(b"x"))
+
+    return add
+
+
+ID = "ab" * 20 + ".safetensors"
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        member("../evil"), member("/etc/passwd"), member("a/../../b"), member("sub/" + ID), member("notes.txt"), member(ID),
+        member("manifest.jsonl"), member(ID, tarfile.SYMTYPE, "/etc/passwd"), member(ID, tarfile.LNKTYPE, "manifest.jsonl"),
+        member(ID, tarfile.CHRTYPE), member(ID, tarfile.BLKTYPE), member(ID, tarfile.FIFOTYPE), member("sub", tarfile.DIRTYPE),
+        member("x" * 150), member(ID, tarfile.GNUTYPE_SPARSE), member(ID, b"x"),
+    ],
+)  # fmt: skip
+def test_hostile_tar_members(tmp_path: Path, add: Callable[[tarfile.TarFile], None]) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x.tar")
+    tar_with(tmp_path / "x.tar", add)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        with pytest.raises(ArchiveError):
+            import_chunks(other, tmp_path / "x.tar")
+        assert other.stats()["chunks"] == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "x.tar"}
+
+
+@pytest.mark.parametrize("kind", ["link", "hard", "pipe", "folder", "other", "linked manifest"])
+def test_hostile_folders(tmp_path: Path, kind: str) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x")
+    file = next(p for p in (tmp_path / "x").iterdir() if p.suffix == ".safetensors")
+    if kind == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    elif kind == "hard":
+        os.link(file, tmp_path / "x" / ID)
+    elif kind == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    elif kind == "folder":
+        (tmp_path / "x" / "sub").mkdir()
+    elif kind == "other":
+        (tmp_path / "x" / ".bashrc").write_text("x")
+    else:
+        (tmp_path / "x" / "manifest.jsonl").rename(tmp_path / "m")
+        (tmp_path / "x" / "manifest.jsonl").symlink_to(tmp_path / "m")
+    with ChunkStore.open(tmp_path / "b", mode="write") as other, pytest.raises(ArchiveError):
+        import_chunks(other, tmp_path / "x")
+
+
+def test_limits(tmp_path: Path, archive: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        size = export_chunks(store, archive).num_bytes
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        for limits in (ArchiveLimits(entries=5), ArchiveLimits(bytes=size)):
+            with pytest.raises(ArchiveError, match="more than"):
+                import_chunks(other, archive, limits=limits)
+        assert import_chunks(other, archive, limits=ArchiveLimits(6, size + 20_000)).chunks == {"new": 5}
+
+
+def lies() -> dict[str, Callable[[dict[str, object]], object]]:
+    """What a changed manifest can say of a chunk."""
+    return {
+        "tokens": lambda r: r.update(token_ids=[1, 2, 3, 4, 5]),
+        "id": lambda r: r.update(id="ab" * 20),
+        "model": lambda r: r.update(model="other"),
+        "shape": lambda r: r.update(head_dim=4, num_kv_heads=4),
+        "more layers": lambda r: r.update(num_layers=4),
+        "huge": lambda r: r.update(num_layers=1024, num_kv_heads=4096, head_dim=65536),
+        "negative": lambda r: r.update(num_layers=-1),
+        "codec": lambda r: r.update(codec="pickle"),
+        "left": lambda r: r.update(left_context_ids=[1]),
+        "collection": lambda r: r.update(collection="ab" * 20),
+        "length": lambda r: r.update(collected_len=6),
+        "prefix": lambda r: r.update(context="prefix"),
+        "token": lambda r: r.update(token_ids=[1, 2, 3, 4, 1 << 40]),
+        "type": lambda r: r.update(text=5),
+        "field": lambda r: r.update(extra="x"),
+        "created": lambda r: r.update(created=float("nan")),
+        "missing": lambda r: r.pop("span"),
+        "digest": lambda r: r.update(sha256="zz"),
+    }
+
+
+@pytest.mark.parametrize("lie", list(lies()))
+def test_a_manifest_that_lies(tmp_path: Path, lie: str) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x")
+    manifest = tmp_path / "x" / "manifest.jsonl"
+    records = [json.loads(line) for line in manifest.read_text().splitlines()]
+    chunk = next(r for r in records if r["type"] == "chunk" and r["context"] == "sink")
+    lies()[lie](chunk)
+    manifest.write_text("".join(json.dumps(r) + "\n" for r in records))
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        with pytest.raises(ArchiveError):
+            import_chunks(other, tmp_path / "x")
+        assert other.stats()["chunks"] == 0
+
+
+@pytest.mark.parametrize("lines", [slice(0, -1), slice(1, None), slice(0, 3), slice(0, 0), slice(None, None, -1)])
+def test_a_manifest_that_lacks_lines(tmp_path: Path, lines: slice) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x")
+    manifest = tmp_path / "x" / "manifest.jsonl"
+    manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[lines]))
+    with ChunkStore.open(tmp_path / "b", mode="write") as other, pytest.raises(ArchiveError):
+        import_chunks(other, tmp_path / "x")
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    """A few random edits: bits, runs of bytes, cuts, repetitions, and words that parsers stumble over."""
+    out = bytearray(data)
+    words = (
+        b"\0" * 8,
+        b"\xff" * 8,
+        b"../",
+        b"/",
+        b'"',
+        b"{" * 50,
+        b"[" * 2000,
+        b"1e999",
+        b"-1",
+        b"NaN",
+        b"9" * 5000,
+        b"\n",
+        b"null",
+    )
+    for _ in range(rng.randint(1, 4)):
+        at, kind = rng.randrange(max(1, len(out))), rng.randrange(6)
+        if kind == 0 and out:
+            out[at % len(out)] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            out[at : at + rng.randint(0, 40)] = rng.randbytes(rng.randint(0, 40))
+        elif kind == 2:
+            del out[at : at + rng.choice((1, 511, 512, 4000))]
+        elif kind == 3:
+            out[at:at] = out[at : at + rng.choice((1, 512, 1024, 3000))]
+        elif kind == 4:
+            out[at:at] = rng.choice(words)
+        else:
+            del out[at:]
+    return bytes(out)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.torture)])
+def test_fuzzed_archives(tmp_path: Path, count: int) -> None:
+    """Edited tars and manifests: taken in right, rejected or refused; no crash, no hang, little memory."""
+    rng = random.Random(count)
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "x.tar")
+        export_chunks(store, tmp_path / "x")
+        truth = {m.key: m for m in store.chunks(prefixes=True)}
+    whole, lines = (tmp_path / "x.tar").read_bytes(), (tmp_path / "x" / "manifest.jsonl").read_bytes()
+    refused = slowest = 0.0
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        if number % 2:
+            target = tmp_path / "fuzzed.tar"
+            target.write_bytes(mutate(rng, whole))
+        else:
+            target = tmp_path / "x"
+            (target / "manifest.jsonl").write_bytes(mutate(rng, lines))
+        if number % 100 == 0:
+            other = ChunkStore.open(tmp_path / f"b{number}", mode="write")
+        start = time.process_time()
+        try:
+            import_chunks(other, target)
+        except ArchiveError:
+            refused += 1
+        slowest = max(slowest, time.process_time() - start)
+        for manifest in other.chunks(prefixes=True):
+            real = truth[manifest.key]
+            assert manifest.token_ids == real.token_ids
+            assert manifest.blob_digests == real.blob_digests
+    assert other.verify().ok
+    assert refused > count / 2
+    assert slowest < 1.0  # seconds of CPU to refuse one: a bound of the format, not of this machine
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 << 10
+
+
+def test_errors_of_the_archive_are_store_errors() -> None:
+    assert issubclass(ArchiveError, StoreError)
+    assert not issubclass(ArchiveError, BadBlob)
