@@ -14,12 +14,14 @@ position, never by row number. Exact spans are never rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.device import upload
 from cacheblend_cli.engine.forward import attend, write_kv
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
@@ -90,9 +92,10 @@ def blended_prefill(
     state = _RowState.start(decoder, sequence, plan, policy)
     last = len(decoder.layers) - 1
     if output_positions is None:
-        output_positions = torch.tensor([plan.num_tokens - 1], device=decoder.device)
+        output_positions = torch.full((1,), plan.num_tokens - 1, device=decoder.device)
     delta, residual = decoder.embed(state.token_ids), None
-    reports = []
+    reports: list[LayerReport] = []
+    deviations: dict[int, Tensor] = {}
     for layer in decoder.layers:
         loader.wait(layer.index)
         h, residual = decoder.input_norm(layer, delta, residual)
@@ -103,7 +106,7 @@ def blended_prefill(
             k, v = layer.project_kv(h)
             score = _deviation(layer, k, v, pool, state, policy.deviation)
             write_kv(layer, k, v, pool, state.rows)
-            deviation = float(score.mean()) if len(score) else None
+            deviation = score.mean() if len(score) else None
             keep = state.choose(layer.index, score)
             h, residual = h[keep], residual[keep]
             q = layer.project_q(h)
@@ -133,9 +136,20 @@ def blended_prefill(
         del q
         delta, residual = layer.finish(attended, residual)
         del attended
-        reports.append(LayerReport(layer.index, status, rows, fresh, deviation))
+        reports.append(LayerReport(layer.index, status, rows, fresh))
+        if deviation is not None:
+            deviations[layer.index] = deviation
     assert residual is not None
-    return PrefillResult(decoder.logits(delta, residual), state.candidates.positions, reports)
+    logits = decoder.logits(delta, residual)
+    return PrefillResult(logits, state.candidates.positions, _with_deviations(reports, deviations))
+
+
+def _with_deviations(reports: list[LayerReport], means: dict[int, Tensor]) -> list[LayerReport]:
+    """The reports with the mean deviations, fetched from the device at once, after everything is queued."""
+    if not means:
+        return reports
+    found = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
+    return [replace(report, mean_deviation=found.get(report.layer)) for report in reports]
 
 
 def _deviation(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _RowState, kind: str) -> Tensor:
@@ -165,6 +179,8 @@ class _RowState:
         self._ratios = dict(policy.checks) if policy.selector.needs_check_layer and self._total else {}
         self._last_check = max(self._ratios, default=-1)
         self._fresh = fresh
+        inexact = [s for s in plan.segments if s.status != "exact" and s.start < s.end]
+        self._one_run = all(a.end == b.start for a, b in pairwise(inexact)) and bool(inexact)
         self._set(candidates)
 
     @classmethod
@@ -182,16 +198,15 @@ class _RowState:
     def _set(self, candidates: Candidates) -> None:
         self.candidates = candidates
         positions = torch.cat((candidates.positions, self._fresh)).sort().values
-        self.rows: Rows = rows_of(
-            self._decoder, self._sequence, positions, self._plan.num_tokens, self._plan.num_tokens
-        )
+        num_tokens = self._plan.num_tokens
+        dense = self._one_run if len(candidates) == self._total else None
+        self.rows: Rows = rows_of(self._decoder, self._sequence, positions, num_tokens, num_tokens, dense)
         self.candidate_index = torch.searchsorted(positions, candidates.positions)
         self.fresh_index = torch.searchsorted(positions, self._fresh)
 
     @property
     def token_ids(self) -> Tensor:
-        ids = torch.tensor(self._plan.token_ids, device=self._decoder.device)
-        return ids[self.rows.positions]
+        return upload(self._plan.token_ids, self._decoder.device)[self.rows.positions]
 
     @property
     def num_fresh(self) -> int:
@@ -251,6 +266,6 @@ def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
             fresh += span
 
     def tensor(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return upload(values, device)
 
     return Candidates(tensor(positions), tensor(chunk), tensor(offset)), tensor(fresh)

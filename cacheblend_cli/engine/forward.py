@@ -1,14 +1,15 @@
-"""A plain pass of rows through all layers: what collect, decode and teacher forcing use. Blending is in blend.py."""
+"""A plain pass of rows through all layers: what collect and decode use. Blending is in blend.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.device import upload
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
-from cacheblend_cli.engine.rows import Rows, rows_of
+from cacheblend_cli.engine.rows import Rows, packed_rows
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
 Capture = Callable[[int, Tensor, Tensor], None]
@@ -80,18 +81,30 @@ def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, rows: Rows
     layer.kernels.rope_and_cache(None, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots)
 
 
-def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
-    """Status DECODE: one row a sequence, paged attention over everything before it. Returns fp32 logits [vocab_size]."""
-    sequence.ensure(position + 1)
-    sequence.make_writable(position, position + 1)
-    rows = rows_of(
-        decoder,
-        sequence,
-        torch.tensor([position], device=decoder.device),
-        kv_len=position + 1,
-        rope_len=position + 1,
-    )
-    delta, residual = decoder.embed(torch.tensor([token_id], device=decoder.device)), None
+@dataclass(frozen=True)
+class DecodeRows:
+    """One new row a sequence, at position kv_len - 1.
+
+    slots: [num_seqs] int64; cos, sin: [num_seqs, head_dim] fp32; block_table: [num_seqs, max_blocks] int32; kv_lens:
+    [num_seqs] int32; max_kv_len: at least the longest; contiguous_slot: as in AttentionMetadata.
+    """
+
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    block_table: Tensor
+    kv_lens: Tensor
+    max_kv_len: int
+    contiguous_slot: int = -1
+
+
+def decode_step(decoder: Decoder, pool: KVPool, rows: DecodeRows, token_ids: Tensor) -> Tensor:
+    """Status DECODE: one row a sequence through all layers, paged attention over everything before it.
+
+    token_ids: [num_seqs] int64. Returns fp32 logits [num_seqs, vocab_size]. Nothing in it looks at a value on the host
+    (the torch backend's attention aside), so a CUDA graph can hold it.
+    """
+    delta, residual = decoder.embed(token_ids), None
     for layer in decoder.layers:
         h, residual = decoder.input_norm(layer, delta, residual)
         q, k, v = layer.project_qkv(h)
@@ -103,13 +116,34 @@ def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, to
             q_rotated,
             pool.k[layer.index],
             pool.v[layer.index],
-            rows.attention.block_table,
-            rows.attention.kv_lens,
+            rows.block_table,
+            rows.kv_lens,
             scale=decoder.spec.head_dim**-0.5,
             sliding_window=layer.sliding_window,
-            contiguous_slot=rows.attention.contiguous_slot,
-            max_kv_len=position + 1,
+            contiguous_slot=rows.contiguous_slot,
+            max_kv_len=rows.max_kv_len,
         )
         delta, residual = layer.finish(attended, residual)
     assert residual is not None
-    return decoder.logits(delta, residual)[0]
+    return decoder.logits(delta, residual)
+
+
+def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
+    """The step of one sequence that holds `position` tokens, its token known on the host. Returns fp32 logits [vocab_size]."""
+    rows = next_rows(decoder, [sequence], [position])
+    return decode_step(decoder, pool, rows, upload([token_id], decoder.device))[0]
+
+
+def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> DecodeRows:
+    """The rows after the kv_lens tokens the sequences hold; their blocks are grown and made theirs alone."""
+    parts = []
+    for sequence, kv_len in zip(sequences, kv_lens, strict=True):
+        sequence.ensure(kv_len + 1)
+        sequence.make_writable(kv_len, kv_len + 1)
+        parts.append((sequence, upload([kv_len], decoder.device), kv_len + 1))
+    assert len({decoder.rope.regime(n + 1) for n in kv_lens}) == 1, "one launch has one set of RoPE frequencies"
+    rows = packed_rows(decoder, parts, max(kv_lens) + 1)
+    meta = rows.attention
+    return DecodeRows(
+        rows.slots, rows.cos, rows.sin, meta.block_table, meta.kv_lens, meta.max_kv_len, meta.contiguous_slot
+    )

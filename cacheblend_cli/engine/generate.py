@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from cacheblend_cli.engine.forward import decode_one_token
+from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.sampling import Sampler, SamplingParams, TokenLogprob
 from cacheblend_cli.model.decoder import Decoder
@@ -45,12 +46,29 @@ def generate(
     eos_ids: frozenset[int],
     params: SamplingParams,
     on_text: Callable[[str], None] | None = None,
+    runner: DecodeRunner | None = None,
+    ahead: bool | None = None,
 ) -> Generation:
     """Decode until EOS, a stop string or max_tokens. logits: fp32 [vocab_size] after the prompt's last token.
 
     `on_text` gets pieces that never break a UTF-8 character and never contain a stop string or a part of one.
+    ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so
+    the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
     """
     sampler = Sampler(params, logits.device)
+    runner = runner or EagerRunner(decoder, pool)
+    ahead = logits.is_cuda if ahead is None else ahead
+    newest, num_drawn = sampler.draw(logits), 1
+    draws = deque([newest])  # drawn and not yet looked at
+
+    def advance() -> None:
+        nonlocal newest, num_drawn
+        if num_drawn == 1:
+            runner.begin([sequence], [prompt_len], params.max_tokens - 1)
+        newest = sampler.draw(runner.step(newest.token)[0])
+        num_drawn += 1
+        draws.append(newest)
+
     stream, stop, out = TextStream(tokenizer), StopStrings(params.stop), Generation()
 
     def emit(piece: str) -> None:
@@ -59,11 +77,13 @@ def generate(
             on_text(piece)
 
     while True:
-        token_id = sampler.sample(logits)
+        if ahead and out.token_ids and num_drawn < params.max_tokens:
+            advance()
+        token_id, logprob = draws.popleft().fetch()
         out.token_ids.append(token_id)
         if len(out.token_ids) == 1:
             out.first_token_at = time.perf_counter()
-        if (logprob := sampler.logprob(logits, token_id)) is not None:
+        if logprob is not None:
             out.logprobs.append(logprob)
         if token_id in eos_ids and not params.ignore_eos:
             out.finish_reason = "stop"
@@ -74,8 +94,8 @@ def generate(
             break
         if len(out.token_ids) == params.max_tokens:
             break
-        position = prompt_len + len(out.token_ids) - 1
-        logits = decode_one_token(decoder, pool, sequence, token_id, position)
+        if not draws:
+            advance()
     out.decode_s = time.perf_counter() - out.first_token_at
     emit(stop.push(stream.flush()))
     if stop.hit:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.engine.block_allocator import BlockAllocator
+from cacheblend_cli.engine.device import upload
 from cacheblend_cli.model.spec import ModelSpec
 
 
@@ -41,7 +42,7 @@ class PagedSequence:
         self._refresh()
 
     def _refresh(self) -> None:
-        self.block_table = torch.tensor(self.blocks, dtype=torch.int32, device=self.pool.device)
+        self.block_table = upload(self.blocks, self.pool.device, torch.int32)
         first = self.blocks[0] if self.blocks else 0
         adjacent = self.blocks == list(range(first, first + len(self.blocks)))
         self.contiguous_slot = first * self.pool.block_size if adjacent else -1
@@ -76,8 +77,8 @@ class PagedSequence:
         if not indexes:
             return
         fresh = allocator.allocate(len(indexes))
-        source = torch.tensor([self.blocks[i] for i in indexes], device=self.pool.device)
-        target = torch.tensor(fresh, device=self.pool.device)
+        source = upload([self.blocks[i] for i in indexes], self.pool.device)
+        target = upload(fresh, self.pool.device)
         for cache in (*self.pool.k, *self.pool.v):
             cache.index_copy_(0, target, cache.index_select(0, source))
         allocator.free([self.blocks[i] for i in indexes])

@@ -50,6 +50,40 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Draw:
+    """A token that was drawn and is still on the device.
+
+    token: [1] int64 on the device, for the next step; logprobs: fp32 [1 + k] of it and the k likeliest, ids: [k] int64.
+    """
+
+    def __init__(self, token: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> None:
+        self.token = token
+        self._parts = [None if t is None else _to_host(t) for t in (token, logprobs, ids)]
+        self._ready: torch.cuda.Event | None = None
+        if token.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def fetch(self) -> tuple[int, TokenLogprob | None]:
+        """Wait for this token alone, not for what was queued after it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        token, logprobs, ids = self._parts
+        assert token is not None
+        token_id = int(token)
+        if logprobs is None or ids is None:
+            return token_id, None
+        own, *values = logprobs.tolist()
+        return token_id, TokenLogprob(token_id, own, tuple(zip(ids.tolist(), values, strict=True)))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Queue the copy to pinned memory; on CPU the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 class Sampler:
     """Draws tokens with a generator of its own, so that a seed gives the same answer whatever else runs."""
 
@@ -61,20 +95,22 @@ class Sampler:
         else:
             self._generator.seed()
 
-    def sample(self, logits: Tensor) -> int:
-        """logits: fp32 [vocab_size]."""
-        if self.params.temperature == 0:
-            return int(logits.argmax())
-        probs = filtered_probs(logits, self.params)
-        return int(torch.multinomial(probs, 1, generator=self._generator))
-
-    def logprob(self, logits: Tensor, token_id: int) -> TokenLogprob | None:
+    def draw(self, logits: Tensor) -> Draw:
+        """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards."""
+        token = self._token(logits)
         if self.params.logprobs is None:
-            return None
+            return Draw(token)
         logprobs = torch.log_softmax(logits, dim=-1)
-        values, ids = logprobs.topk(self.params.logprobs)
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        return TokenLogprob(token_id, float(logprobs[token_id]), top)
+        top = logprobs.topk(self.params.logprobs)
+        return Draw(token, torch.cat((logprobs[token], top.values)), top.indices)
+
+    def _token(self, logits: Tensor) -> Tensor:
+        if self.params.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        probs = filtered_probs(logits, self.params)
+        # As torch.multinomial draws one sample, without its checks, which wait for the device: argmax of p / Exp(1).
+        noise = torch.empty_like(probs).exponential_(1, generator=self._generator)
+        return (probs / noise).argmax(-1, keepdim=True)
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -87,7 +123,7 @@ def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered, order = probs.sort(descending=True)
         outside = ordered.cumsum(-1) - ordered >= params.top_p
-        probs = probs.index_fill(0, order[outside], 0.0)
+        probs = torch.empty_like(probs).scatter_(0, order, ordered.masked_fill(outside, 0.0))
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
     return probs / probs.sum()

@@ -49,11 +49,12 @@ class RotaryEmbedding:
 
     def cos_sin(self, positions: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         """cos, sin [num_rows, head_dim] fp32 for positions [num_rows] in a prompt whose final length is seq_len."""
-        regime = self.regime(seq_len)
-        cos, sin = self._table(regime, seq_len)
+        cos, sin = self.table(seq_len)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def _table(self, regime: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    def table(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [at least seq_len, head_dim] fp32 of every position, on the device."""
+        regime = self.regime(seq_len)
         table = self._tables.get(regime)
         if table is None or table[0].shape[0] < seq_len:
             size = max(1024, 1 << (seq_len - 1).bit_length())

@@ -37,18 +37,34 @@ def test_filters_keep_what_they_should() -> None:
 def test_a_seed_repeats_and_greedy_is_the_argmax() -> None:
     def draw(seed: int) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), torch.device("cpu"))
-        return [sampler.sample(LOGITS) for _ in range(30)]
+        return [sampler.draw(LOGITS).fetch()[0] for _ in range(30)]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
-    assert Sampler(SamplingParams(), torch.device("cpu")).sample(LOGITS) == 0
+    assert Sampler(SamplingParams(), torch.device("cpu")).draw(LOGITS).fetch() == (0, None)
 
 
 def test_logprobs_are_of_the_models_distribution() -> None:
-    found = Sampler(SamplingParams(logprobs=2), torch.device("cpu")).logprob(LOGITS, 1)
-    assert found is not None
-    assert found.logprob == pytest.approx(float(torch.log_softmax(LOGITS, -1)[1]))
-    assert [i for i, _ in found.top] == [0, 1]
+    sampler = Sampler(SamplingParams(temperature=4.0, seed=5, logprobs=2), torch.device("cpu"))
+    seen = set()
+    for _ in range(20):
+        token_id, found = sampler.draw(LOGITS).fetch()
+        assert found is not None
+        assert found.token_id == token_id
+        assert found.logprob == pytest.approx(float(torch.log_softmax(LOGITS, -1)[token_id]))
+        assert [i for i, _ in found.top] == [0, 1]
+        seen.add(token_id)
+    assert len(seen) > 1
+
+
+@given(st.integers(0, 2**31), st.floats(0.2, 3.0), st.floats(0.1, 1.0), st.integers(0, 5), st.floats(0, 0.5))
+def test_a_draw_is_a_multinomial_sample(seed: int, temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    sampler, generator = Sampler(params, torch.device("cpu")), torch.Generator().manual_seed(seed)
+    probs = filtered_probs(LOGITS, params)
+    for _ in range(5):
+        expected = int(torch.multinomial(probs, 1, generator=generator))
+        assert sampler.draw(LOGITS).fetch()[0] == expected
 
 
 @given(st.text(alphabet="abEND", max_size=40), st.lists(st.integers(1, 4), max_size=40))
