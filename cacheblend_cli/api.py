@@ -18,6 +18,7 @@ from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.ask import Request, answer, check_context, resolve_chunks
 from cacheblend_cli.engine.collect import collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.precompute import (
     Collection,
     PlannedChunk,
@@ -63,6 +64,8 @@ class Engine:
 
     def __init__(self, model: LoadedModel, config: EngineConfig, model_load_s: float) -> None:
         self.model, self.config, self.model_load_s = model, config, model_load_s
+        self._progress: Callable[[str], None] | None = None
+        self._memory: DeviceMemory | None = None
         self.template: PromptTemplate = split_template(model.tokenizer)
 
     @classmethod
@@ -81,7 +84,24 @@ class Engine:
         if progress:
             progress(f"loading {name}")
         model = load_model(path, name, device, config.dtype, config.attention_backend)
-        return cls(model, config, time.perf_counter() - start)
+        engine = cls(model, config, time.perf_counter() - start)
+        engine._progress = progress
+        return engine
+
+    def memory(self) -> DeviceMemory | None:
+        """The GPU's pool and decode graphs, taken when they are first needed; None on CPU. Raises DeviceError."""
+        if self._memory is None and self.model.decoder.device.type == "cuda":
+            if self._progress:
+                self._progress(
+                    "warming the GPU up: a first run on a machine compiles the kernels, later ones find them"
+                )
+            self._memory = reserve(
+                self.model.decoder,
+                self.config.block_size,
+                self.config.gpu_memory_utilization,
+                eager=self.config.eager,
+            )
+        return self._memory
 
     def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
         """What the keys of this engine's chunks are made of."""
@@ -149,6 +169,7 @@ class Engine:
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
         store is open for writing. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
         """
+        memory = self.memory()
         started = time.perf_counter()
         notes: list[str] = []
         collection, request = self.request(store, question, chunks, blend, sampling, salt, notes)
@@ -163,6 +184,7 @@ class Engine:
             self.model_load_s,
             on_text,
             verify,
+            memory,
         )
         if save_holes and store is not None and store.writable and blend.mode != "full":
             self._save_holes(store, collection, result)

@@ -52,6 +52,7 @@ class Settings:
     threads: int | None = None
     block_size: int = 64
     gpu_memory_utilization: float = 0.9
+    eager: bool = False
 
     @property
     def store_path(self) -> Path:
@@ -79,6 +80,7 @@ def _kind(hint: Any) -> type:
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 _LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0}  # what no other place checks
+_BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _PATHS = ("store", "model")  # in a file they are relative to it
 
 
@@ -140,13 +142,13 @@ def _convert(name: str, value: Any, place: str) -> Any:
     shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}"
     fits = isinstance(value, kind) or (kind is float and isinstance(value, int)) or isinstance(value, _Text)
     try:
-        if not fits or isinstance(value, bool):
+        if not fits or (isinstance(value, bool) and kind is not bool):
             raise ValueError
-        converted = kind(value)
+        converted = _BOOLS[value.lower()] if kind is bool and isinstance(value, _Text) else kind(value)
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError
-    except ValueError:
-        hint = {int: "a whole number", float: "a number", str: "text"}[kind]
+    except (ValueError, KeyError):
+        hint = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
         raise UsageError(f"{shown} is {value!r}, and {hint} is wanted", "see: cacheblend config show") from None
     if name in _LEAST and converted < _LEAST[name]:
         raise UsageError(f"{shown} is {value!r}, and {_LEAST[name]} is the least", "see: cacheblend config show")

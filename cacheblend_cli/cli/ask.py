@@ -79,6 +79,8 @@ def ask(
     dtype: options.Dtype = None,
     attention_backend: options.Backend = None,
     threads: options.Threads = None,
+    gpu_memory_utilization: options.GpuMemory = None,
+    eager: options.Eager = None,
     salt: options.Salt = None,
     lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
@@ -93,7 +95,8 @@ def ask(
         model=model, store=store, mode=mode, ratio=ratio, selector=selector, deviation=deviation, check_layer=check_layer,
         block=block, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
         min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
-        kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout,
+        kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout, gpu_memory_utilization=gpu_memory_utilization,
+        eager=eager,
     )  # fmt: skip
     asked = read_asked(question, chunks, batch)
     blend, sampling = _configs(settings, tuple(stop or ()), logprobs)

@@ -30,6 +30,13 @@ KvDtype = Annotated[
 ]
 Salt = Annotated[str | None, typer.Option(help="Keep the chunks of this tenant apart.", show_default=False)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization", help="Share of a GPU's memory to use, weights included.", show_default="0.9"
+    ),
+]
+Eager = Annotated[bool | None, typer.Option("--eager", help="Decode without CUDA graphs.", show_default=False)]
 LockTimeout = Annotated[
     float | None, typer.Option(help="Seconds to wait for another writer of the store.", show_default="30")
 ]
@@ -58,6 +65,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
         threads=settings.threads,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_dtype=settings.kv_dtype,
+        eager=settings.eager,
     )
     return Engine.load(config, output.note if output.err_tty else None)
 

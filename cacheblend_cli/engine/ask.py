@@ -17,6 +17,7 @@ from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher
 from cacheblend_cli.engine.generate import generate
 from cacheblend_cli.engine.kv_loader import BadChunk, KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.engine.memory import DeviceMemory, new_sequence, out_of_memory, runner_of
 from cacheblend_cli.engine.precompute import Collection
 from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -104,10 +105,12 @@ def prefill(
     *,
     room: int = 0,
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
+    memory: DeviceMemory | None = None,
 ) -> Prefilled:
     """Lay the prompt out and fill its KV. A chunk whose stored KV is bad is computed instead, and a note says so.
 
-    room: positions to keep free after the prompt. Raises UsageError when the prompt is longer than the context.
+    room: positions to keep free after the prompt. memory: a GPU's, else the prompt gets a pool of its own.
+    Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
     blend, chunks, prefix_cached = request.blend, request.chunks, request.prefix_cached
     short = _short_regime(model, collection, request)
@@ -120,14 +123,8 @@ def prefill(
             reuse=blend.mode != "full",
         )
         check_context(model, plan.num_tokens, room)
-        pool = KVPool(
-            model.spec,
-            -(-(plan.num_tokens + room) // block_size),
-            block_size,
-            model.decoder.dtype,
-            model.decoder.device,
-        )
-        sequence = pool.new_sequence(plan.num_tokens + room)
+        sequence = new_sequence(model.decoder, memory, plan.num_tokens + room, block_size)
+        pool = sequence.pool
         policy = blend.policy(model.spec.num_layers, request.lossless)
         loader = KVLoader(model.decoder, store, pool, sequence, plan.segments, plan.num_tokens)
         positions = output_positions(plan) if output_positions else None
@@ -137,10 +134,17 @@ def prefill(
                 result = _run(model, pool, sequence, plan, policy, loader, positions)
             return Prefilled(plan, pool, sequence, result, loader, time.perf_counter() - start)
         except BadChunk as bad:
+            sequence.release()
             if bad.key == collection.prefix_key:
                 prefix_cached = False
             chunks = tuple(replace(c, cached=False) if c.key == bad.key else c for c in chunks)
             notes.append(f"stored KV {bad.key.hex()[:12]} is not used, it is computed: {bad.reason}")
+        except torch.OutOfMemoryError as error:
+            sequence.release()
+            raise out_of_memory(model.decoder.device, plan.num_tokens, memory) from error
+        except BaseException:
+            sequence.release()
+            raise
 
 
 def answer(
@@ -154,20 +158,25 @@ def answer(
     model_load_s: float,
     on_text: Callable[[str], None] | None = None,
     verify: bool = False,
+    memory: DeviceMemory | None = None,
 ) -> Answer:
     """The whole path. started: perf_counter when model and question were known."""
-    done = prefill(model, collection, store, request, block_size, notes, room=request.sampling.max_tokens)
+    done = prefill(
+        model, collection, store, request, block_size, notes, room=request.sampling.max_tokens, memory=memory
+    )
     logits = done.result.logits[-1]
     first_logits = logits.clone() if verify else None
-    generation = generate(
-        model.decoder, done.pool, done.sequence, done.plan.num_tokens, logits, model.tokenizer, model.eos_ids,
-        request.sampling, on_text,
-    )  # fmt: skip
-    ttft = generation.first_token_at - started
-    verification = None
-    if first_logits is not None:
-        verification = _verify(model, collection, request, done, first_logits, block_size)
-    done.sequence.release()
+    try:
+        generation = generate(
+            model.decoder, done.pool, done.sequence, done.plan.num_tokens, logits, model.tokenizer, model.eos_ids,
+            request.sampling, on_text, runner_of(model.decoder, memory, done.pool),
+        )  # fmt: skip
+        ttft = generation.first_token_at - started
+        verification = None
+        if first_logits is not None:
+            verification = _verify(model, collection, request, done, first_logits, block_size, memory)
+    finally:
+        done.sequence.release()
     plan, loader = done.plan, done.loader
     layers = model.spec.num_layers
     reusable = plan.cached_tokens
@@ -220,22 +229,33 @@ def _run(
 
 @torch.inference_mode()
 def _verify(
-    model: LoadedModel, collection: Collection, request: Request, done: Prefilled, logits: Tensor, block_size: int
+    model: LoadedModel,
+    collection: Collection,
+    request: Request,
+    done: Prefilled,
+    logits: Tensor,
+    block_size: int,
+    memory: DeviceMemory | None,
 ) -> Verification:
     """Against a full prefill and its greedy answer. logits: fp32 [vocab_size] after the prompt of `done`."""
     start = time.perf_counter()
-    room = request.sampling.max_tokens
-    full = prefill(model, collection, None, replace(request, blend=BlendConfig(mode="full")), block_size, [], room=room)
-    seconds = time.perf_counter() - start
-    greedy = SamplingParams(max_tokens=room, stop=request.sampling.stop)
-    answer_ids = generate(
-        model.decoder, full.pool, full.sequence, full.plan.num_tokens, full.result.logits[-1], model.tokenizer,
-        model.eos_ids, greedy,
-    ).token_ids  # fmt: skip
-    prompt_ids = full.plan.token_ids
-    reference, ours = (teacher_forced(model.decoder, p.pool, p.sequence, prompt_ids, answer_ids) for p in (full, done))
-    reference[0], ours[0] = full.result.logits[-1], logits
-    full.sequence.release()
+    room, blend = request.sampling.max_tokens, BlendConfig(mode="full")
+    full = prefill(model, collection, None, replace(request, blend=blend), block_size, [], room=room, memory=memory)
+    try:
+        full.result.logits[-1].argmax().item()  # the first token is there, on a GPU too
+        seconds = time.perf_counter() - start
+        greedy = SamplingParams(max_tokens=room, stop=request.sampling.stop)
+        answer_ids = generate(
+            model.decoder, full.pool, full.sequence, full.plan.num_tokens, full.result.logits[-1], model.tokenizer,
+            model.eos_ids, greedy, runner=runner_of(model.decoder, memory, full.pool),
+        ).token_ids  # fmt: skip
+        prompt_ids = full.plan.token_ids
+        reference, ours = (
+            teacher_forced(model.decoder, p.pool, p.sequence, prompt_ids, answer_ids) for p in (full, done)
+        )
+        reference[0], ours[0] = full.result.logits[-1], logits
+    finally:
+        full.sequence.release()
     found = divergence(log_distribution(reference), log_distribution(ours))
     return Verification(
         kl=found.kl[0],

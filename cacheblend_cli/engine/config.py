@@ -14,7 +14,9 @@ DEVIATIONS = ("v", "k", "kv")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """model: a directory or hub id, None for the bundled demo model. threads: CPU threads, None for torch's own choice."""
+    """model: a directory or hub id, None for the bundled demo model. threads: CPU threads, None for torch's own choice.
+
+    gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs."""
 
     model: str | None = None
     device: str = "auto"
@@ -24,10 +26,16 @@ class EngineConfig:
     threads: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_dtype: str = "auto"
+    eager: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UsageError(f"block size {self.block_size} is no power of two", "64 fits every backend")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UsageError(
+                f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not above 0 and at most 1",
+                "0.9 leaves a tenth of the GPU's memory to others",
+            )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.block_allocator import BlockAllocator
 from cacheblend_cli.engine.device import upload
+from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.spec import ModelSpec
 
 
@@ -27,7 +28,13 @@ class KVPool:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
-        """A sequence with room for num_tokens. Raises DeviceError when the pool is too small."""
+        """A sequence with room for num_tokens. Raises DeviceError when the pool is too small, with what fits."""
+        if not self.allocator.can_append(self.blocks_for(num_tokens)):
+            raise DeviceError(
+                f"prompt and answer take {num_tokens} tokens of KV, and {self.allocator.num_free * self.block_size} fit in "
+                f"the {self.allocator.num_free} free blocks on {self.device}",
+                "ask with fewer chunks or a smaller --max-tokens, or raise --gpu-memory-utilization",
+            )
         return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -12,6 +12,8 @@ from cacheblend_cli.model.spec import ModelSpec
 
 MLP_ROWS = 256
 
+GPU_MLP_ROWS = 4096  # every block reads all weights: with few rows a GPU waits for its memory
+
 
 class DecoderLayer:
     """One transformer layer with fused QKV and gate-up projections.
@@ -53,15 +55,19 @@ class DecoderLayer:
         return F.linear(attended.reshape(attended.shape[0], -1), self.o_weight, self.o_bias)
 
     def mlp(self, h: Tensor) -> Tensor:
-        """Gate, up, activation and down, in blocks of MLP_ROWS rows: the widest activations of a prefill stay small."""
+        """Gate, up, activation and down, in blocks of rows: the widest activations of a prefill stay small."""
+        most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
+        if h.shape[0] <= most:
+            return self._mlp(h)
+        step = -(-h.shape[0] // -(-h.shape[0] // most))  # blocks of about one size: a small last one costs the most
         out = torch.empty_like(h)
-        for start in range(0, h.shape[0], MLP_ROWS):
-            rows = slice(start, start + MLP_ROWS)
-            gate_up = F.linear(h[rows], self.gate_up_weight, self.gate_up_bias)
-            out[rows] = F.linear(
-                self.kernels.act_and_mul(gate_up, self.spec.activation), self.down_weight, self.down_bias
-            )
+        for start in range(0, h.shape[0], step):
+            out[start : start + step] = self._mlp(h[start : start + step])
         return out
+
+    def _mlp(self, h: Tensor) -> Tensor:
+        gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
+        return F.linear(self.kernels.act_and_mul(gate_up, self.spec.activation), self.down_weight, self.down_bias)
 
     def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Everything after attention. Returns (what the next layer adds to the residual, residual)."""

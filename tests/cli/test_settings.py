@@ -107,3 +107,23 @@ def test_the_example_in_configs_is_valid(here: Path) -> None:
     example = Path(__file__).parents[2] / "configs" / "cacheblend.toml"
     (here / "cacheblend.toml").write_text(example.read_text(encoding="utf-8"))
     assert resolve({}).settings.store_path == here / ".cacheblend" / "store"
+
+
+def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve({}).settings.eager is False
+    assert resolve({"eager": True}).settings.eager is True
+    (here / "cacheblend.toml").write_text("eager = true\n")
+    assert resolve({}).settings.eager is True
+    monkeypatch.setenv("CACHEBLEND_EAGER", "no")
+    assert resolve({}).settings.eager is False
+    for bad in ("maybe", "2"):
+        monkeypatch.setenv("CACHEBLEND_EAGER", bad)
+        with pytest.raises(UsageError, match="true or false"):
+            resolve({})
+    monkeypatch.delenv("CACHEBLEND_EAGER")
+    (here / "cacheblend.toml").write_text("eager = 1\n")
+    with pytest.raises(UsageError, match="true or false"):
+        resolve({})
+    (here / "cacheblend.toml").write_text("ratio = true\n")
+    with pytest.raises(UsageError, match="a number"):
+        resolve({})

@@ -1,0 +1,192 @@
+"""The memory of a GPU that lives across questions: a pool as large as weights and activations leave room for, and the
+decode graphs over it. On CPU each prompt has a pool of its own, just as large as it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from cacheblend_cli.engine.blend import BlendPolicy, blended_prefill
+from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, make_runner
+from cacheblend_cli.engine.kv_loader import KVLoader
+from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.engine.selectors import make_selector
+from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
+from cacheblend_cli.prompt.plan import plan_prompt
+
+PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
+
+
+class Meter(Protocol):
+    """What a device says of its memory, in bytes."""
+
+    total: int
+
+    def used(self) -> int:
+        """Held by anybody: weights, other processes, the runtime."""
+        ...
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """The most that `run` holds beyond what was held before it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes. A prefill of n rows holds fixed + n * per_row beyond weights and pool."""
+
+    total: int
+    used: int
+    fixed: int
+    per_row: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """pool: one for all prompts, one after another. num_tokens: positions a prompt and its answer may have in it."""
+
+    pool: KVPool
+    runner: DecodeRunner
+    profile: Profile
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pool.allocator.num_free * self.pool.block_size
+
+
+def reserve(
+    decoder: Decoder, block_size: int, utilization: float, *, eager: bool = False, meter: Meter | None = None
+) -> DeviceMemory | None:
+    """Profile a prefill and take the pool. None on CPU. Raises DeviceError when not even one block fits."""
+    if decoder.device.type != "cuda" and meter is None:
+        return None
+    profile = measure(decoder, block_size, meter or CudaMeter(decoder.device))
+    num_blocks = blocks_that_fit(
+        profile,
+        utilization,
+        decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize),
+        decoder.spec.max_position_embeddings,
+        block_size,
+    )
+    try:
+        pool = KVPool(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} any more",
+            "end what else uses the GPU, or lower --gpu-memory-utilization",
+        ) from error
+    return DeviceMemory(pool, make_runner(decoder, pool, eager), profile)
+
+
+def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
+    """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
+    longest = max(1, decoder.spec.max_position_embeddings // 2)
+    sizes = sorted({min(n, longest) for n in PROFILE_ROWS}, reverse=True)
+    for num_rows in sizes[:-1]:
+        try:
+            return _measure(decoder, block_size, meter, num_rows)
+        except DeviceError:
+            continue
+    return _measure(decoder, block_size, meter, sizes[-1])
+
+
+def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> Profile:
+    _prefill(decoder, num_rows, block_size)  # not measured: it compiles kernels and makes work spaces
+    activations = []
+    for n in (num_rows, 2 * num_rows):
+        blocks = -(-n // block_size)
+        kv = decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) * blocks * block_size
+        activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
+    per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
+    return Profile(meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1)
+
+
+def blocks_that_fit(
+    profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int
+) -> int:
+    """Blocks of the pool: never more than two prompts of the model's context and a spare block can use, since prompts
+    come one at a time, with the full prefill of --verify beside them at most.
+
+    Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError when nothing fits.
+    """
+    room = utilization * profile.total - profile.used - profile.fixed
+    tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), 2 * context + block_size)
+    if tokens < 2 * block_size:
+        raise DeviceError(
+            f"no room for KV: of the GPU's {_gib(profile.total)}, {_gib(profile.used)} are in use (the weights among them), "
+            f"a prefill takes {_gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
+            "end what else uses the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
+        )
+    return -(-tokens // block_size) if tokens >= 2 * context else tokens // block_size
+
+
+def new_sequence(decoder: Decoder, memory: DeviceMemory | None, num_tokens: int, block_size: int) -> PagedSequence:
+    """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
+    if memory is not None:
+        return memory.pool.new_sequence(num_tokens)
+    pool = KVPool(decoder.spec, -(-num_tokens // block_size), block_size, decoder.dtype, decoder.device)
+    return pool.new_sequence(num_tokens)
+
+
+def runner_of(decoder: Decoder, memory: DeviceMemory | None, pool: KVPool) -> DecodeRunner:
+    return memory.runner if memory is not None else EagerRunner(decoder, pool)
+
+
+def out_of_memory(device: torch.device, num_tokens: int, memory: DeviceMemory | None) -> DeviceError:
+    """The error for a prefill that ran out of memory, with what would fit now."""
+    hint = "ask with fewer chunks, or use --device cpu"
+    if memory is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+        fits = max(0, int((torch.cuda.mem_get_info(device)[0] - memory.profile.fixed) // memory.profile.per_row))
+        hint = (
+            f"about {min(fits, memory.num_tokens)} tokens would fit: ask with fewer chunks, end what else uses the GPU, "
+            "or lower --gpu-memory-utilization, which leaves more room beside the pool"
+        )
+    return DeviceError(f"{device} ran out of memory in a prefill of {num_tokens} tokens", hint)
+
+
+class CudaMeter:
+    """PyTorch's allocator for peaks, the driver for what is used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = int(torch.cuda.mem_get_info(device)[1])
+
+    def used(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+    def peak(self, run: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device) - before)
+
+
+@torch.inference_mode()
+def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
+    """A full prefill of some tokens in a pool of its own. Raises DeviceError when even that does not fit."""
+    try:
+        sequence = new_sequence(decoder, None, num_tokens, block_size)
+        plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
+        policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
+        with KVLoader(decoder, None, sequence.pool, sequence, plan.segments, num_tokens) as loader:
+            blended_prefill(decoder, sequence.pool, sequence, plan, policy, loader)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",
+            "end what else uses the GPU, or use a smaller model or --device cpu",
+        ) from error
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

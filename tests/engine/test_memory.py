@@ -1,0 +1,126 @@
+"""A GPU's memory: what the profile run leaves for KV, and what is said when it is not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
+from cacheblend_cli.engine import ask
+from cacheblend_cli.engine.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve
+from cacheblend_cli.errors import DeviceError, UsageError
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    write_checkpoint(tmp_path / "model", "llama-gqa")
+    return Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16))
+
+
+class Gauge:
+    """A device whose prefills take 1 MiB and 1000 bytes a row, beside the KV of their own pool."""
+
+    def __init__(self, engine: Engine, total: int, used: int) -> None:
+        self.total, self._used, self._engine = total, used, engine
+        self.rows: list[int] = []
+
+    def used(self) -> int:
+        return self._used
+
+    def peak(self, run: Callable[[], None]) -> int:
+        num_rows = run.args[1]  # type: ignore[attr-defined]
+        run()
+        self.rows.append(num_rows)
+        kv = int(self._engine.model.spec.kv_bytes_per_token(4)) * -(-num_rows // 16) * 16
+        return (1 << 20) + 1000 * num_rows + kv
+
+
+def test_the_profile_finds_what_a_row_takes(engine: Engine) -> None:
+    gauge = Gauge(engine, 1 << 30, 1 << 28)
+    found = measure(engine.model.decoder, 16, gauge)
+    assert gauge.rows == [256, 512]  # no longer than the context of the model
+    assert found.per_row == pytest.approx(1000, abs=1)
+    assert found.fixed == pytest.approx(1 << 20, abs=600)
+
+
+@given(
+    st.integers(1 << 28, 1 << 38), st.floats(0.05, 1.0), st.floats(0, 1.2), st.integers(1, 1 << 18), st.integers(1, 1 << 18),
+    st.sampled_from([1024, 32768, 131072]), st.sampled_from([16, 64]),
+)  # fmt: skip
+def test_pool_and_activations_never_pass_the_share(
+    total: int, utilization: float, used: float, per_row: int, kv: int, context: int, block_size: int
+) -> None:
+    profile = Profile(total, int(used * total), 1 << 20, per_row)
+    room = utilization * total - profile.used - profile.fixed
+    try:
+        blocks = blocks_that_fit(profile, utilization, kv, context, block_size)
+    except DeviceError:
+        assert room < 2 * block_size * (kv + per_row)
+        return
+    tokens = blocks * block_size
+    assert tokens * (kv + per_row) <= room + block_size * (kv + per_row)
+    more = tokens + 2 * block_size
+    assert tokens >= 2 * context or more * (kv + per_row) > room  # nothing is left that a prompt could use
+
+
+def test_one_pool_serves_question_after_question(engine: Engine) -> None:
+    """The lasting pool gives the answers of a fresh one, and every block comes back, whatever happened."""
+    plain = engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY)
+    memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, 1 << 30, 1 << 28))
+    assert isinstance(memory, DeviceMemory)
+    engine._memory = memory
+    for cache in (*memory.pool.k, *memory.pool.v):
+        cache.fill_(float("nan"))
+    for _ in range(3):
+        answer = engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, verify=True)
+        assert answer.generated_ids == plain.generated_ids
+        assert answer.verify is not None
+        assert answer.verify.kl < 1e-6
+        assert memory.pool.allocator.num_used == 0
+
+    def broken(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, on_text=broken)
+    assert memory.pool.allocator.num_used == 0
+
+
+def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    per_token = engine.model.spec.kv_bytes_per_token(4) + 1000
+    used = 1 << 28
+    total = int((used + (1 << 20) + 64 * per_token) / 0.9) + 8000
+    engine._memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, total, used))
+    with pytest.raises(DeviceError, match="64 fit") as caught:
+        engine.ask(None, "where does Mara work? " * 20, [], BlendConfig(), GREEDY)
+    assert caught.value.hint is not None
+    assert "--gpu-memory-utilization" in caught.value.hint
+
+    def out_of_memory(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ask, "blended_prefill", out_of_memory)
+    with pytest.raises(DeviceError, match="ran out of memory"):
+        engine.ask(None, "where?", [], BlendConfig(), GREEDY)
+    assert engine._memory is not None
+    assert engine._memory.pool.allocator.num_used == 0
+
+
+def test_no_room_at_all(engine: Engine) -> None:
+    with pytest.raises(DeviceError, match="no room for KV") as caught:
+        reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, 1 << 30, 1 << 30))
+    assert caught.value.exit_code == 5
+
+
+def test_the_cpu_keeps_no_pool(engine: Engine) -> None:
+    assert engine.memory() is None
+    with pytest.raises(UsageError, match="gpu-memory-utilization"):
+        EngineConfig(gpu_memory_utilization=0)
