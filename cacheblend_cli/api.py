@@ -29,6 +29,7 @@ from cacheblend_cli.engine.precompute import (
     precompute,
     store_chunk,
 )
+from cacheblend_cli.engine.recheck import RecheckReport, recheck
 from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
@@ -43,6 +44,7 @@ __all__ = [
     "PrecomputeEvent",
     "PrecomputeOptions",
     "PrecomputeReport",
+    "RecheckReport",
     "SamplingParams",
 ]
 
@@ -150,6 +152,19 @@ class Engine:
             self.config.block_size,
             roots,
         )
+
+    def recheck(
+        self,
+        store: ChunkStore,
+        count: int,
+        *,
+        repair: bool = False,
+        salt: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RecheckReport:
+        """Compute `count` random chunks of this model again and compare them with the store."""
+        collection = self.collection(salt)
+        return recheck(self.model, collection, store, count, self.config.block_size, repair=repair, progress=progress)
 
     def ask(
         self,

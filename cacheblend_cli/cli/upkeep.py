@@ -12,7 +12,12 @@ from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from cacheblend_store import Share
+    from cacheblend_store import ChunkStore, SalvageReport, Share, VerifyReport
+
+    from cacheblend_cli.api import RecheckReport
+    from cacheblend_cli.settings import Settings
+
+_OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 
 
 def stats(
@@ -65,6 +70,15 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove what is damaged; it is computed again when needed.")
     ] = False,
+    recheck: Annotated[
+        int, typer.Option(min=0, help="Also compute this many random chunks again, with the model, and compare.")
+    ] = 0,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    attention_backend: options.Backend = None,
+    threads: options.Threads = None,
+    salt: options.Salt = None,
     store: options.Store = None,
     lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
@@ -72,33 +86,85 @@ def verify(
 ) -> None:
     """Check everything in the store, both ways: digests of all blobs, records without blobs, blobs without records.
 
-    Exits with 4 when something is damaged and was not repaired. With -q only the ids of damaged chunks.
+    Exits with 4 when something is damaged and was not repaired. With -q only the ids of damaged chunks. A store that
+    does not open any more is rebuilt by --repair from what of it still reads.
     """
     output = Output(quiet=quiet)
-    settings = options.settings_of(store=store, lock_timeout=lock_timeout)
-    with options.open_store(settings, write=repair, create=False) as kv_store, output.progress("verify") as bar:
-        report = kv_store.verify(lambda done, total: bar(done, total, "chunks"), repair=repair)
+    settings = options.settings_of(
+        model=model, store=store, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads, salt=salt,
+        lock_timeout=lock_timeout,
+    )  # fmt: skip
+    rebuilt = _rebuild(settings, output) if repair else None
+    with options.open_store(settings, write=repair, create=False) as kv_store:
+        with output.progress("verify") as bar:
+            report = kv_store.verify(lambda done, total: bar(done, total, "chunks"), repair=repair)
+        checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
+    _show_findings(output, report, checked, json, quiet)
+    if checked is not None:
+        output.note(f"{checked.checked} chunks computed again, {len(checked.mismatches)} of them differ")
+        if checked.foreign:
+            output.note(f"{checked.foreign} chunks are of another model, salt or prompt; name theirs to check them")
+    if rebuilt is not None:
+        output.note(
+            f"the store was rebuilt from what reads: {rebuilt.chunks} chunks; cacheblend precompute brings the others back"
+        )
+    count = len(report.findings) + (len(checked.mismatches) if checked else 0)
+    if not count:
+        output.note("nothing is damaged")
+    elif repair:
+        done = report.repaired + (checked.replaced if checked else 0)
+        output.note(f"{done} findings repaired; cacheblend precompute brings removed chunks back")
+    else:
+        output.error(f"{count} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair")
+        raise typer.Exit(int(ExitCode.STORE))
+
+
+def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
+    """Rebuild a store that does not open; None when it opens."""
+    from cacheblend_store import ChunkStore, StoreCorrupt
+
+    try:
+        options.open_store(settings, write=True, create=False).close()
+    except StoreCorrupt as error:
+        output.warn(error.message)
+        with output.progress("rebuild") as bar:
+            return ChunkStore.repair(
+                settings.store_path,
+                lock_timeout=settings.lock_timeout,
+                progress=lambda done, total: bar(done, total, "chunks"),
+            )
+    return None
+
+
+def _recheck(settings: Settings, output: Output, store: ChunkStore, count: int, repair: bool) -> RecheckReport:
+    engine = options.load_engine(settings, output)
+    with output.progress("recheck") as bar:
+        return engine.recheck(
+            store, count, repair=repair, salt=settings.salt, progress=lambda done, total: bar(done, total, "chunks")
+        )
+
+
+def _show_findings(
+    output: Output, report: VerifyReport, checked: RecheckReport | None, json: bool, quiet: bool
+) -> None:
+    found = [(f.kind, f.message, f.key) for f in report.findings]
+    found += [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
     if json:
-        findings = [{"kind": f.kind, "message": f.message, "id": f.key.hex() or None} for f in report.findings]
-        output.json({**vars(report), "findings": findings, "ok": report.ok})
+        findings = [{"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in found]
+        record = {**vars(report), "findings": findings, "ok": not found}
+        if checked is not None:
+            record |= {"rechecked": checked.checked, "foreign": checked.foreign}
+            record["repaired"] += checked.replaced
+        output.json(record)
     elif quiet:
-        for key in dict.fromkeys(f.key for f in report.findings if f.kind in ("manifest", "blob", "stray-blob")):
+        for key in dict.fromkeys(key for kind, _, key in found if kind in _OF_A_CHUNK):
             output.text(key.hex())
     else:
-        for finding in report.findings:
-            output.text(f"{finding.kind}: {finding.message}")
+        for kind, message, _ in found:
+            output.text(f"{kind}: {message}")
         output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
         if report.missing:
             output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute brings them back")
-    if report.ok:
-        output.note("nothing is damaged")
-    elif repair:
-        output.note(f"{report.repaired} findings repaired; cacheblend precompute brings removed chunks back")
-    else:
-        output.error(
-            f"{len(report.findings)} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair"
-        )
-        raise typer.Exit(int(ExitCode.STORE))
 
 
 def prune(

@@ -21,6 +21,7 @@ from cacheblend_store.importing import ImportedChunk, ImportReport, import_chunk
 from cacheblend_store.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
 from cacheblend_store.prune import PruneReport
 from cacheblend_store.records import ChunkManifest, DocumentChunk, DocumentRecord
+from cacheblend_store.salvage import SalvageReport
 from cacheblend_store.stats import Share, StoreStats
 from cacheblend_store.store import ChunkStore, StoreReader
 from cacheblend_store.verify import Finding, VerifyReport
@@ -42,6 +43,7 @@ __all__ = [
     "ImportedChunk",
     "KeyParts",
     "PruneReport",
+    "SalvageReport",
     "Share",
     "StoreCorrupt",
     "StoreError",

@@ -29,7 +29,7 @@ from cacheblend_store.errors import (
     StoreIOError,
     StoreNoSpace,
 )
-from cacheblend_store.filesystem import DATA, check_file, check_path, read_meta, restore_hint, sync_file
+from cacheblend_store.filesystem import DATA, again_hint, check_file, check_path, read_meta, sync_file
 from cacheblend_store.pages import PageReader
 
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
@@ -204,7 +204,7 @@ class Environment:
         try:
             same = _inode(self.path / DATA) == self._inode
         except FileNotFoundError as error:
-            raise StoreCorrupt(f"the store at {self.path} has lost its data.mdb", restore_hint(self.path)) from error
+            raise StoreCorrupt(f"the store at {self.path} has lost its data.mdb", again_hint(self.path)) from error
         if not same and (write or self._open_transactions == 0):
             self.reopen()
 

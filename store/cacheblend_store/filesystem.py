@@ -24,14 +24,13 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     """Refuse what is no store, is damaged, or is not ours to write. Makes the directory (0700) when asked to."""
     if path.exists() and not path.is_dir():
         raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
-    if not _exists(path / DATA):
+    there = _exists(path / DATA)
+    if not there:
         _check_absent(path, create=write and create)
         try:
             _make_folder(path)
         except OSError as error:
             raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
-    else:
-        check_file(path / DATA)
     info = path.stat()
     if write and not force:
         if info.st_mode & stat.S_IWOTH:
@@ -45,6 +44,8 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
         )
     if write and not os.access(path, os.W_OK):
         raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
+    if there:
+        check_file(path / DATA)
 
 
 def check_file(data: Path) -> Meta:
@@ -124,7 +125,7 @@ def _check_absent(path: Path, *, create: bool) -> None:
     """There is no data.mdb: may one be made here?"""
     there = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if LOCK in there:  # LMDB made it when it opened a data.mdb
-        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", restore_hint(path))
+        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
     if not create:
         raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
     others = sorted(there - set(OWN_FILES))
@@ -180,4 +181,8 @@ def check_space(path: Path, num_bytes: int) -> None:
 
 
 def restore_hint(path: Path) -> str:
-    return f"the KV can be computed again: move {path} away and run cacheblend precompute"
+    return f"rescue what reads: cacheblend chunks verify --repair; or {again_hint(path)}"
+
+
+def again_hint(path: Path) -> str:
+    return f"compute the KV again: move {path} away and run cacheblend precompute"

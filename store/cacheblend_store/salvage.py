@@ -24,7 +24,7 @@ from cacheblend_store.environment import (
     translated,
 )
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError, StoreLocked
-from cacheblend_store.filesystem import DATA, check_space, restore_hint
+from cacheblend_store.filesystem import DATA, again_hint, check_space
 from cacheblend_store.keys import KEY_BYTES
 from cacheblend_store.pages import NO_PAGE, Branch, Leaf, Meta, Node, PageReader, Tree, parse_meta
 from cacheblend_store.records import ChunkManifest, blob_digest, decode_document, decode_manifest, document_key
@@ -49,6 +49,8 @@ def salvage(path: Path, lock_timeout: float, progress: Progress | None = None) -
     Raises StoreCorrupt when nothing says what the file is, StoreLocked, StoreNoSpace.
     """
     data = path / DATA
+    if not data.exists():
+        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
     check_space(path, data.stat().st_size)
     reports: list[SalvageReport] = []
     with locks.writer_lock(path, lock_timeout):
@@ -98,7 +100,10 @@ class _Source:
                 metas.append(meta)
         sizes = [m.page_size for m in metas if m.page_size in (4096, 8192, 16384, 32768, 65536)]
         if not metas:
-            raise StoreCorrupt(f"{data} has no meta page that reads", restore_hint(data.parent))
+            raise StoreCorrupt(
+                f"{data} has no meta page that reads: nothing can be rescued",
+                again_hint(data.parent),
+            )
         page_size = sizes[0] if sizes else 4096
         pages = os.fstat(handle).st_size // page_size
         self.trees: dict[str, Tree] = {}

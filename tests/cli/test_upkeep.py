@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cacheblend_store import ChunkStore
+from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
 
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import UsageError
@@ -55,6 +57,73 @@ def test_verify_finds_damage_and_repair_removes_it(cli: Cli, stored: list[str], 
     assert {r["id"] for r in cli("chunks", "ls", "--json").records} == set(stored) - {stored[1]}
     again = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
     assert [r["id"] for r in again if r["status"] != "unchanged"] == [stored[1]]
+
+
+def forge(path: Path, key: str) -> None:
+    """Give a chunk another token's V in one layer, every digest right: what no audit of digests can find."""
+    with ChunkStore.open(path, mode="write") as store:
+        manifest = store.get_chunk(bytes.fromhex(key))
+        assert manifest is not None
+        blobs, shape = [], (manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
+        with store.read() as reader:
+            for layer in range(manifest.num_layers):
+                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape))
+                if layer == 2:
+                    v[3] = v[9]
+                blobs.append(encode_kv(k, v, manifest.codec))
+        assert store.put_chunk(manifest, blobs) == "replaced"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("context", ["sink", "document"])
+def test_recheck_finds_kv_that_was_forged(cli: Cli, docs: Path, tmp_path: Path, codec: str, context: str) -> None:
+    arguments = ("precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", codec, "--context", context, "-q")
+    stored = cli(*arguments).out.split()
+    clean = cli("chunks", "verify", "--recheck", "100", "--json")
+    assert (clean.code, clean.records[0]["rechecked"]) == (0, len(stored) + 1)  # and the prefix
+    forge(tmp_path / "store", stored[1])
+    assert cli("chunks", "verify").code == 0
+    found = cli("chunks", "verify", "--recheck", "100")
+    assert found.code == 4, found.err
+    assert f"recheck: layer 2 of chunk {stored[1][:12]}" in found.out
+    assert cli("chunks", "verify", "--recheck", "100", "-q").out.split() == [stored[1]]
+    assert cli("chunks", "verify", "--recheck", "100", "--repair").code == 0
+    assert cli("chunks", "verify", "--recheck", "100").code == 0
+
+
+def test_recheck_leaves_other_salts_and_models_alone(cli: Cli, docs: Path) -> None:
+    stored = cli("precompute", "docs", "--salt", "x", "-q").out.split()
+    [report] = cli("chunks", "verify", "--recheck", "9", "--json").records
+    assert (report["rechecked"], report["foreign"], report["ok"]) == (0, len(stored) + 1, True)
+    [report] = cli("chunks", "verify", "--recheck", "9", "--salt", "x", "--json").records
+    assert (report["rechecked"], report["foreign"]) == (len(stored) + 1, 0)
+
+
+@pytest.mark.parametrize("damage", ["cut", "meta", "gone", "empty"])
+def test_repair_of_a_store_that_does_not_open(cli: Cli, stored: list[str], tmp_path: Path, damage: str) -> None:
+    data = tmp_path / "store" / "data.mdb"
+    if damage == "cut":
+        os.truncate(data, data.stat().st_size * 3 // 4 // 4096 * 4096)
+    elif damage == "meta":
+        with data.open("r+b") as stream:
+            stream.write(b"\xff" * 200)
+    elif damage == "gone":
+        data.unlink()
+    else:
+        os.truncate(data, 0)
+    broken = cli("chunks", "ls")
+    assert broken.code == 4
+    assert ("chunks verify --repair" in broken.err) == (damage != "gone")
+    repaired = cli("chunks", "verify", "--repair")
+    if damage in ("gone", "empty"):
+        assert repaired.code == 4
+        assert "hint: compute the KV again" in repaired.err
+        return
+    assert repaired.code == 0, repaired.err
+    assert "rebuilt" in repaired.err
+    assert cli("chunks", "verify").code == 0
+    assert cli("precompute", "docs", "--chunk-tokens", "40").code == 0
+    assert {r["id"] for r in cli("chunks", "ls", "--json").records} == set(stored)
 
 
 def test_prune_by_model_and_size(cli: Cli, stored: list[str], model: Path) -> None:
