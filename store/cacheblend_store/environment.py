@@ -27,9 +27,18 @@ from cacheblend_store.errors import (
     StoreFormat,
     StoreFull,
     StoreIOError,
-    StoreNoSpace,
 )
-from cacheblend_store.filesystem import DATA, again_hint, check_file, check_path, read_meta, sync_file
+from cacheblend_store.filesystem import (
+    DATA,
+    again_hint,
+    bad_disk,
+    check_file,
+    check_path,
+    full_disk,
+    read_meta,
+    sync_file,
+    system_errors,
+)
 from cacheblend_store.pages import PageReader
 
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
@@ -54,6 +63,7 @@ class Environment:
         self._open_transactions = 0
         self._free_list_checked = False
         self._share: int | None = None
+        self._file = -1  # while it is not open
         self._open()
 
     # opening
@@ -73,7 +83,7 @@ class Environment:
             with translated(self.path):
                 self.dbs = self._open_databases()
         except BaseException:
-            os.close(self._file)
+            self._close_file()
             self._unshare()
             raise
         self._free_list_checked = False
@@ -89,9 +99,15 @@ class Environment:
 
     def close(self) -> None:
         """Only for the process that opened it."""
-        self.lmdb.close()
-        os.close(self._file)
+        self._close_file()
         self._unshare()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            if hasattr(self, "lmdb"):
+                self.lmdb.close()
+            os.close(self._file)
+            self._file = -1
 
     def _unshare(self) -> None:
         if self._share is not None:
@@ -104,7 +120,11 @@ class Environment:
     def reading(self) -> Iterator[tuple[Any, PageReader]]:
         """A read transaction and the checked pages of its snapshot."""
         self._follow_file(write=False)
-        transaction = self._begin(write=False)
+        try:
+            transaction = self._begin(write=False)
+        except Panic:  # a write of another thread, or before this, could not be finished
+            self.reopen()
+            transaction = self._begin(write=False)
         try:
             with translated(self.path):
                 for _ in range(100):
@@ -133,6 +153,7 @@ class Environment:
                         if not self._free_list_checked:
                             pages.check_free_list()
                             self._free_list_checked = True
+                            shutil.rmtree(self.path / MAKING, ignore_errors=True)  # of somebody who was killed
                         yield transaction, pages
                     except BaseException:
                         transaction.abort()
@@ -205,7 +226,7 @@ class Environment:
             same = _inode(self.path / DATA) == self._inode
         except FileNotFoundError as error:
             raise StoreCorrupt(f"the store at {self.path} has lost its data.mdb", again_hint(self.path)) from error
-        if not same and (write or self._open_transactions == 0):
+        if self._file < 0 or (not same and (write or self._open_transactions == 0)):
             self.reopen()
 
     def reopen(self) -> None:
@@ -213,8 +234,7 @@ class Environment:
         with self._changed:
             if not self._changed.wait_for(lambda: self._open_transactions == 0, self._timeout):
                 raise StoreIOError(f"the file of the store at {self.path} was replaced", "open the store again")
-            self.lmdb.close()
-            os.close(self._file)
+            self._close_file()
             self._open()
 
     def replace_file(self, make: Callable[[Path], None]) -> None:
@@ -239,10 +259,11 @@ class Environment:
                 folder = fresh_folder(self.path / MAKING)
                 try:
                     make(folder)
-                    self.lmdb.close()
-                    os.close(self._file)
-                    put_in_place(folder, self.path)
-                    self._open()
+                    self._close_file()
+                    try:
+                        put_in_place(folder, self.path)
+                    finally:
+                        self._open()  # the new file, or the old one
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
@@ -313,9 +334,10 @@ def make_store(path: Path, lock_timeout: float) -> None:
 
 def put_in_place(folder: Path, path: Path) -> None:
     """Rename a finished data.mdb into the store's directory, where it replaces the old one in one step."""
-    sync_file(folder / DATA)
-    os.rename(folder / DATA, path / DATA)
-    sync_file(path)
+    with system_errors(path):
+        sync_file(folder / DATA)
+        os.rename(folder / DATA, path / DATA)
+        sync_file(path)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -384,13 +406,8 @@ def translated(path: Path) -> Iterator[None]:
         raise Panic(f"an earlier write to the store at {path} failed", "check the disk, then try again") from error
     except lmdb.Error as error:
         if any(text in str(error) for text in _FULL_DISK):
-            raise StoreNoSpace(
-                f"the disk of {path} is full: nothing of this write was kept",
-                "free some space, remove chunks (cacheblend chunks prune), or name another --store",
-            ) from error
-        raise StoreIOError(
-            f"reading or writing the store at {path} failed: {error}", "check the disk (dmesg names bad sectors)"
-        ) from error
+            raise full_disk(path) from error
+        raise bad_disk(path, error) from error
 
 
 class MapFull(StoreFull):
@@ -402,8 +419,10 @@ class Panic(StoreIOError):
 
 
 def fresh_folder(path: Path) -> Path:
+    """An empty directory in a store."""
     shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(mode=0o700)
+    with system_errors(path.parent):
+        path.mkdir(mode=0o700)
     return path
 
 
@@ -419,6 +438,7 @@ def _forget_after_fork() -> None:
     for environment in _shared.values():
         with suppress(OSError):
             os.close(environment._file)
+        environment._file = -1
         environment._unshare()
         _inherited.append(environment)
     _shared.clear()

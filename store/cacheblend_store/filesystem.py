@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cacheblend_store.errors import StoreCorrupt, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
+from cacheblend_store.errors import (
+    StoreCorrupt,
+    StoreFormat,
+    StoreIOError,
+    StoreNoSpace,
+    StoreNotFound,
+    StorePermission,
+)
 from cacheblend_store.pages import NO_PAGE, Meta, PageReader, parse_meta
 
 DATA, LOCK = "data.mdb", "lock.mdb"
@@ -27,10 +36,11 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     there = _exists(path / DATA)
     if not there:
         _check_absent(path, create=write and create)
-        try:
-            _make_folder(path)
-        except OSError as error:
-            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
+        with system_errors(path):
+            try:
+                _make_folder(path)
+            except (PermissionError, FileExistsError, NotADirectoryError) as error:
+                raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
     info = path.stat()
     if write and not force:
         if info.st_mode & stat.S_IWOTH:
@@ -140,6 +150,32 @@ def _make_folder(path: Path, mode: int = 0o700) -> None:
     path.mkdir(mode=mode, exist_ok=True)
     with suppress(PermissionError):  # a directory above that may be entered and not read
         sync_file(path.parent)
+
+
+@contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """The system's errors in the store at `path` as ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise full_disk(path) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorePermission(f"cannot write {path}: {error.strerror}", "use a store of your own") from error
+        raise bad_disk(path, error) from error
+
+
+def full_disk(path: Path) -> StoreNoSpace:
+    return StoreNoSpace(
+        f"the disk of {path} is full: nothing of this write was kept",
+        "free some space, remove chunks (cacheblend chunks prune), or name another --store",
+    )
+
+
+def bad_disk(path: Path, error: Exception) -> StoreIOError:
+    return StoreIOError(
+        f"reading or writing the store at {path} failed: {error}", "check the disk (dmesg names bad sectors)"
+    )
 
 
 def sync_file(path: Path) -> None:

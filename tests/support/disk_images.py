@@ -88,7 +88,7 @@ class Disk:
         """(folders, file contents), by path relative to the root."""
         names: dict[str, tuple[int, bool]] = {}
         stops = {_parent(c.path): rng.random() for c in self._changes}
-        order = {folder: 0 for folder in stops}
+        order = dict.fromkeys(stops, 0)
         counts = {folder: sum(not c.durable for c in self._changes if _parent(c.path) == folder) for folder in stops}
         for change in self._changes:
             folder = _parent(change.path)

@@ -11,8 +11,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 _HEADER = struct.Struct("<IIQqQ")
 SUPPORT = Path(__file__).parent
 
@@ -48,6 +46,8 @@ class Event:
 
 def build(folder: Path) -> Path:
     """The shared object. Skips the test on a system without a C compiler or preloading."""
+    import pytest
+
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs Linux and a C compiler")
