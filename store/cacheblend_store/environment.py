@@ -46,6 +46,7 @@ MAX_READERS = 2048
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
 MAKING = "making.tmp"
 _SMALLEST_MAP = 1 << 30
+_TRIES = 64  # at what others can make fail again and again
 _FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 _shared: dict[str, Environment] = {}
@@ -60,7 +61,7 @@ class Environment:
         self.path, self.pid, self.users = path, os.getpid(), 1
         self._map_size, self._timeout = map_size, lock_timeout
         self._changed = threading.Condition()
-        self._open_transactions = 0
+        self._open_transactions = self._waiting_to_remap = 0
         self._free_list_checked = False
         self._share: int | None = None
         self._file = -1  # while it is not open
@@ -90,7 +91,12 @@ class Environment:
 
     def _open_databases(self) -> dict[str, Any]:
         try:
-            return {name: self.lmdb.open_db(name.encode(), create=False) for name in DATABASES}
+            for _ in range(_TRIES):
+                try:
+                    return {name: self.lmdb.open_db(name.encode(), create=False) for name in DATABASES}
+                except lmdb.MapResizedError:  # another process grew the file since it was mapped
+                    self.lmdb.set_mapsize(0)
+            raise self._grows_too_fast()
         except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
             self.lmdb.close()
             raise StoreFormat(
@@ -126,19 +132,21 @@ class Environment:
             self.reopen()
             transaction = self._begin(write=False)
         try:
-            with translated(self.path):
-                for _ in range(100):
-                    try:
-                        yield transaction, self._snapshot(transaction.id())
-                        return
-                    except _Overtaken:
-                        transaction.abort()
-                        transaction = self._begin(write=False, counted=False)
+            for _ in range(_TRIES):
+                try:
+                    pages = self._snapshot(transaction.id())
+                    break
+                except _Overtaken:
+                    self._end(transaction)
+                    transaction = None
+                    transaction = self._begin(write=False)
+            else:
                 raise StoreIOError(f"the store at {self.path} changes too fast to be read", "try again")
+            with translated(self.path):
+                yield transaction, pages
         finally:
-            with suppress(lmdb.Error):
-                transaction.abort()
-            self._done()
+            if transaction is not None:
+                self._end(transaction)
 
     @contextmanager
     def writing(self, lock_timeout: float) -> Iterator[tuple[Any, PageReader]]:
@@ -160,7 +168,7 @@ class Environment:
                         raise
                     transaction.commit()
             finally:
-                self._done()
+                self._end(None)
 
     def _snapshot(self, txnid: int) -> PageReader:
         try:
@@ -175,27 +183,35 @@ class Environment:
             meta = older
         return PageReader(self._file, meta, str(self.path))
 
-    def _begin(self, *, write: bool, counted: bool = True) -> Any:
-        if counted:
+    def _begin(self, *, write: bool) -> Any:
+        """A transaction, which `_end` ends and uncounts."""
+        for _ in range(_TRIES):
             with self._changed:
+                self._changed.wait_for(
+                    lambda: not self._waiting_to_remap, 0.1
+                )  # let it; a nested one cannot wait for ever
                 self._open_transactions += 1
-        try:
-            for _ in range(64):
-                try:
-                    with translated(self.path):
-                        return self.lmdb.begin(write=write, buffers=True)
-                except _MapOutgrown:
-                    self._remap(0, own=1)
-            raise StoreIOError(f"the store at {self.path} grows too fast to be mapped", "try again")
-        except BaseException:
-            if counted:
-                self._done()
-            raise
+            try:
+                with translated(self.path):
+                    return self.lmdb.begin(write=write, buffers=True)
+            except _MapOutgrown:
+                self._end(None)
+                self._remap(0)
+            except BaseException:
+                self._end(None)
+                raise
+        raise self._grows_too_fast()
 
-    def _done(self) -> None:
+    def _end(self, transaction: Any) -> None:
+        if transaction is not None:
+            with suppress(lmdb.Error):
+                transaction.abort()
         with self._changed:
             self._open_transactions -= 1
             self._changed.notify_all()
+
+    def _grows_too_fast(self) -> StoreIOError:
+        return StoreIOError(f"the store at {self.path} grows too fast to be mapped", "try again")
 
     def grow(self) -> None:
         """A larger map, for a write that found it full. Raises StoreFull when the address space does not allow it."""
@@ -204,11 +220,18 @@ class Environment:
             raise StoreFull(
                 f"the store at {self.path} has no room in its map", "remove chunks: cacheblend chunks prune"
             )
-        self._remap(size, own=0)
+        self._remap(size)
 
-    def _remap(self, size: int, own: int) -> None:
+    def _remap(self, size: int) -> None:
+        """Map `size` bytes (0: what the file has) once no transaction of this process is open."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._open_transactions <= own, self._timeout):
+            self._waiting_to_remap += 1
+            try:
+                ready = self._changed.wait_for(lambda: self._open_transactions == 0, self._timeout)
+            finally:
+                self._waiting_to_remap -= 1
+                self._changed.notify_all()
+            if not ready:
                 raise StoreFull(
                     f"the map of the store at {self.path} has to grow, and transactions of this process are in the way",
                     "end them first, or open the store with a larger map_size",

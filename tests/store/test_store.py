@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
-import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -301,67 +298,3 @@ def test_a_forked_child_reopens(store: ChunkStore) -> None:
 
     _in_child(child)
     assert len(list(store.chunks())) == 2
-
-
-WRITER = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_store import make_chunk
-from cacheblend_store import ChunkStore
-store = ChunkStore.open({path!r}, mode="write")
-for seed in range({start}, {start} + 100000):
-    manifest, blobs = make_chunk(seed, num_tokens=30)
-    store.put_chunk(manifest, blobs)
-    print(manifest.id, flush=True)
-"""
-
-
-@pytest.mark.parametrize("num_writers", [1, 4])
-def test_a_killed_writer_loses_nothing_it_reported(tmp_path: Path, num_writers: int) -> None:
-    """SIGKILL at random moments: every chunk that was reported is there and whole, and nothing is there in part."""
-    path, rng, acknowledged = tmp_path / "store", random.Random(num_writers), set()
-    ChunkStore.open(path, mode="write").close()
-    for round_ in range(3):
-        code = [
-            WRITER.format(tests=str(Path(__file__).parent), path=str(path), start=1_000_000 * (round_ * 10 + w))
-            for w in range(num_writers)
-        ]
-        writers = [subprocess.Popen([sys.executable, "-c", c], stdout=subprocess.PIPE, text=True) for c in code]
-        for writer in writers:
-            assert writer.stdout is not None
-            acknowledged.add(writer.stdout.readline().strip())  # running
-        time.sleep(rng.uniform(0.05, 0.4))
-        for writer in writers:
-            writer.send_signal(signal.SIGKILL)
-        for writer in writers:
-            out, _ = writer.communicate()
-            acknowledged |= {line for line in out.splitlines() if len(line) == 40}
-    with ChunkStore.open(path) as store:
-        there = {m.id for m in store.chunks()}
-        assert acknowledged <= there
-        assert len(acknowledged) > 6 * num_writers
-        assert store.damaged_keys() == []
-        for chunk_id in there:
-            load(store, bytes.fromhex(chunk_id))
-
-
-def test_readers_and_writers_at_once(store: ChunkStore) -> None:
-    """Readers of other processes see whole chunks only while two writers add and replace."""
-    manifest, blobs = make_chunk(0)
-    store.put_chunk(manifest, blobs)
-    store.close()
-    code = WRITER.format(tests=str(Path(__file__).parent), path=str(store.path), start=0)
-    writers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) for _ in range(2)]
-    try:
-        with ChunkStore.open(store.path) as reading:
-            seen, deadline = 0, time.monotonic() + 30
-            while seen < 25 and time.monotonic() < deadline:
-                found = list(reading.chunks())
-                seen = len(found)
-                for m in found[-3:]:
-                    load(reading, m.key)
-            assert seen >= 25
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.wait()

@@ -1,0 +1,121 @@
+"""Many processes at once: no error a user sees, and nothing that a killed reader leaves behind keeps space."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cacheblend_store import ChunkStore
+from children import Child
+from small_chunks import key_of, make_chunk, operation, read_chunk, read_contents
+from torture import Ledger
+
+SMALL_MAP = 128 << 10  # bytes: the store outgrows it many times
+Acknowledge = Callable[[], None]
+
+
+def _write(path: Path, writer: int, seconds: float) -> Callable[[Acknowledge], None]:
+    def work(acknowledge: Acknowledge) -> None:
+        deadline, number = time.monotonic() + seconds, 0
+        with ChunkStore.open(path, mode="write", map_size=SMALL_MAP) as store:
+            while time.monotonic() < deadline:
+                operation(writer, number, num_seeds=50 + number).perform(store)
+                acknowledge()
+                number += 1
+
+    return work
+
+
+def _read(path: Path, number: int, seconds: float) -> Callable[[Acknowledge], None]:
+    """Every other reader with two threads, which share a map that has to grow under them."""
+
+    def work(acknowledge: Acknowledge) -> None:
+        deadline, failed = time.monotonic() + seconds, []
+
+        def loop(seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                while time.monotonic() < deadline:
+                    with store.read() as reader:
+                        keys = list(reader.keys_from(rng.randbytes(1)))
+                        for key in keys[:8]:
+                            manifest = reader.manifest(key)
+                            assert manifest is not None
+                            read_chunk(reader, manifest)
+                    acknowledge()
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        with ChunkStore.open(path, map_size=SMALL_MAP) as store:
+            threads = [threading.Thread(target=loop, args=(n,)) for n in range(1 + number % 2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if failed:
+            raise failed[0]
+
+    return work
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.torture)])
+def test_readers_and_writers_while_the_store_outgrows_its_map(tmp_path: Path, seconds: int, ledger: Ledger) -> None:
+    path = tmp_path / "store"
+    with ChunkStore.open(path, mode="write", map_size=SMALL_MAP) as store:
+        store.put_chunks([make_chunk(seed) for seed in range(8)])
+    writers = [Child(_write(path, w, seconds)) for w in range(1, 5)]
+    readers = [Child(_read(path, r, seconds)) for r in range(16)]
+    ended = [child.wait(seconds + 60) for child in (*writers, *readers)]
+    assert [code for code, _ in ended] == [0] * 20
+    writes, reads = (sum(count for _, count in group) for group in (ended[:4], ended[4:]))
+    assert writes > 12, ended
+    assert reads > 48, ended
+    size = (path / "data.mdb").stat().st_size
+    assert size > 4 * SMALL_MAP
+    with ChunkStore.open(path, mode="write") as store:
+        assert store.verify().ok
+        read_contents(store)
+    ledger.add(
+        "16 readers, 4 writers", seconds=seconds, errors=0, writes=writes, reads=reads, map_sizes=size // SMALL_MAP
+    )
+
+
+def _die_reading(path: Path) -> Callable[[Acknowledge], None]:
+    def work(acknowledge: Acknowledge) -> None:
+        with ChunkStore.open(path) as store, store.read() as reader:
+            assert reader.manifest(key_of(0)) is not None
+            acknowledge()
+            os.kill(os.getpid(), 9)
+
+    return work
+
+
+@pytest.mark.parametrize("num_readers", [100, pytest.param(1000, marks=pytest.mark.torture)])
+def test_killed_readers_keep_no_space(tmp_path: Path, num_readers: int, ledger: Ledger) -> None:
+    """Readers die inside a transaction, each holding a snapshot, while chunks are replaced again and again."""
+    path, seeds = tmp_path / "store", range(120)
+    with ChunkStore.open(path, mode="write") as store:
+        for start in range(0, 120, 20):
+            store.put_chunks([make_chunk(seed) for seed in seeds[start : start + 20]])
+    for number in range(num_readers):
+        child = Child(_die_reading(path))
+        assert child.wait() == (-9, 1)
+        if number % 10 == 9:
+            with ChunkStore.open(path, mode="write") as store:
+                store.put_chunks([make_chunk(seed, number + 1) for seed in seeds[number // 10 % 10 :: 10]])
+    with ChunkStore.open(path, mode="write") as store:
+        for round_ in range(3):
+            for start in range(0, 120, 12):
+                store.put_chunks([make_chunk(seed, 1000 + round_) for seed in seeds[start : start + 12]])
+        stats = store.stats()
+        assert store.verify().ok
+        assert store._environment().lmdb.reader_check() == 0
+    ratio = stats["file_bytes"] / stats["used_bytes"]
+    assert ratio < 1.5, stats
+    ledger.add("readers killed in a transaction", readers=num_readers, file_over_live=round(ratio, 3))
