@@ -99,7 +99,7 @@ def ask(
         eager=eager,
     )  # fmt: skip
     asked = read_asked(question, chunks, batch)
-    blend, sampling = _configs(settings, tuple(stop or ()), logprobs)
+    blend, sampling = blend_config(settings), _sampling(settings, tuple(stop or ()), logprobs)
     with options.open_store(settings, write=False) as reading:
         if batch is None:  # what is wrong with the only question is said before the model is loaded
             _keys(reading, asked[0])
@@ -151,20 +151,25 @@ def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
     return None if asked.chunks is None else [store.resolve(name) for name in asked.chunks]
 
 
-def _configs(settings: Settings, stop: tuple[str, ...], logprobs: int | None) -> tuple[BlendConfig, SamplingParams]:
-    from cacheblend_cli.api import BlendConfig, SamplingParams
+def blend_config(settings: Settings) -> BlendConfig:
+    """How the settings blend. Raises UsageError."""
+    from cacheblend_cli.api import BlendConfig
     from cacheblend_cli.engine.selectors import make_selector
 
     make_selector(settings.selector)
-    blend = BlendConfig(
+    return BlendConfig(
         settings.mode, settings.ratio, settings.selector, settings.deviation, settings.check_layer, settings.block,
         settings.seed or 0,
     )  # fmt: skip
-    sampling = SamplingParams(
+
+
+def _sampling(settings: Settings, stop: tuple[str, ...], logprobs: int | None) -> SamplingParams:
+    from cacheblend_cli.api import SamplingParams
+
+    return SamplingParams(
         settings.max_tokens, settings.temperature, settings.top_p, settings.sample_top_k, settings.min_p,
         settings.seed, stop, logprobs,
     )  # fmt: skip
-    return blend, sampling
 
 
 def _store_for_holes(settings: Settings, save: bool) -> ChunkStore:

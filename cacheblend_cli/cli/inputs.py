@@ -35,7 +35,7 @@ def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> 
     if batch is None and question is None:
         raise UsageError("there is no question", _EXAMPLE)
     if question == "-":
-        question = _stdin("the question").strip()
+        question = read_stdin("the question").strip()
     if question is not None and not question.strip():
         raise UsageError("the question is empty", _EXAMPLE)
     named = None if chunks is None else read_ids(chunks)
@@ -51,7 +51,7 @@ def read_ids(text: str) -> tuple[str, ...]:
     "" is no chunk at all; a file or stdin without an id is an error, since then a command before this one failed.
     """
     if text == "-":
-        name, lines = "stdin", _stdin("chunk ids")
+        name, lines = "stdin", read_stdin("chunk ids")
     elif os.path.isfile(text):
         name, lines = text, _file(Path(text))
     else:
@@ -82,7 +82,7 @@ def _ids_of(line: str, place: str) -> list[str]:
 
 
 def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[Asked]:
-    text = _stdin("questions") if str(path) == "-" else _file(path)
+    text = read_stdin("questions") if str(path) == "-" else _file(path)
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
@@ -104,7 +104,8 @@ def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> Asked:
     return Asked(question, tuple(named))
 
 
-def _stdin(what: str) -> str:
+def read_stdin(what: str) -> str:
+    """All of stdin as text; a terminal is told what is waited for. Raises UsageError for what is no UTF-8."""
     if sys.stdin.isatty():
         sys.stderr.write(f"reading {what} from the terminal; end with Ctrl-D\n")
     return _decoded(sys.stdin.buffer.read(), "stdin")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import NotFoundError, UsageError
 
 _HINT = 'a sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -60,12 +60,14 @@ def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
 def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
     """The samples of a file: a JSON list of them, or JSON values one after another (JSON lines, or a single object).
 
-    Raises UsageError naming file and line for what is no sample.
+    Raises NotFoundError without the file, UsageError naming file and line for what is no sample.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} has invalid UTF-8 at byte {error.start}", "convert it to UTF-8") from error
+    except FileNotFoundError:
+        raise NotFoundError(f"no such file: {path}", "check the path") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "check the path and its permissions") from error
     return parse_samples(text, str(path), limit)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.demo import heldout_path
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.evaluation.samples import Context, parse_samples, read_samples
 
 ROW = {"question": "Who?", "answers": ["Mara"], "ctxs": [{"title": "A", "text": "one"}, {"title": "A", "text": "two"}]}
@@ -78,9 +78,11 @@ def test_bad_data_is_named_by_file_and_line(text: str, said: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes('{"question": "caf\xe9"}'.encode("latin-1"))
-    for name, said in (("latin", "invalid UTF-8"), ("gone", "cannot read"), (".", "cannot read")):
+    for name, said in (("latin", "invalid UTF-8"), (".", "cannot read")):
         with pytest.raises(UsageError, match=said):
             read_samples(tmp_path / name)
+    with pytest.raises(NotFoundError, match="no such file"):
+        read_samples(tmp_path / "gone")
 
 
 def test_the_held_out_questions_are_samples_of_several_chunks_a_page() -> None:

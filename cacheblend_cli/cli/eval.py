@@ -1,0 +1,169 @@
+"""cacheblend eval: questions with their contexts under many settings, against full prefill."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.ask import blend_config
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.scores import show_layers, show_scores
+from cacheblend_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from cacheblend_store import ChunkStore
+
+    from cacheblend_cli.evaluation.samples import Sample
+    from cacheblend_cli.settings import Settings
+
+_MAX_TOKENS = 32
+
+
+def evaluate(
+    data: Annotated[
+        list[Path], typer.Argument(help="JSON or JSON lines of questions with their contexts; - is stdin.")
+    ],
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="blend, full or reuse (repeatable).", show_default="blend, full and reuse"),
+    ] = None,
+    selector: Annotated[
+        list[str] | None, typer.Option(help="Selector of blend (repeatable).", show_default="as ask")
+    ] = None,
+    ratio: Annotated[list[float] | None, typer.Option(help="Ratio of blend (repeatable).", show_default="0.15")] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(help="How chunks are collected: sink or document (repeatable).", show_default="sink"),
+    ] = None,
+    deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
+    check_layer: Annotated[int | None, typer.Option(help="The layer at which hkvd compares.", show_default="1")] = None,
+    block: Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first questions only.", show_default=False)] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = _MAX_TOKENS,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a record a question and setting here.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="As --out, going on from the records that are there.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw quality and time over the ratio: FILE.png or .svg.", show_default=False)
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Show the error of K, V and attention a layer.")] = False,
+    noise_floor: Annotated[
+        bool, typer.Option("--noise-floor/--no-noise-floor", help="Measure a second full prefill in another tiling.")
+    ] = True,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random selector.", show_default="0")] = None,
+    model: options.Model = None,
+    store: Annotated[
+        str | None, typer.Option(help="Keep the chunks in this store.", show_default="a temporary one")
+    ] = None,
+    kv_dtype: options.KvDtype = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    attention_backend: options.Backend = None,
+    threads: options.Threads = None,
+    lock_timeout: options.LockTimeout = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure settings on questions that bring their contexts, against a full prefill of the same prompts.
+
+    A sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]}, neighbours of one title being one page, or
+    {"0", "1", ..., "chunk_num", "query"}. Without answers only the distance from full prefill is reported.
+    """
+    output = Output(quiet=quiet)
+    settings = options.settings_of(
+        model=model, store=store, deviation=deviation, check_layer=check_layer, block=block, seed=seed, device=device,
+        dtype=dtype, attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
+    )  # fmt: skip
+    path = _record_path(out, resume)
+    from cacheblend_cli.engine.precompute import PrecomputeOptions
+    from cacheblend_cli.engine.selectors import make_selector
+    from cacheblend_cli.evaluation.evaluate import evaluate as run
+    from cacheblend_cli.evaluation.grid import grid
+    from cacheblend_cli.evaluation.plot import check_plot
+    from cacheblend_cli.evaluation.plot import plot as draw
+    from cacheblend_cli.evaluation.records import RecordFile
+    from cacheblend_cli.evaluation.summary import summarise
+
+    if plot is not None:
+        check_plot(plot)
+    for name in selector or ():
+        make_selector(name)
+    for name in context or ():
+        PrecomputeOptions(context=name)
+    asked = grid(
+        blend_config(settings),
+        modes=mode or ("blend", "full", "reuse"),
+        selectors=selector or (settings.selector,),
+        ratios=ratio or (settings.ratio,),
+        contexts=context or (settings.context,),
+        noise_floor=noise_floor,
+    )
+    samples = _read(data, limit)
+    with RecordFile(path) as records:
+        engine = options.load_engine(settings, output)
+        with _store(settings, store) as kv_store, output.progress("questions") as bar:
+            results = run(
+                engine, kv_store, samples, asked, max_tokens=max_tokens, records=records, keep_chunks=store is not None,
+                on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
+            )  # fmt: skip
+    for number, reason in results.skipped:
+        output.warn(f"question {number} is left out: {reason}")
+    for note in dict.fromkeys(results.notes):
+        output.warn(note)
+    if not results.full:
+        raise UsageError("no question was measured", "take a model with a longer context, or shorter contexts")
+    summaries = summarise(results)
+    if plot is not None:
+        draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
+        output.note(f"drew {plot}")
+    show_scores(summaries, output, json=json)
+    if layers and not json:
+        show_layers(summaries, output)
+    if path is not None:
+        output.note(f"{results.measured} records written to {path}, {results.resumed} were there")
+
+
+def _record_path(out: Path | None, resume: Path | None) -> Path | None:
+    if out is not None and resume is not None and out != resume:
+        raise UsageError("--out and --resume name two files", "--resume FILE goes on in the same file")
+    if out is not None and resume is None and out.exists() and out.stat().st_size:
+        raise UsageError(f"--out {out} has records already", f"go on from them: --resume {out}")
+    return resume or out
+
+
+def _read(data: Sequence[Path], limit: int | None) -> list[Sample]:
+    from cacheblend_cli.cli.inputs import read_stdin
+    from cacheblend_cli.evaluation.samples import parse_samples, read_samples
+
+    samples: list[Sample] = []
+    for path in data:
+        left = None if limit is None else limit - len(samples)
+        if left == 0:
+            break
+        samples += parse_samples(read_stdin("data"), "stdin", left) if str(path) == "-" else read_samples(path, left)
+    return samples
+
+
+@contextmanager
+def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
+    """The named store, else one that goes when the run ends."""
+    if named is not None:
+        with options.open_store(settings, write=True) as store:
+            yield store
+        return
+    from cacheblend_store import ChunkStore
+
+    with (
+        tempfile.TemporaryDirectory(prefix="cacheblend-eval-") as folder,
+        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+    ):
+        yield store
