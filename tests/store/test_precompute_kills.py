@@ -1,0 +1,102 @@
+"""The real `cacheblend precompute`, killed and with a full disk: what it reported is there, and the next run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+from disk_shim import Fault, build, environment
+from torture import Ledger
+
+CLI = "from cacheblend_cli.cli.main import main; main()"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random model and enough documents to be killed among them."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    write_checkpoint(folder / "model", "qwen2", max_position_embeddings=1024)
+    (folder / "docs").mkdir()
+    for n in range(20):
+        text = "\n\n".join(" ".join(rng.choices(WORDS, k=30)) for _ in range(8))
+        (folder / "docs" / f"{n:02}.md").write_text(f"# Document {n}\n\n{text}\n")
+    return folder
+
+
+def _command(corpus: Path, store: Path) -> list[str]:
+    flags = [
+        "--model",
+        str(corpus / "model"),
+        "--store",
+        str(store),
+        "--chunk-tokens",
+        "32",
+        "--threads",
+        "1",
+        "--json",
+    ]
+    return [sys.executable, "-c", CLI, "precompute", str(corpus / "docs"), *flags]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _stored(path: Path) -> set[str]:
+    """Ids of the chunks in the store, every blob of which has been read and verified."""
+    with ChunkStore.open(path) as store:
+        assert store.verify().ok
+        return {m.id for m in store.chunks()}
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.torture)])
+def test_precompute_killed_keeps_what_it_reported(tmp_path: Path, corpus: Path, num_kills: int, ledger: Ledger) -> None:
+    rng, store, reported = random.Random(num_kills), tmp_path / "store", set[str]()
+    kills = 0
+    while kills < num_kills:
+        process = subprocess.Popen(_command(corpus, store), stdout=subprocess.PIPE, text=True, env=_environment())
+        assert process.stdout is not None
+        for _ in range(rng.randrange(1, 12)):
+            line = process.stdout.readline()
+            if not line:  # all is done: from the beginning
+                break
+            reported.add(json.loads(line)["id"])
+        else:
+            process.kill()
+            kills += 1
+            whole = process.stdout.read().rpartition("\n")[0]  # a last line may be cut
+            reported |= {json.loads(line)["id"] for line in whole.splitlines()}
+        process.wait()
+        process.stdout.close()
+        assert reported <= _stored(store)
+        if process.returncode == 0:
+            store, reported = tmp_path / f"store-{kills}", set()
+    if reported:
+        done = subprocess.run(_command(corpus, store), capture_output=True, text=True, env=_environment(), check=True)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        assert {r["id"] for r in records} == _stored(store) >= reported
+        assert {r["id"] for r in records if r["status"] == "unchanged"} >= reported  # none is computed twice
+    ledger.add("SIGKILL of cacheblend precompute", kills=kills, lost=0, torn=0)
+
+
+def test_precompute_on_a_full_disk_exits_with_4_and_keeps_what_it_reported(
+    tmp_path: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shim, store = build(tmp_path_factory.mktemp("shim")), tmp_path / "store"
+    done = subprocess.run(
+        _command(corpus, store), capture_output=True, text=True,
+        env=environment(shim, tmp_path, fault=f"120:{int(Fault.FAIL_SPACE)}:1"),
+    )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert "is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    reported = {json.loads(line)["id"] for line in done.stdout.splitlines()}
+    assert reported
+    assert reported <= _stored(store)
