@@ -1,7 +1,10 @@
 """Stored KV into the paged pool, layer by layer, ahead of compute.
 
-Threads read blobs out of the LMDB map inside their own read transaction, verify them, decode them, rotate K to its
-new positions and write both into the pool. The main thread waits for a layer only when it gets there.
+Threads read blobs out of the LMDB map inside their own read transaction and verify them. On CPU they write straight
+into the pool: dequantise, rotate K to its new positions, scatter. For a GPU they copy them, still compressed, into a
+pinned ring (`staging.py`); a submitter queues the copies and the same write behind them on streams of their own, with
+an event a layer that the compute stream waits for. The computing thread waits until a layer's work is *queued*, never
+for the device.
 """
 
 from __future__ import annotations
@@ -10,14 +13,19 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
-import torch
 from cacheblend_store import ChunkManifest, ChunkStore, StoreError, StoreReader
-from cacheblend_store.codecs import decode_kv, view_kv
+from cacheblend_store.codecs import view_kv
+from torch import Tensor
 
+from cacheblend_cli.engine.kv_batch import KVBatch, Place, Rows, batches_of, place_kv
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.engine.staging import StagingRing, Transfer, transfer_to
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import Segment
+
+NUM_SLOTS = 6
 
 
 class BadChunk(Exception):
@@ -31,8 +39,9 @@ class BadChunk(Exception):
 class KVLoader:
     """Loads the cached segments of one prompt. Use as a context manager; `wait(layer)` before a layer's KV is read.
 
-    After the last wait: `num_bytes` read from the store, `load_s` from start to the last layer, `stall_s` of it
-    spent waiting by the compute thread.
+    transfer: how KV gets to the device; by default what the device needs, on CPU nothing. Raises BadChunk where it is
+    entered and from `wait`. After the last wait: `num_bytes` read from the store, `load_s` from start to the last layer,
+    `stall_s` of it that computing waited (on a GPU measured with events on the compute stream; asking waits for it).
     """
 
     def __init__(
@@ -44,11 +53,14 @@ class KVLoader:
         segments: Sequence[Segment],
         rope_len: int,
         num_threads: int | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
         self._decoder, self._store, self._pool, self._sequence = decoder, store, pool, sequence
         self._segments = [s for s in segments if s.cached and s.token_ids]
         self._rope_len = rope_len
         self._num_layers = decoder.spec.num_layers
+        self._transfer = (transfer or transfer_to(decoder.device)) if self._segments else None
+        self._ring: StagingRing | None = None
         self._lock = threading.Condition()
         self._next = 0  # tasks handed out: layer-major, so layer 0 is complete first
         self._remaining = [len(self._segments)] * self._num_layers
@@ -56,65 +68,133 @@ class KVLoader:
         self._stop = False
         self._started = time.perf_counter()
         self._loaded_at = self._started
+        self._stall_s = 0.0
         self.num_bytes = 0
-        self.stall_s = 0.0
         cores = os.cpu_count() or 1
-        wanted = num_threads or (1 if cores <= 2 else min(4, cores // 2))
+        most = 4 if self._transfer is None else 8
+        wanted = num_threads or (1 if cores <= 2 else min(most, cores // 2))
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-loader-{i}", daemon=True)
             for i in range(min(wanted, len(self._segments)))
         ]
 
     def __enter__(self) -> KVLoader:
-        if self._segments:
-            cos, sin = [], []
-            for segment in self._segments:
-                positions = torch.arange(segment.start, segment.end, device=self._decoder.device)
-                c, s = self._decoder.rope.cos_sin(positions, self._rope_len)
-                cos.append(c)
-                sin.append(s)
-            self._cos, self._sin = cos, sin
+        if not self._segments:
+            return self
+        assert self._store is not None
+        with self._store.read() as reader:
+            self._manifests = [self._manifest(reader, segment) for segment in self._segments]
+        rows = [Rows(s.start, s.end, m.codec) for s, m in zip(self._segments, self._manifests, strict=True)]
+        if self._transfer is None:
+            self._places = [Place.of(self._decoder, self._sequence, [own], self._rope_len) for own in rows]
+        else:
+            self._open(self._transfer, rows)
         for thread in self._threads:
             thread.start()
         return self
 
+    def _open(self, transfer: Transfer, rows: Sequence[Rows]) -> None:
+        spec = self._decoder.spec
+        self._batches = batches_of(rows, spec.num_kv_heads, spec.head_dim)
+        self._places = [Place.of(self._decoder, self._sequence, b.rows, self._rope_len) for b in self._batches]
+        self._batch_of = [i for i, batch in enumerate(self._batches) for _ in batch.rows]
+        num_slots = min(NUM_SLOTS, self._num_layers * len(self._batches))
+        self._ring = StagingRing(num_slots, [len(b.rows) for b in self._batches] * self._num_layers)
+        transfer.open(num_slots, max(b.num_bytes for b in self._batches))
+        self._buffers = [memoryview(slot.numpy().data) for slot in transfer.host]
+        submitter = partial(self._submit, transfer)
+        self._threads.append(threading.Thread(target=submitter, name="kv-submitter", daemon=True))
+
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._stop = True
+        self._give_up(None)
         for thread in self._threads:
             thread.join()
+        if self._transfer is not None:
+            self._transfer.close()
 
     @property
     def load_s(self) -> float:
+        if self._transfer is not None:
+            return self._transfer.seconds()[0]
         return self._loaded_at - self._started if self._segments else 0.0
 
+    @property
+    def stall_s(self) -> float:
+        return self._transfer.seconds()[1] if self._transfer is not None else self._stall_s
+
     def wait(self, layer: int) -> None:
-        """Return when the layer's KV is in the pool. Raises BadChunk."""
+        """Return when the layer's KV is in the pool for whatever is queued next. Raises BadChunk."""
         if not self._segments:
             return
+        if self._transfer is not None:
+            self._transfer.arrive(layer)
         begin = time.perf_counter()
         with self._lock:
             self._lock.wait_for(lambda: self._error is not None or self._remaining[layer] == 0)
             if self._error is not None:
                 raise self._error
-        self.stall_s += time.perf_counter() - begin
+        self._stall_s += time.perf_counter() - begin
+        if self._transfer is not None:
+            self._transfer.join(layer)
 
     def _work(self) -> None:
         assert self._store is not None
         try:
             with self._store.read() as reader:
-                manifests = [self._manifest(reader, segment) for segment in self._segments]
                 while (task := self._take()) is not None:
-                    layer, index = task
-                    self._load(reader, manifests[index], layer, index)
-                    with self._lock:
-                        self._remaining[layer] -= 1
-                        self._loaded_at = time.perf_counter()
-                        self._lock.notify_all()
+                    load = self._load if self._transfer is None else self._stage
+                    load(reader, *task)
         except BaseException as error:
-            with self._lock:
-                self._error = self._error or error
-                self._lock.notify_all()
+            self._give_up(error)
+
+    def _load(self, reader: StoreReader, layer: int, index: int) -> None:
+        """A blob straight into the pool."""
+        segment, manifest, spec = self._segments[index], self._manifests[index], self._decoder.spec
+        try:
+            parts = reader.layer(manifest, layer)
+        except StoreError as error:
+            raise self._bad(index, error) from error
+        encoded = view_kv(parts, manifest.codec, len(segment.token_ids), spec.num_kv_heads, spec.head_dim)
+        place_kv(self._decoder, self._pool, layer, encoded.tensors, self._places[index])
+        self._count(sum(part.nbytes for part in parts.values()))
+        self._done(layer, 1)
+
+    def _stage(self, reader: StoreReader, layer: int, index: int) -> None:
+        """A blob to its place in the ring."""
+        assert self._ring is not None
+        which = self._batch_of[index]
+        batch, number = self._batches[which], layer * len(self._batches) + which
+        slot = self._ring.acquire(number)
+        if slot is None:
+            return
+        targets = batch.targets(index - batch.first, self._buffers[slot])
+        try:
+            reader.copy_layer(self._manifests[index], layer, targets)
+        except StoreError as error:
+            raise self._bad(index, error) from error
+        self._count(sum(target.nbytes for target in targets.values()))
+        self._ring.filled(number)
+
+    def _submit(self, transfer: Transfer) -> None:
+        """Queue batch after batch; a layer is done, for the computing thread, when all of it is queued."""
+        assert self._ring is not None
+        try:
+            for number in range(self._num_layers * len(self._batches)):
+                slot = self._ring.wait_filled(number)
+                if slot is None:
+                    return
+                layer, which = divmod(number, len(self._batches))
+                batch = self._batches[which]
+                event = transfer.send(slot, batch.num_bytes, partial(self._place, layer, batch, self._places[which]))
+                self._ring.submitted(number, event)
+                if which == len(self._batches) - 1:
+                    transfer.finish_layer(layer)
+                    self._done(layer, len(self._segments))
+        except BaseException as error:
+            self._give_up(error)
+
+    def _place(self, layer: int, batch: KVBatch, place: Place, buffer: Tensor) -> None:
+        place_kv(self._decoder, self._pool, layer, batch.tensors(buffer), place)
 
     def _manifest(self, reader: StoreReader, segment: Segment) -> ChunkManifest:
         """The segment's manifest, its token ids compared: a key is a digest, and digests are not taken on trust."""
@@ -135,40 +215,35 @@ class KVLoader:
             raise BadChunk(segment.key, "its record is of other tokens or another model")
         return manifest
 
+    def _bad(self, index: int, error: StoreError) -> BadChunk:
+        key = self._segments[index].key
+        assert key is not None
+        return BadChunk(key, error.message)
+
     def _take(self) -> tuple[int, int] | None:
         with self._lock:
-            if self._stop or self._error is not None or self._next == self._num_layers * len(self._segments):
+            if self._stop or self._next == self._num_layers * len(self._segments):
                 return None
             task = divmod(self._next, len(self._segments))
             self._next += 1
             return task
 
-    def _load(self, reader: StoreReader, manifest: ChunkManifest, layer: int, index: int) -> None:
-        segment, spec = self._segments[index], self._decoder.spec
-        assert segment.key is not None
-        try:
-            parts = reader.layer(manifest, layer)
-        except StoreError as error:
-            raise BadChunk(segment.key, error.message) from error
-        codec = manifest.codec
-        encoded = view_kv(parts, codec, len(segment.token_ids), spec.num_kv_heads, spec.head_dim)
-        k, v = decode_kv(encoded, dtype=torch.float32) if codec not in _DIRECT else (encoded.k, encoded.v)
-        device = self._pool.device
-        positions = torch.arange(segment.start, segment.end, device=device)
-        contiguous = self._sequence.contiguous_slot
-        self._decoder.kernels.load_kv(
-            k.to(device),
-            v.to(device),
-            self._cos[index],
-            self._sin[index],
-            self._pool.k[layer],
-            self._pool.v[layer],
-            self._sequence.slots(positions),
-            first_slot=contiguous + segment.start if contiguous >= 0 else -1,
-        )
-        size = sum(part.nbytes for part in parts.values())
+    def _count(self, num_bytes: int) -> None:
         with self._lock:
-            self.num_bytes += size
+            self.num_bytes += num_bytes
 
+    def _done(self, layer: int, num_segments: int) -> None:
+        with self._lock:
+            self._remaining[layer] -= num_segments
+            self._loaded_at = time.perf_counter()
+            if self._remaining[layer] == 0:
+                self._lock.notify_all()
 
-_DIRECT = ("float32", "bfloat16", "float16")  # stored as they are: the write into the pool converts
+    def _give_up(self, error: BaseException | None) -> None:
+        """No more work is taken; with an error, whoever waits gets it."""
+        with self._lock:
+            self._stop = True
+            self._error = self._error or error
+            self._lock.notify_all()
+        if self._ring is not None:
+            self._ring.stop()

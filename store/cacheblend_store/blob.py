@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cacheblend_store.errors import BadBlob
 
@@ -88,8 +89,13 @@ def _check_header(raw: bytes, spec: BlobSpec) -> None:
 
 def blob_header(spec: BlobSpec) -> bytes:
     """The JSON header of the container, padded with spaces."""
+    return _header_of(tuple(spec.items()))
+
+
+@lru_cache(maxsize=256)  # a loader parses hundreds of blobs of a few shapes
+def _header_of(items: tuple[tuple[str, TensorSpec], ...]) -> bytes:
     header, offset = {}, 0
-    for name, tensor in spec.items():
+    for name, tensor in items:
         end = offset + tensor.num_bytes
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end

@@ -13,17 +13,20 @@ from cacheblend_store.records import (
     ChunkManifest,
     DocumentRecord,
     blob_digest,
+    blob_hasher,
     decode_document,
     decode_manifest,
 )
 from cacheblend_store.state import State, read_state, state_value
+
+COPY_PIECE = 1 << 20  # bytes: fits a core's own cache
 
 
 class StoreReader:
     """One read transaction. All views are into the map and end with it: copy what is to outlive it.
 
     A reader belongs to one thread: threads that load in parallel open one each (it costs microseconds). xxhash and
-    the copies of `codecs.load_kv` release the GIL, so such threads do run at once.
+    the copies of `copy_layer` release the GIL, so such threads do run at once.
     """
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
@@ -38,7 +41,7 @@ class StoreReader:
         """The tensors of one layer's blob as views. Raises BadBlob when it is missing, damaged or of another shape.
 
         chunk: the manifest, or the key (then the manifest is read first; unknown: BadBlob).
-        verify=False leaves the digest to the caller (`codecs.load_kv` computes it while it copies).
+        verify=False leaves the digest to the caller (`copy_layer` computes it while it copies).
         """
         manifest = self._manifest_of(chunk)
         blob = self.blob(manifest, layer)
@@ -49,6 +52,31 @@ class StoreReader:
             return parse_blob(blob, spec)
         except BadBlob as error:
             raise bad_blob(manifest, layer, f"does not read: {error.message}") from error
+
+    def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
+        """Copy the tensors of one layer's blob to `targets`, each of just its size. Raises BadBlob as `layer` does.
+
+        What is checked is the copy, piece by piece while it is in the processor's cache: the map is read once, and
+        nothing that happens to it afterwards matters. The copies and the digest release the GIL.
+        """
+        import numpy as np  # here: listing chunks does without it
+
+        blob = self.blob(manifest, layer)
+        spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
+        try:
+            parts = parse_blob(blob, spec)
+        except BadBlob as error:
+            raise bad_blob(manifest, layer, f"does not read: {error.message}") from error
+        digest = blob_hasher(manifest.key, layer, manifest.num_tokens)
+        digest.update(blob[: len(blob) - sum(len(part) for part in parts.values())])
+        for name, part in parts.items():
+            source, target = np.frombuffer(part, np.uint8), np.frombuffer(targets[name], np.uint8)
+            for start in range(0, len(part), COPY_PIECE):
+                piece = target[start : start + COPY_PIECE]
+                np.copyto(piece, source[start : start + COPY_PIECE])
+                digest.update(piece)
+        if digest.digest() != manifest.blob_digests[layer]:
+            raise bad_blob(manifest, layer, "does not match its digest")
 
     def blob(self, manifest: ChunkManifest, layer: int) -> memoryview:
         """One layer's bytes as they are stored: a view, its length checked and its digest not."""

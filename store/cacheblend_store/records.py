@@ -140,9 +140,14 @@ def document_key(collection: str, source: str) -> bytes:
 
 def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | memoryview) -> bytes:
     """xxh3-128 of the blob, bound to its chunk, layer and token count."""
-    digest = xxhash.xxh3_128(key + layer.to_bytes(4, "big") + num_tokens.to_bytes(4, "big"))
+    digest = blob_hasher(key, layer, num_tokens)
     digest.update(blob)
     return digest.digest()
+
+
+def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
+    """An xxhash object that wants the blob's bytes, in any pieces, and then gives `blob_digest`."""
+    return xxhash.xxh3_128(key + layer.to_bytes(4, "big") + num_tokens.to_bytes(4, "big"))
 
 
 def use_record(key: bytes, moment: float) -> bytes:

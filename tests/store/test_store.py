@@ -298,3 +298,25 @@ def test_a_forked_child_reopens(store: ChunkStore) -> None:
 
     _in_child(child)
     assert len(list(store.chunks())) == 2
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_copied_layer_is_the_layer_and_is_checked_where_it_lands(tmp_path: Path, codec: str) -> None:
+    store = ChunkStore.open(tmp_path / "store", mode="write")
+    manifest, blobs = make_chunk(3, num_tokens=40, codec=codec)
+    store.put_chunk(manifest, blobs)
+    with store.read() as reader:
+        found = reader.manifest(manifest.key)
+        assert found is not None
+        wanted = {name: bytes(part) for name, part in reader.layer(found, 1).items()}
+        targets = {name: memoryview(bytearray(len(part))) for name, part in wanted.items()}
+        reader.copy_layer(found, 1, targets)
+        assert {name: bytes(part) for name, part in targets.items()} == wanted
+        whole = reader.blob(found, 1)
+        for at in {8, len(whole) // 2, len(whole) - 1}:
+            bad = bytearray(whole)
+            bad[at] ^= 1
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(reader, "blob", lambda *_, bad=bad: memoryview(bad))
+                with pytest.raises(BadBlob):
+                    reader.copy_layer(found, 1, targets)
