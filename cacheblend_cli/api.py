@@ -18,6 +18,7 @@ from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.ask import Request, answer, check_context, resolve_chunks
 from cacheblend_cli.engine.collect import collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.contexts import prefer_exact
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.precompute import (
     Collection,
@@ -252,6 +253,16 @@ class Engine:
         codecs = {m.codec for c in inputs if c.cached and store and (m := store.get_chunk(c.key))} | {collection.codec}
         lossless = all(is_lossless(codec, self.model.decoder.dtype) for codec in codecs)
         return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached, lossless)
+
+    def prefer_exact(self, store: ChunkStore, keys: Sequence[bytes], salt: str = "") -> list[bytes]:
+        """The chunks with these keys, each from the context that makes it exact at its place, where that is stored."""
+        collection = self._collection_of(store, keys, salt)
+
+        def ids_of(key: bytes) -> tuple[int, ...]:
+            manifest = store.get_chunk(key) if _has(store, key) else None
+            return manifest.token_ids if manifest else ()
+
+        return prefer_exact(keys, ids_of, collection.key, lambda key: _has(store, key))
 
     def _collection_of(self, store: ChunkStore | None, chunks: Sequence[bytes], salt: str) -> Collection:
         """With kv_dtype auto, the codec is that of the first chunk this model has KV for: what was stored is used."""

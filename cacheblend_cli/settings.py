@@ -29,6 +29,8 @@ class Settings:
     store: str = ""
     chunk_tokens: int = 512
     context: str = "sink"
+    window: int = 2048
+    neighbours: int = 3
     kv_dtype: str = "auto"
     device: str = "auto"
     dtype: str = "auto"

@@ -32,6 +32,7 @@ def ask(
             show_default=False,
         ),
     ] = None,
+    context: options.Context = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", "-k", help="Chunks to search for without --chunks.", show_default="5")
     ] = None,
@@ -88,16 +89,21 @@ def ask(
 ) -> None:
     """Answer a question over stored chunks: load their KV, repair what is wrong in the new context, decode.
 
-    The answer goes to stdout; sources, tokens, share recomputed and times go to stderr.
+    The answer goes to stdout; sources, tokens, share recomputed and times go to stderr. Chunks that are named are taken
+    as they are stored. Of those that are searched, one that is also stored behind just what precedes it in the prompt is
+    taken from there, since it then needs no repair; for the others --context says which is taken.
     """
+    from cacheblend_cli.corpus.search import check_context
+
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, mode=mode, ratio=ratio, selector=selector, deviation=deviation, check_layer=check_layer,
+        model=model, store=store, context=context, mode=mode, ratio=ratio, selector=selector, deviation=deviation, check_layer=check_layer,
         block=block, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
         min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
         kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout, gpu_memory_utilization=gpu_memory_utilization,
         eager=eager,
     )  # fmt: skip
+    check_context(settings.context)
     asked = read_asked(question, chunks, batch)
     blend, sampling = blend_config(settings), _sampling(settings, tuple(stop or ()), logprobs)
     with options.open_store(settings, write=False) as reading:
@@ -109,7 +115,9 @@ def ask(
         extra = {} if batch is None else {"question": item.question}
         keys = _keys(kv_store, item)
         if keys is None:
-            keys = find_chunks(kv_store, item.question, settings.top_k, engine.collection_ids(settings.salt))
+            collections = engine.collection_ids(settings.salt)
+            keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context)
+            keys = engine.prefer_exact(kv_store, keys, settings.salt)
         if dry_run:
             plan = engine.plan(kv_store, item.question, keys, blend, settings.salt)
             show_plan(plan, output, json=json, extra=extra)
@@ -184,11 +192,11 @@ def _store_for_holes(settings: Settings, save: bool) -> ChunkStore:
     return options.open_store(settings, write=False)
 
 
-def find_chunks(store: ChunkStore, question: str, k: int, collections: list[str]) -> list[bytes]:
+def find_chunks(store: ChunkStore, question: str, k: int, collections: list[str], context: str = "sink") -> list[bytes]:
     """The k best chunks in reading order: documents by their best hit, chunks of one document by their place."""
     from cacheblend_cli.corpus.search import search
 
-    hits = next((found for c in collections if (found := search(store, question, k, c))), [])
+    hits = next((found for c in collections if (found := search(store, question, k, c, context))), [])
     if not hits:
         raise NotFoundError(
             "no stored chunk of this model matches the question",

@@ -102,7 +102,7 @@ def rm(
     with options.open_store(settings, write=True, create=False) as kv_store:
         removed = kv_store.remove_chunks(keys) if keys else 0
         for document in found:
-            removed += len(kv_store.remove_document(document.collection, document.source))
+            removed += len(kv_store.remove_document(document.collection, document.source, document.context))
     if json:
         output.json({"removed": removed})
     else:

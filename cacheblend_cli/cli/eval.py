@@ -39,7 +39,7 @@ def evaluate(
     ratio: Annotated[list[float] | None, typer.Option(help="Ratio of blend (repeatable).", show_default="0.15")] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(help="How chunks are collected: sink or document (repeatable).", show_default="sink"),
+        typer.Option(help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="sink"),
     ] = None,
     deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
     check_layer: Annotated[int | None, typer.Option(help="The layer at which hkvd compares.", show_default="1")] = None,

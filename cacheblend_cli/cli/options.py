@@ -29,6 +29,14 @@ KvDtype = Annotated[
     ),
 ]
 Salt = Annotated[str | None, typer.Option(help="Keep the chunks of this tenant apart.", show_default=False)]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        help="Where documents are stored in several contexts: sink, document or neighbours. A document without this one "
+        "is taken in the first it has of document, neighbours, sink.",
+        show_default="sink",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
 GpuMemory = Annotated[
     float | None,

@@ -24,7 +24,19 @@ def precompute(
     store: options.Store = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk at most.", show_default="512")] = None,
     context: Annotated[
-        str | None, typer.Option(help="What a chunk sees when it is collected: sink or document.", show_default="sink")
+        str | None,
+        typer.Option(
+            help="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before "
+            "it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
+            show_default="sink",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a chunk with the document or neighbours before it, at most.", show_default="2048"),
+    ] = None,
+    neighbours: Annotated[
+        int | None, typer.Option(help="Similar chunks that neighbours takes.", show_default="3")
     ] = None,
     kv_dtype: options.KvDtype = None,
     device: options.Device = None,
@@ -46,11 +58,11 @@ def precompute(
 ) -> None:
     """Compute the KV cache of every chunk of the documents once, and keep it in the store.
 
-    A second run does only what changed. Ctrl-C keeps what is done.
+    A second run does only what changed. Ctrl-C keeps what is done. Contexts live side by side: ask --context chooses.
     """
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, chunk_tokens=chunk_tokens, context=context, kv_dtype=kv_dtype, device=device,
+        model=model, store=store, chunk_tokens=chunk_tokens, context=context, window=window, neighbours=neighbours, kv_dtype=kv_dtype, device=device,
         dtype=dtype, attention_backend=attention_backend, threads=threads, salt=salt, max_size=max_size, lock_timeout=lock_timeout,
     )  # fmt: skip
     from cacheblend_cli.api import PrecomputeOptions
@@ -58,6 +70,8 @@ def precompute(
     wanted = PrecomputeOptions(
         settings.chunk_tokens,
         settings.context,
+        settings.window,
+        settings.neighbours,
         kv_dtype=settings.kv_dtype,
         force=force,
         dry_run=dry_run,

@@ -14,6 +14,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 def search(
     query: Annotated[str, typer.Argument(help="Words to look for.")],
     top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="How many chunks.")] = 5,
+    context: options.Context = None,
     store: options.Store = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -22,13 +23,16 @@ def search(
 
     With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
+    from cacheblend_cli.corpus.search import check_context
     from cacheblend_cli.corpus.search import search as find
 
     output = Output(quiet=quiet)
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
-    with options.open_store(options.settings_of(store=store), write=False) as kv_store:
-        hits = find(kv_store, query, top_k)
+    settings = options.settings_of(store=store, context=context)
+    check_context(settings.context)
+    with options.open_store(settings, write=False) as kv_store:
+        hits = find(kv_store, query, top_k, context=settings.context)
     for hit in hits:
         if json:
             output.json(

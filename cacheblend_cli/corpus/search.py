@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
+from cacheblend_cli.errors import UsageError
 
 _STOP_WORDS = frozenset(
     "a about an and any are as at be been but by can could did do does for from had has have he her his how i if in into "
     "is it its me my of on or our please s she should some t tell than that the their them there these they this those "
     "to us was we were what when where which who whom whose why will with would you your".split()
 )
+CONTEXTS = ("sink", "document", "neighbours")
+_CONTEXT_ORDER = ("document", "neighbours", "sink")
 _MAX_TERMS = 64  # of a long question the first ones; SQLite takes 500 parts of a UNION
 # Weights: path, title, body. One row a term and chunk; ? is the term, then what its bm25 is to be multiplied with.
 _TERM = "SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) * ? AS score FROM chunks WHERE chunks MATCH ?"
 _BEST = """
     WITH found AS MATERIALIZED ({terms})
-    SELECT p.id, p.key, p.source, p.position, sum(score) AS total FROM found JOIN places AS p USING (id)
+    SELECT p.id, p.key, p.source, p.position, p.collection, p.context, sum(score) AS total FROM found JOIN places AS p USING (id)
     WHERE ? IS NULL OR p.collection = ? GROUP BY p.id ORDER BY total DESC, p.source, p.position, p.id
 """
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
@@ -42,12 +45,13 @@ class Hit:
         return self.key.hex()
 
 
-def search(store: ChunkStore, query: str, k: int, collection: str | None = None) -> list[Hit]:
+def search(store: ChunkStore, query: str, k: int, collection: str | None = None, context: str = "sink") -> list[Hit]:
     """The k best chunks for a free-text query, best first; nothing for a query without words.
 
     A chunk is found by its own words and by its document's path and first heading, since later paragraphs of a page
     seldom repeat what the page is about. A passage that is stored for several models, and a paragraph that stands in
-    several documents, is found once.
+    several documents, is found once. Of a document that is stored in several contexts, the chunks of the one named
+    `context` are found; where that is not among them, of the first there is of document, neighbours, sink.
     """
     hits: list[Hit] = []
     keys: set[str] = set()
@@ -59,15 +63,42 @@ def search(store: ChunkStore, query: str, k: int, collection: str | None = None)
         terms = " UNION ALL ".join([_TERM] * len(weights))
         values = [v for term, weight in weights.items() for v in (weight, term)]
         rows = db.execute(_BEST.format(terms=terms), (*values, collection, collection)).fetchall()
-        for row, key, source, index, score in rows:
+        contexts = _Contexts(db, context)
+        for row, key, source, index, of, stored_in, score in rows:
             if len(hits) == k:
                 break
+            if contexts.of(source, of) != stored_in:
+                continue
             if key not in keys and (source, index) not in places:
                 [text] = db.execute(_SNIPPET, (" OR ".join(weights), row)).fetchone()
                 hits.append(Hit(bytes.fromhex(key), source, index, score, " ".join(unspaced(text).split())))
             keys.add(key)
             places.add((source, index))
     return hits
+
+
+def check_context(name: str) -> None:
+    """Raises UsageError for a name that is no context chunks are collected in."""
+    if name not in CONTEXTS:
+        raise UsageError(f"unknown context {name!r}", f"known: {', '.join(CONTEXTS)}")
+
+
+class _Contexts:
+    """Which context of a document counts, when it is stored in several."""
+
+    def __init__(self, db: sqlite3.Connection, wanted: str) -> None:
+        self._db, self._order = db, (wanted, *_CONTEXT_ORDER)
+        self._known: dict[tuple[str, str], str] = {}
+
+    def of(self, source: str, collection: str) -> str:
+        known = self._known.get((source, collection))
+        if known is None:
+            rows = self._db.execute(
+                "SELECT DISTINCT context FROM places WHERE source = ? AND collection = ?", (source, collection)
+            )
+            known = min((c for (c,) in rows), key=self._order.index)
+            self._known[source, collection] = known
+        return known
 
 
 def query_terms(query: str) -> list[str]:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 
-_SCHEMA = 3
+_SCHEMA = 4
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
     DROP TABLE IF EXISTS stamp;
     CREATE TABLE stamp (value TEXT);
-    CREATE TABLE places (id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT);
+    CREATE TABLE places (id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT);
     CREATE INDEX by_source ON places (source);
     CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = 'porter unicode61');
     PRAGMA user_version = {_SCHEMA};
@@ -29,19 +29,20 @@ _WIDE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # scripts that w
 
 
 class Place(NamedTuple):
-    """Where a chunk stands: a chunk that several documents share has several places."""
+    """Where a chunk stands, and in what context it was collected for it: a chunk that documents share has several places."""
 
     key: str
     source: str
     position: int
     collection: str
+    context: str
 
 
 @contextmanager
 def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
     """An up-to-date index: the file in the store's directory, or one in memory where that cannot be written.
 
-    Tables: places (id, key, source, position, collection) and the FTS5 table chunks (source, title, body), rowid = id.
+    Tables: places (id, key, source, position, collection, context) and the FTS5 table chunks (source, title, body), rowid = id.
     """
     with closing(_up_to_date(store)) as db:
         yield db
@@ -120,7 +121,9 @@ def _stamp(db: sqlite3.Connection) -> str:
 
 def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
     wanted, loose = _places(store)
-    indexed = {Place(*row): i for i, *row in db.execute("SELECT id, key, source, position, collection FROM places")}
+    indexed = {
+        Place(*row): i for i, *row in db.execute("SELECT id, key, source, position, collection, context FROM places")
+    }
     for place, i in indexed.items():
         if place not in wanted:
             db.execute("DELETE FROM chunks WHERE rowid = ?", (i,))
@@ -129,7 +132,7 @@ def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
         manifest = loose.get(place.key) or _manifest(store, place.key)
         if manifest is not None:
             i = db.execute(
-                "INSERT INTO places (key, source, position, collection) VALUES (?, ?, ?, ?)", place
+                "INSERT INTO places (key, source, position, collection, context) VALUES (?, ?, ?, ?, ?)", place
             ).lastrowid
             row = (i, _clean(place.source), "", spaced(_clean(manifest.text)))
             db.execute("INSERT INTO chunks (rowid, source, title, body) VALUES (?, ?, ?, ?)", row)
@@ -142,7 +145,7 @@ def _places(store: ChunkStore) -> tuple[set[Place], dict[str, ChunkManifest]]:
     with store.read() as reader:
         stored = {key.hex() for key in reader.keys_from(b"")}
     places = {
-        Place(chunk.key.hex(), _clean(document.source), chunk.index, document.collection)
+        Place(chunk.key.hex(), _clean(document.source), chunk.index, document.collection, document.context)
         for document in store.documents()
         for chunk in document.chunks
         if chunk.key.hex() in stored
@@ -152,7 +155,7 @@ def _places(store: ChunkStore) -> tuple[set[Place], dict[str, ChunkManifest]]:
         manifest = _manifest(store, key)
         if manifest is not None and manifest.context != "prefix":
             loose[key] = manifest
-            places.add(Place(key, _clean(manifest.source), manifest.index, manifest.collection))
+            places.add(Place(key, _clean(manifest.source), manifest.index, manifest.collection, manifest.context))
     return places, loose
 
 

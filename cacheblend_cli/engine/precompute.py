@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from cacheblend_store import (
     BadBlob,
@@ -23,6 +23,7 @@ from cacheblend_store.layouts import CODECS, blob_spec
 
 from cacheblend_cli.corpus.chunker import Chunk, cut
 from cacheblend_cli.corpus.documents import Document, Skipped
+from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.engine.collect import (
     Capture,
     ChunkKV,
@@ -32,30 +33,34 @@ from cacheblend_cli.engine.collect import (
     collect_prefix,
     pack_tokens,
 )
+from cacheblend_cli.engine.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 
 PREFIX_SOURCE = "(prefix)"
-CONTEXTS = ("sink", "document")
 
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """context: "sink" (the prefix only) or "document" (the text before it in its document, up to window tokens)."""
+    """context: what a chunk is collected behind, see engine/contexts.py. window: tokens of a chunk and its left context
+    at most. neighbours: how many similar chunks `neighbours` takes."""
 
     chunk_tokens: int = 512
     context: str = "sink"
     window: int = 2048
+    neighbours: int = 3
     kv_dtype: str = "auto"
     force: bool = False
     dry_run: bool = False
     salt: str = ""
 
     def __post_init__(self) -> None:
-        if self.context not in CONTEXTS:
-            raise UsageError(f"unknown context {self.context!r}", f"known: {', '.join(CONTEXTS)}")
+        check_context(self.context)
         if self.chunk_tokens < 1:
             raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
+        if self.window < 1 or self.neighbours < 1:
+            name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
+            raise UsageError(f"--{name} {value} is not 1 or more", "see: cacheblend precompute --help")
         if self.kv_dtype != "auto" and self.kv_dtype not in CODECS:
             raise UsageError(f"unknown KV dtype {self.kv_dtype!r}", f"known: auto, {', '.join(CODECS)}")
 
@@ -125,6 +130,10 @@ class Collection:
     def key(self, token_ids: Sequence[int], left: Sequence[int] = ()) -> bytes:
         return chunk_key(self._parts(self.prefix_ids, left), token_ids)
 
+    def window(self, wanted: int) -> int:
+        """Tokens of a chunk and its left context at most: as wanted, within the model's context."""
+        return min(wanted, self.model.spec.max_position_embeddings - len(self.prefix_ids))
+
     @property
     def prefix_key(self) -> bytes:
         return chunk_key(self._parts((), ()), self.prefix_ids)
@@ -167,13 +176,15 @@ def precompute(
     run again: what is there is `unchanged`.
     """
     start, report = time.perf_counter(), PrecomputeReport()
-    planned: list[tuple[Document, list[PlannedChunk]]] = []
+    found: list[tuple[Document, list[Chunk]]] = []
     for document in documents:
         if isinstance(document, Skipped):
             report.skipped.append((document.source, document.reason))
             on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
             continue
-        planned.append((document, plan_document(collection, document, options)))
+        found.append((document, cut(document.text, model.tokenizer.encode_text, options.chunk_tokens)))
+    gone = _gone(collection, store, {d.source for d, _ in found}, roots)
+    planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
     report.documents = len(planned)
     report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
     report.bytes = sum(collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks)
@@ -185,22 +196,37 @@ def precompute(
     prefix = ensure_prefix(model, collection, store, block_size)
     for batch in _batches(planned, 4 * pack_tokens(model.decoder.device)):
         _precompute_batch(model, collection, store, prefix, batch, options, on_event, block_size, report)
-    if roots:
-        _remove_gone(collection, store, {d.source for d, _ in planned}, roots, report, on_event)
+    for record in gone:
+        report.removed += len(store.remove_document(collection.id, record.source, record.context))
+        on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
     report.seconds = time.perf_counter() - start
     return report
 
 
-def plan_document(collection: Collection, document: Document, options: PrecomputeOptions) -> list[PlannedChunk]:
-    """The document's chunks with their keys and left contexts."""
-    out: list[PlannedChunk] = []
-    left: tuple[int, ...] = ()
-    for chunk in cut(document.text, collection.model.tokenizer.encode_text, options.chunk_tokens):
-        if options.context == "document" and len(left) + len(chunk.token_ids) > options.window:
-            left = ()  # a new window: the chunks of the one before are no longer in sight
-        out.append(PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context))
-        if options.context == "document":
-            left = left + chunk.token_ids
+def plan_documents(
+    collection: Collection,
+    documents: Sequence[tuple[Document, Sequence[Chunk]]],
+    options: PrecomputeOptions,
+    stored: Iterable[Passage] = (),
+) -> list[tuple[Document, list[PlannedChunk]]]:
+    """The documents' chunks with their keys and left contexts. stored: passages of other documents, for `neighbours`."""
+    window = collection.window(options.window)
+    near: Neighbours | None = None
+    if options.context == "neighbours":
+        own = (Passage(d.source, c.index, c.text, c.token_ids) for d, chunks in documents for c in chunks)
+        near = Neighbours((*own, *stored), options.neighbours, window)
+    out = []
+    for document, chunks in documents:
+        lefts: list[Ids] = [()] * len(chunks)
+        if near is not None:
+            lefts = [near.left(c.token_ids) for c in chunks]
+        elif options.context == "document":
+            lefts = document_contexts([c.token_ids for c in chunks], window)
+        planned = [
+            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context)
+            for chunk, left in zip(chunks, lefts, strict=True)
+        ]
+        out.append((document, planned))
     return out
 
 
@@ -241,7 +267,8 @@ def _precompute_batch(
         present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None}
     missing = [p for key, p in wanted.items() if options.force or key not in present]
     results: dict[bytes, ChunkResult] = {}
-    replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source) is not None}
+    own = options.context
+    replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
     kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
     for planned, kv in zip(missing, kvs, strict=True):
         assert planned.key == kv.key
@@ -260,9 +287,26 @@ def _precompute_batch(
                 on_event(PrecomputeEvent("chunk", result))
             setattr(report, result.status, getattr(report, result.status) + 1)
         record = _document_record(collection, document, chunks, options)
-        old = store.get_document(collection.id, document.source)
+        old = store.get_document(collection.id, document.source, own)
         if old is None or (old.chunks, old.content_digest) != (record.chunks, record.content_digest):
             report.removed += len(store.put_document(record))
+        _remove_outdated(collection, store, record, report, on_event)
+
+
+def _remove_outdated(
+    collection: Collection,
+    store: ChunkStore,
+    record: DocumentRecord,
+    report: PrecomputeReport,
+    on_event: Callable[[PrecomputeEvent], None],
+) -> None:
+    """A document's chunks in other contexts say what it said then. When it says something else now, they go."""
+    for context in CONTEXTS:
+        other = store.get_document(collection.id, record.source, context)
+        if other is not None and other.content_digest != record.content_digest:
+            report.removed += len(store.remove_document(collection.id, record.source, context))
+            message = f"{record.source} has changed: its chunks of context {context} were removed"
+            on_event(PrecomputeEvent("removed", message=message))
 
 
 def ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int) -> PrefixKV:
@@ -292,19 +336,42 @@ def _batches(
         yield batch
 
 
-def _remove_gone(
-    collection: Collection,
-    store: ChunkStore,
-    present: set[str],
-    roots: Sequence[str],
-    report: PrecomputeReport,
-    on_event: Callable[[PrecomputeEvent], None],
-) -> None:
+def _gone(
+    collection: Collection, store: ChunkStore | None, present: set[str], roots: Sequence[str]
+) -> list[DocumentRecord]:
+    """Records, in any context, of documents under `roots` that are there no more."""
     prefixes = tuple(root.rstrip("/") + "/" for root in roots)
+    if store is None or not prefixes:
+        return []
+    return [r for r in store.documents(collection.id) if r.source.startswith(prefixes) and r.source not in present]
+
+
+def _stored_passages(
+    collection: Collection,
+    store: ChunkStore | None,
+    found: Sequence[tuple[Document, Sequence[Chunk]]],
+    gone: Sequence[DocumentRecord],
+    options: PrecomputeOptions,
+) -> Iterator[Passage]:
+    """What `neighbours` may take from the store: the documents that are not of this run, each in one context.
+
+    A run's own documents are taken from the run, so that the same run again finds the same neighbours.
+    """
+    if store is None or options.context != "neighbours":
+        return
+    not_these = {d.source for d, _ in found} | {r.source for r in gone}
+    records: dict[str, DocumentRecord] = {}
     for record in store.documents(collection.id):
-        if record.source.startswith(prefixes) and record.source not in present:
-            report.removed += len(store.remove_document(collection.id, record.source))
-            on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
+        if record.source not in not_these:
+            known = records.setdefault(record.source, record)
+            if CONTEXTS.index(record.context) > CONTEXTS.index(known.context):
+                records[record.source] = record
+    for record in records.values():
+        for place in record.chunks:
+            with store.read() as reader:
+                manifest = _manifest_or_none(reader, place.key)
+            if manifest is not None:
+                yield Passage(record.source, place.index, manifest.text, manifest.token_ids)
 
 
 def _estimate(
@@ -317,7 +384,7 @@ def _estimate(
     chunks = [p for _, found in planned for p in found]
     if not chunks:
         return 0.0
-    tokens = sum(len(p.chunk.token_ids) for p in chunks)
+    tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
     size = max(1, min(pack_tokens(model.decoder.device), tokens))
     probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Capture(b"", 0, size),))
     prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
@@ -334,8 +401,14 @@ def _document_record(
     collection: Collection, document: Document, chunks: list[PlannedChunk], options: PrecomputeOptions
 ) -> DocumentRecord:
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
-    settings = {"chunk_tokens": options.chunk_tokens, "context": options.context}
-    return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), settings)
+    settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens}
+    if options.context != "sink":
+        settings["window"] = options.window
+    if options.context == "neighbours":
+        settings["neighbours"] = options.neighbours
+    return DocumentRecord(
+        document.source, collection.id, document.digest, places, time.time(), settings, options.context
+    )
 
 
 def _manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:

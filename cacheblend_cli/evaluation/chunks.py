@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.collect import collect
+from cacheblend_cli.engine.contexts import Neighbours, Passage, document_contexts
 from cacheblend_cli.engine.precompute import (
     Collection,
     PlannedChunk,
@@ -23,17 +26,21 @@ SOURCE = "(sample)"
 
 
 class SampleChunks:
-    """Plans, collects and names the chunks of samples. Every text is encoded once."""
+    """Plans, collects and names the chunks of samples. Every text is encoded once.
 
-    def __init__(self, engine: Engine, store: ChunkStore) -> None:
-        self._engine, self._store = engine, store
+    corpus: the samples whose chunks can be neighbours: those of a run.
+    """
+
+    def __init__(self, engine: Engine, store: ChunkStore, corpus: Sequence[Sample] = ()) -> None:
+        self._engine, self._store, self._corpus = engine, store, corpus
         self._collection: Collection = engine.collection()
         self._ids: dict[str, tuple[int, ...]] = {}
         self._planned: dict[tuple[Context, str], PlannedChunk] = {}
-        self._window = PrecomputeOptions().window
+        self._options = PrecomputeOptions()
+        self._window = self._collection.window(self._options.window)
 
     def keys(self, sample: Sample, context: str) -> list[bytes]:
-        """The keys of the sample's chunks in prompt order. context: "sink" or "document"."""
+        """The keys of the sample's chunks in prompt order. context: see engine/contexts.py."""
         return [self._plan(c, context).key for c in sample.contexts]
 
     def num_tokens(self, sample: Sample) -> int:
@@ -70,17 +77,24 @@ class SampleChunks:
         return planned
 
     def _left(self, context: Context, kind: str) -> tuple[int, ...]:
-        """Ids between the prefix and the chunk, as `precompute --context` has them: a full window begins anew."""
-        if kind != "document":
-            return ()
-        left: tuple[int, ...] = ()
-        for text in context.before:
-            ids = self._encode(text)
-            left = self._in_sight(left, ids) + ids
-        return self._in_sight(left, self._encode(context.text))
+        """Ids between the prefix and the chunk, as `precompute --context` has them."""
+        if kind == "document":
+            page = [self._encode(text) for text in (*context.before, context.text)]
+            return document_contexts(page, self._window)[-1]
+        return self._neighbours.left(self._encode(context.text)) if kind == "neighbours" else ()
 
-    def _in_sight(self, left: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
-        return () if len(left) + len(ids) > self._window else left
+    @cached_property
+    def corpus_digest(self) -> str:
+        """Names the set of texts that neighbours are chosen from."""
+        texts = sorted({c.text for sample in self._corpus for c in sample.contexts})
+        return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+    @cached_property
+    def _neighbours(self) -> Neighbours:
+        passages = (
+            Passage(c.title, len(c.before), c.text, self._encode(c.text)) for s in self._corpus for c in s.contexts
+        )
+        return Neighbours(passages, self._options.neighbours, self._window)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids = self._ids.get(text)

@@ -64,7 +64,7 @@ def evaluate(
     labels = [s.label for s in settings]
     if len(set(labels)) < len(labels):
         raise UsageError("two settings have the same label", "give each its own")
-    run = _Run(engine, store, settings, max_tokens, RecordFile() if records is None else records)
+    run = _Run(engine, store, samples, settings, max_tokens, RecordFile() if records is None else records)
     last = {} if keep_chunks else run.last_uses(samples)
     for number, sample in enumerate(samples):
         on_progress(number, len(samples), sample.question)
@@ -79,11 +79,17 @@ class _Run:
     """What stays the same over the samples of one evaluation."""
 
     def __init__(
-        self, engine: Engine, store: ChunkStore, settings: list[Setting], max_tokens: int, records: RecordFile
+        self,
+        engine: Engine,
+        store: ChunkStore,
+        samples: Sequence[Sample],
+        settings: list[Setting],
+        max_tokens: int,
+        records: RecordFile,
     ) -> None:
         self._engine, self._store, self._settings = engine, store, settings
         self._max_tokens, self._records = max_tokens, records
-        self._chunks = SampleChunks(engine, store)
+        self._chunks = SampleChunks(engine, store, samples)
         facts: dict[str, Any] = {
             "model": engine.model.fingerprint,
             "dtype": str(engine.model.decoder.dtype),
@@ -92,8 +98,12 @@ class _Run:
             "codec": engine.collection().codec,
             "max_tokens": max_tokens,
         }
-        self._digests = {s.label: s.digest(facts) for s in settings}
+        self._digests = {s.label: s.digest(facts | self._corpus_facts(s)) for s in settings}
         self.results = Results(settings, {s.label: [] for s in settings})
+
+    def _corpus_facts(self, setting: Setting) -> dict[str, Any]:
+        """What a setting's chunks depend on beside the sample itself."""
+        return {"corpus": self._chunks.corpus_digest} if setting.reuses and setting.context == "neighbours" else {}
 
     def last_uses(self, samples: Sequence[Sample]) -> dict[bytes, int]:
         """Key of each chunk -> number of the last sample that needs it."""

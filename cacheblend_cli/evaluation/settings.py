@@ -33,7 +33,7 @@ class Prefill(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """label names it in tables and must be its own. context: how its chunks were collected ("sink" or "document").
+    """label names it in tables and must be its own. context: how its chunks are collected, see engine/contexts.py.
 
     prefill: None for the engine's own; a variant is told apart by the label alone.
     """

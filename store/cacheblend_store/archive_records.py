@@ -216,6 +216,7 @@ def parse_document(record: Mapping[str, Any]) -> DocumentRecord:
     document = DocumentRecord(
         fields.text("source"), fields.text("collection"), fields.text("content_digest"), tuple(places),
         fields.moment("updated"), settings,
+        fields.one_of("context", CONTEXTS[1:]) if "context" in record else "sink",
     )  # fmt: skip
     fields.done("type", "chunks", "settings")
     return document

@@ -76,7 +76,7 @@ class _Index:
     collections: dict[str, CollectionLine] = field(default_factory=dict)
     chunks: dict[bytes, _Line] = field(default_factory=dict)
     documents: list[DocumentRecord] = field(default_factory=list)
-    sources: set[tuple[str, str]] = field(default_factory=set)
+    sources: set[tuple[str, str, str]] = field(default_factory=set)
     shapes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     unproven: int = 0
 
@@ -114,7 +114,7 @@ def import_chunks(
             on_start(report)
         _import_all(store, archive, index, wanted, report, on_chunk)
     for document in documents:
-        old = store.get_document(document.collection, document.source)
+        old = store.get_document(document.collection, document.source, document.context)
         if old is None or (old.chunks, old.content_digest) != (document.chunks, document.content_digest):
             store.put_document(document)
             report.documents += 1
@@ -212,7 +212,7 @@ def _index_chunk(archive: ArchiveInput, index: _Index, line: ChunkLine, place: _
 
 
 def _index_document(index: _Index, document: DocumentRecord) -> None:
-    name = (document.collection, document.source)
+    name = (document.collection, document.source, document.context)
     if name in index.sources or document.collection not in index.collections:
         raise ArchiveError(
             f"the manifest's record of {document.source[:40]!r} is out of place", "the archive is damaged"
@@ -234,7 +234,7 @@ def _choose_documents(
     """The documents to take, and the keys of chunks that are of no other."""
     taken, kept = [], list[DocumentRecord]()
     for document in index.documents:
-        old = store.get_document(document.collection, document.source)
+        old = store.get_document(document.collection, document.source, document.context)
         same = old is None or (old.chunks, old.content_digest) == (document.chunks, document.content_digest)
         if same or replace:
             taken.append(document)

@@ -80,7 +80,8 @@ class DocumentChunk:
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """A document as it was last precomputed into a collection. settings: what the cut depended on."""
+    """A document as it was last precomputed into a collection, in one context (see ChunkManifest). settings: what the
+    cut and the left contexts depended on."""
 
     source: str
     collection: str
@@ -88,6 +89,7 @@ class DocumentRecord:
     chunks: tuple[DocumentChunk, ...]
     updated: float
     settings: Mapping[str, Any] = field(default_factory=dict)
+    context: str = "sink"
 
 
 def encode_manifest(manifest: ChunkManifest) -> bytes:
@@ -120,7 +122,7 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
 def encode_document(record: DocumentRecord) -> bytes:
     data = asdict(record)
     data["chunks"] = [[c.key.hex(), c.index, c.start, c.end] for c in record.chunks]
-    return seal(document_key(record.collection, record.source), json.dumps(data).encode())
+    return seal(document_key(record.collection, record.source, record.context), json.dumps(data).encode())
 
 
 def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
@@ -133,9 +135,10 @@ def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
         raise BadBlob(f"document record {key.hex()[:12]} does not read: {error}") from error
 
 
-def document_key(collection: str, source: str) -> bytes:
-    """Key of a document's record: sources can be longer than LMDB's keys, so a digest of both."""
-    return xxhash.xxh3_128_digest(f"{collection}\0{source}".encode("utf-8", "surrogatepass"))
+def document_key(collection: str, source: str, context: str = "sink") -> bytes:
+    """Key of a document's record: sources can be longer than LMDB's keys, so a digest of them all."""
+    named = f"{collection}\0{source}" + ("" if context == "sink" else f"\0{context}")
+    return xxhash.xxh3_128_digest(named.encode("utf-8", "surrogatepass"))
 
 
 def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | memoryview) -> bytes:

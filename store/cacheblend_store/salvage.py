@@ -248,7 +248,7 @@ class _Copier:
             except StoreError:
                 continue
             keys = [chunk.key for chunk in record.chunks]
-            if document_key(record.collection, record.source) == node.key:
+            if document_key(record.collection, record.source, record.context) == node.key:
                 found[node.key] = max(found.get(node.key, (0.0, b"", [])), (record.updated, value, keys))
         for name, (_, value, keys) in found.items():
             transaction.put(name, value, db=self._dbs["documents"])

@@ -224,16 +224,17 @@ class ChunkStore:
         with self.read() as reader:
             return [key for key in reader.keys_from(b"") if _undamaged(reader, key) is None]
 
-    def get_document(self, collection: str, source: str) -> DocumentRecord | None:
+    def get_document(self, collection: str, source: str, context: str = "sink") -> DocumentRecord | None:
         """The record; None when there is none or it is damaged (the document is then precomputed again)."""
         with self.read() as reader:
-            return reader.document(document_key(collection, source))
+            return reader.document(document_key(collection, source, context))
 
     def documents(self, collection: str | None = None) -> list[DocumentRecord]:
         """All document records, of one collection or of all, by source."""
         with self.read() as reader:
             found = list(reader.documents())
-        return sorted((d for d in found if collection in (None, d.collection)), key=lambda d: (d.source, d.collection))
+        wanted = (d for d in found if collection in (None, d.collection))
+        return sorted(wanted, key=lambda d: (d.source, d.collection, d.context))
 
     def stats(self) -> dict[str, int]:
         """chunks, documents, live_bytes (blobs), used_bytes (whole pages), max_bytes, file_bytes, free_bytes."""
@@ -273,12 +274,12 @@ class ChunkStore:
         return self._transact(put)
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
-        """Replace the record of (collection, source). Chunks no document refers to any more go; returns their keys."""
+        """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
         return self._transact(lambda writer: writer.put_document(record))
 
-    def remove_document(self, collection: str, source: str) -> list[bytes]:
-        """Forget a document and the chunks only it refers to; returns their keys."""
-        return self._transact(lambda writer: writer.remove_document(collection, source))
+    def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
+        """Forget a document in one context and the chunks only it refers to; returns their keys."""
+        return self._transact(lambda writer: writer.remove_document(collection, source, context))
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove chunks in one transaction; how many were there. Documents that had them are precomputed again."""

@@ -170,7 +170,7 @@ class StoreWriter:
     # documents
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
-        key = document_key(record.collection, record.source)
+        key = document_key(record.collection, record.source, record.context)
         orphans = self._unrefer(key, keep={c.key for c in record.chunks})
         self.put("documents", key, encode_document(record))
         for chunk in record.chunks:
@@ -180,8 +180,8 @@ class StoreWriter:
         self.changed()
         return orphans
 
-    def remove_document(self, collection: str, source: str) -> list[bytes]:
-        key = document_key(collection, source)
+    def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
+        key = document_key(collection, source, context)
         orphans = self._unrefer(key, keep=set())
         if self.delete("documents", key):
             self.changed()

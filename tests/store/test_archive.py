@@ -133,6 +133,18 @@ def test_a_selection_takes_its_prefix_and_documents_along(tmp_path: Path, archiv
         assert other.get_document(document.collection, "a.md") == document
 
 
+def test_a_document_travels_in_each_of_its_contexts(tmp_path: Path, archive: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        [sink] = store.documents()
+        store.put_document(replace(sink, chunks=sink.chunks[1:], context="neighbours"))
+        export_chunks(store, archive)
+        expected = content(store)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        assert import_chunks(other, archive).documents == 2
+        assert content(other) == expected
+        assert other.verify().ok
+
+
 def test_what_is_in_the_way_is_not_replaced(tmp_path: Path, archive: Path) -> None:
     with fill(tmp_path / "a") as store:
         export_chunks(store, archive)

@@ -320,3 +320,23 @@ def test_a_copied_layer_is_the_layer_and_is_checked_where_it_lands(tmp_path: Pat
                 patch.setattr(reader, "blob", lambda *_, bad=bad: memoryview(bad))
                 with pytest.raises(BadBlob):
                     reader.copy_layer(found, 1, targets)
+
+
+def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:
+    (a, blobs_a), (b, blobs_b) = make_chunk(1), make_chunk(2)
+    store.put_chunk(a, blobs_a)
+    store.put_chunk(b, blobs_b)
+
+    def record(context: str, *keys: bytes) -> DocumentRecord:
+        places = tuple(DocumentChunk(k, i, 0, 1) for i, k in enumerate(keys))
+        return DocumentRecord("x.md", a.collection, "d", places, 1.0, {}, context)
+
+    records = [record("neighbours", b.key), record("sink", a.key, b.key)]
+    for one in records:
+        assert store.put_document(one) == []
+    assert store.documents() == records
+    assert store.get_document(a.collection, "x.md", "document") is None
+    assert store.verify().ok
+    assert store.remove_document(a.collection, "x.md") == [a.key]  # b is still in the other
+    assert store.get_document(a.collection, "x.md", "neighbours") == records[0]
+    assert store.remove_document(a.collection, "x.md", "neighbours") == [b.key]

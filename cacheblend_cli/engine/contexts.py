@@ -1,0 +1,99 @@
+"""What a chunk sees when it is collected: the ids between the prefix and it, its left context.
+
+| context      | left context                                                                                        |
+|--------------|-----------------------------------------------------------------------------------------------------|
+| `sink`       | nothing: only the prefix, which takes the attention that would go to a sequence's first tokens        |
+| `document`   | the chunks before it in its document, from the beginning of a window on                               |
+| `neighbours` | the chunks most similar to it, the most similar last (FusionRAG, arXiv 2601.12904, section 4)         |
+
+FusionRAG finds its neighbours by an embedding model; here it is cosine over TF-IDF, which needs none. The left
+context's ids are part of a chunk's key, so a chunk can be stored in several contexts side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cacheblend_cli.corpus.search import CONTEXTS
+from cacheblend_cli.corpus.similarity import TfIdf
+
+__all__ = ["CONTEXTS", "Ids", "Neighbours", "Passage", "document_contexts", "prefer_exact"]
+
+Ids = tuple[int, ...]
+_LOOKED_AT = 4  # times as many candidates as neighbours are wanted, for those that do not fit
+
+
+def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
+    """The left context of each chunk of one document, in order. A chunk that does not fit the window begins a new one."""
+    out: list[Ids] = []
+    left: Ids = ()
+    for ids in chunks:
+        if len(left) + len(ids) > window:
+            left = ()  # the chunks of the window before are no longer in sight
+        out.append(left)
+        left += ids
+    return out
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A chunk that can be a neighbour. source and index: where it stands; they put passages in order."""
+
+    source: str
+    index: int
+    text: str
+    token_ids: Ids
+
+
+class Neighbours:
+    """The left contexts of passages among each other.
+
+    They depend on the set of passages alone: not on the order they are given in, nor on how often one is given.
+    """
+
+    def __init__(self, passages: Iterable[Passage], count: int, window: int) -> None:
+        self._count, self._window = count, window
+        self._passages: list[Passage] = []
+        self._number: dict[Ids, int] = {}
+        for passage in sorted(passages, key=lambda p: (p.source, p.index, p.token_ids)):
+            if passage.token_ids not in self._number:  # a passage of several documents counts once
+                self._number[passage.token_ids] = len(self._passages)
+                self._passages.append(passage)
+        self._similarity = TfIdf([p.text for p in self._passages])
+
+    def left(self, token_ids: Ids) -> Ids:
+        """Ids of up to `count` of the most similar passages, as many as fit the window with the chunk itself.
+
+        token_ids: of one of the passages. Nothing when no passage is like it.
+        """
+        chosen: list[Ids] = []
+        room = self._window - len(token_ids)
+        for number in self._similarity.nearest(self._number[token_ids], _LOOKED_AT * self._count):
+            ids = self._passages[number].token_ids
+            if len(chosen) < self._count and len(ids) <= room:
+                chosen.append(ids)
+                room -= len(ids)
+        return tuple(i for ids in reversed(chosen) for i in ids)
+
+
+def prefer_exact(
+    keys: Sequence[bytes],
+    ids_of: Callable[[bytes], Ids],
+    key_of: Callable[[Ids, Ids], bytes],
+    has: Callable[[bytes], bool],
+) -> list[bytes]:
+    """For chunks in prompt order: where the store has a chunk behind just what precedes it here, that one.
+
+    Its KV is exact, whichever context was asked for. key_of: (token ids, left context ids) -> key.
+    """
+    out: list[bytes] = []
+    behind: Ids = ()
+    right = True  # what comes after a chunk that needs repair is never exact
+    for key in keys:
+        ids = ids_of(key)
+        exact = key_of(ids, behind) if right else key
+        right = right and (exact == key or has(exact))
+        out.append(exact if right else key)
+        behind += ids
+    return out
