@@ -88,8 +88,8 @@ def batches_of(rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> list[K
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows go in the pool: cos, sin [num_rows, head_dim] fp32 and slots [num_rows] int64 at their new positions;
-    first_slot >= 0: the slots are first_slot, first_slot + 1, ..."""
+    """Where rows go in the pool: cos, sin (`KernelBackend.rope_tables`) and slots [num_rows] int64 at their new
+    positions; first_slot >= 0: the slots are first_slot, first_slot + 1, ..."""
 
     cos: Tensor
     sin: Tensor
@@ -103,7 +103,8 @@ class Place:
         positions = torch.cat([torch.arange(r.start, r.end, device=decoder.device) for r in spans])
         adjacent = all(a.end == b.start for a, b in pairwise(spans))
         contiguous = sequence.contiguous_slot >= 0 and adjacent
-        cos, sin = decoder.rope.cos_sin(positions, rope_len)
+        tables = decoder.rope.cos_sin(positions, rope_len)
+        cos, sin = decoder.kernels.rope_tables(*tables, decoder.spec.num_kv_heads)
         first = sequence.contiguous_slot + spans[0].start if contiguous else -1
         return cls(cos, sin, sequence.slots(positions), first)
 

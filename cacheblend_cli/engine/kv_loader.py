@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from cacheblend_store import ChunkManifest, ChunkStore, StoreError, StoreReader
 from cacheblend_store.codecs import view_kv
 from torch import Tensor
@@ -73,10 +74,12 @@ class KVLoader:
         cores = os.cpu_count() or 1
         most = 4 if self._transfer is None else 8
         wanted = num_threads or (1 if cores <= 2 else min(most, cores // 2))
+        target = self._work if self._transfer else self._work_alone
         self._threads = [
-            threading.Thread(target=self._work, name=f"kv-loader-{i}", daemon=True)
+            threading.Thread(target=target, name=f"kv-loader-{i}", daemon=True)
             for i in range(min(wanted, len(self._segments)))
         ]
+        self._alone = threading.Barrier(len(self._threads) + 1)
 
     def __enter__(self) -> KVLoader:
         if not self._segments:
@@ -89,9 +92,19 @@ class KVLoader:
             self._places = [Place.of(self._decoder, self._sequence, [own], self._rope_len) for own in rows]
         else:
             self._open(self._transfer, rows)
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        """Start the threads. On CPU each runs torch's operations by itself: its OpenMP team would fight that of the
+        computing thread for the cores. `set_num_threads` holds for the thread that calls it and for threads that are
+        born later, so for the latter it is put back."""
+        before = torch.get_num_threads()
         for thread in self._threads:
             thread.start()
-        return self
+        if self._transfer is None:
+            self._alone.wait()
+            torch.set_num_threads(before)
 
     def _open(self, transfer: Transfer, rows: Sequence[Rows]) -> None:
         spec = self._decoder.spec
@@ -136,6 +149,11 @@ class KVLoader:
         self._stall_s += time.perf_counter() - begin
         if self._transfer is not None:
             self._transfer.join(layer)
+
+    def _work_alone(self) -> None:
+        torch.set_num_threads(1)
+        self._alone.wait()
+        self._work()
 
     def _work(self) -> None:
         assert self._store is not None

@@ -165,8 +165,13 @@ class KernelBackend(ABC):
           v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
           4-bit codes, even channels in the low nibbles.
         first_slot >= 0 says that the slots are first_slot, first_slot + 1, ... pool_k_scale, pool_v_scale:
-        [num_kv_heads] fp32 of a float8_e4m3fn pool.
+        [num_kv_heads] fp32 of a float8_e4m3fn pool. cos, sin: as for `rope_and_cache`, or as `rope_tables` made them.
         """
+
+    def rope_tables(self, cos: Tensor, sin: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [num_rows, head_dim] fp32 in the form that `load_kv` is fastest with: made once for rows that are
+        loaded layer after layer."""
+        return cos, sin
 
     @abstractmethod
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

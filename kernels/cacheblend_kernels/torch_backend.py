@@ -6,7 +6,7 @@ taken in tiles, each against the keys up to its last position: no N x N mask is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionMetadata, KernelBackend, KernelError
 
 TILE_ROWS = 64  # measured on 2 CPU cores: 32 to 128 are within 10 % of each other
+BLOCK_VALUES = 1 << 17  # of K in one step of loading on a CPU: large enough to be worth the calls, and still cached
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -126,25 +127,45 @@ class TorchBackend(KernelBackend):
         pool_k_scale: Tensor | None = None,
         pool_v_scale: Tensor | None = None,
     ) -> None:
-        if k_scale is not None and v_scale is not None:
-            k, v = dequantize(k, v, k_scale, v_scale, k_zero, v_zero, group_size, k_cache.shape[-1])
         if pool_k_scale is not None and pool_v_scale is not None:
+            if k_scale is not None and v_scale is not None:
+                k, v = dequantize(k, v, k_scale, v_scale, k_zero, v_zero, group_size, k_cache.shape[-1])
             if first_slot >= 0:
                 slot_mapping = torch.arange(first_slot, first_slot + k.shape[0], device=k.device)
-            _write_float8(self.rope(k.float(), cos, sin), pool_k_scale, k_cache, slot_mapping)
+            rotated = torch.empty(k.shape, dtype=torch.float32, device=k.device)
+            _rope_rows(k.float(), cos, sin, rotated)
+            _write_float8(rotated, pool_k_scale, k_cache, slot_mapping)
             _write_float8(v.float(), pool_v_scale, v_cache, slot_mapping)
             return
         k_slots, v_slots = _slots(k_cache), _slots(v_cache)
-        if first_slot >= 0:
-            span = slice(first_slot, first_slot + k.shape[0])
-            v_slots[span].copy_(v)
-            if k.dtype == k_slots.dtype == torch.float32:
-                _rope_into(k, cos, sin, k_slots[span])
+        for rows in _blocks(k.shape[0], k_slots[0].numel(), group_size, k.device):
+            own_k, own_v = _dequantized_rows(
+                rows, k, v, k_scale, v_scale, k_zero, v_zero, group_size, k_cache.shape[-1]
+            )
+            if first_slot >= 0 and k_slots.dtype == torch.float32:
+                span = slice(first_slot + rows.start, first_slot + rows.stop)
+                _rope_rows(own_k.float(), cos[rows], sin[rows], k_slots[span])
+                v_slots[span].copy_(own_v)
+                continue
+            rotated = torch.empty(own_k.shape, dtype=torch.float32, device=k.device)
+            _rope_rows(own_k.float(), cos[rows], sin[rows], rotated)
+            if first_slot >= 0:
+                span = slice(first_slot + rows.start, first_slot + rows.stop)
+                k_slots[span].copy_(rotated)
+                v_slots[span].copy_(own_v)
             else:
-                k_slots[span].copy_(self.rope(k.float(), cos, sin))
-            return
-        k_slots.index_copy_(0, slot_mapping, self.rope(k.float(), cos, sin).to(k_cache.dtype))
-        v_slots.index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+                k_slots.index_copy_(0, slot_mapping[rows], rotated.to(k_cache.dtype))
+                v_slots.index_copy_(0, slot_mapping[rows], own_v.to(v_cache.dtype))
+
+    def rope_tables(self, cos: Tensor, sin: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+        num_rows, head_dim = cos.shape
+        if cos.device.type != "cpu" or head_dim > 64:  # the loops of a broadcast are long enough
+            return cos, sin
+        half = (num_rows, num_kv_heads, head_dim // 2)
+        return (
+            cos[:, None].expand(num_rows, num_kv_heads, head_dim).contiguous(),
+            sin[:, None, : half[2]].expand(half).contiguous(),
+        )
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -202,13 +223,71 @@ def dequantize(
 ) -> tuple[Tensor, Tensor]:
     """Stored K and V [num_rows, num_kv_heads, head_dim] in fp32, from the forms `KernelBackend.load_kv` lists."""
     if k.dtype == torch.float8_e4m3fn:
-        return k.float() * k_scale[:, None], v.float() * v_scale[:, None]
+        return _float8_values(k) * k_scale[:, None], _float8_values(v) * v_scale[:, None]
     if k.dtype != torch.uint8 or k_zero is None or v_zero is None:
         raise KernelError(f"{k.dtype} with scales is no stored form", "float8_e4m3fn, or uint8 with zero points")
     if k.shape[-1] != head_dim:
-        k, v = (torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2) for codes in (k, v))
-    group = torch.arange(k.shape[0], device=k.device) // group_size
-    return k.float() * k_scale[group] + k_zero[group], v.float() * v_scale + v_zero
+        k, v = _nibbles(k), _nibbles(v)
+    values = k.float()
+    whole = k.shape[0] // group_size
+    grouped = values[: whole * group_size].view(whole, group_size, *k.shape[1:])
+    torch.addcmul(k_zero[:whole, None], grouped, k_scale[:whole, None], out=grouped)
+    if len(k_scale) > whole:  # the last group is short
+        rest = values[whole * group_size :]
+        torch.addcmul(k_zero[whole], rest, k_scale[whole], out=rest)
+    return values, torch.addcmul(v_zero, v.float(), v_scale)
+
+
+def _dequantized_rows(
+    rows: slice,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_zero: Tensor | None,
+    v_zero: Tensor | None,
+    group_size: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """K and V of the rows, which begin at a group: as they are, or in fp32 where there are scales."""
+    if k_scale is None or v_scale is None:
+        return k[rows], v[rows]
+    if k_zero is not None and v_zero is not None:
+        groups = slice(rows.start // group_size, -(-rows.stop // group_size))
+        k_scale, k_zero, v_scale, v_zero = k_scale[groups], k_zero[groups], v_scale[rows], v_zero[rows]
+    return dequantize(k[rows], v[rows], k_scale, v_scale, k_zero, v_zero, group_size, head_dim)
+
+
+def _blocks(num_rows: int, row_values: int, group_size: int, device: torch.device) -> Iterator[slice]:
+    """Rows to load at a time, whole groups of them; all at once where no cache has to hold them."""
+    step = max(1, BLOCK_VALUES // row_values // group_size) * group_size if device.type == "cpu" else max(1, num_rows)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Codes [..., head_dim] uint8 of [..., head_dim / 2] bytes, the even ones from the low four bits.
+
+    In passes that a CPU vectorises: byte b as 16 bits (b << 4 | b) & 0x0F0F holds the low code, then the high one.
+    """
+    pairs = packed.to(torch.int16)
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    return pairs.view(torch.uint8)
+
+
+def _float8_values(codes: Tensor) -> Tensor:
+    """float8_e4m3fn -> fp32. On a CPU through float16, whose bits it has with an exponent that is smaller by 8: torch's
+    own conversion takes the values one by one there. A NaN, which no codec writes, stays one."""
+    if codes.device.type != "cpu":
+        return codes.float()
+    wide = codes.view(torch.int8).to(torch.int16)
+    wide <<= 7
+    wide &= -0x4001
+    values = wide.view(torch.float16).float().mul_(256.0)
+    if values.numel() and max(map(abs, map(float, values.aminmax()))) > 448:
+        values[values.abs() > 448] = torch.nan
+    return values
 
 
 def _unscaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -294,6 +373,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     if bias is not None:
         logits = logits + bias
     return (torch.softmax(logits, dim=-1) @ v.float()).to(q.dtype)
+
+
+def _rope_rows(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """out = rotated x, as `_rope_into` does it, with tables as `TorchBackend.rope_tables` gives them or by row."""
+    if cos.dim() == 2:
+        cos, sin = cos[:, None], sin[:, None, : x.shape[-1] // 2]
+    torch.mul(x, cos, out=out)
+    (x1, x2), (out1, out2) = x.chunk(2, -1), out.chunk(2, -1)
+    out1.addcmul_(x2, sin, value=-1)
+    out2.addcmul_(x1, sin)
 
 
 def _rope_into(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

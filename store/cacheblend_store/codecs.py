@@ -23,6 +23,10 @@ DTYPES = {
 }
 _FLOAT8_MAX = 448.0
 
+with warnings.catch_warnings():  # torch warns once a process of read-only bytes, and nothing here writes to them
+    warnings.simplefilter("ignore", UserWarning)
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
 
 @dataclass(frozen=True)
 class EncodedKV:
@@ -69,11 +73,10 @@ def view_kv(
 ) -> EncodedKV:
     """Tensors over the parts of a parsed blob, nothing copied."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
-    tensors = {}
-    with warnings.catch_warnings():  # the bytes are read-only, and so is what is done with them
-        warnings.simplefilter("ignore", UserWarning)
-        for name, tensor in spec.items():
-            tensors[name] = torch.frombuffer(parts[name], dtype=DTYPES[tensor.dtype]).view(tensor.shape)
+    tensors = {
+        name: torch.frombuffer(parts[name], dtype=DTYPES[tensor.dtype]).view(tensor.shape)
+        for name, tensor in spec.items()
+    }
     return EncodedKV(codec, tensors)
 
 

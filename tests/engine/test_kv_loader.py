@@ -254,3 +254,26 @@ def test_one_copy_carries_a_layers_chunks() -> None:
     assert isinstance(batch, KVBatch)
     assert batch.num_bytes == 2 * 1300 * 8 * 128 * 2
     assert batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8))["v"].shape == (1300, 8, 128)
+
+
+def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Stored(tmp_path, "int8")
+    before = torch.get_num_threads()
+    seen: dict[str, int] = {}
+    place = kv_loader.place_kv
+
+    def spy(*arguments: object) -> None:
+        seen[threading.current_thread().name] = torch.get_num_threads()
+        place(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kv_loader, "place_kv", spy)
+    torch.set_num_threads(3)
+    try:
+        stored.prefill(stored.keys[:4])
+        later: list[int] = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (torch.get_num_threads(), later, set(seen.values())) == (3, [3], {1})
+    finally:
+        torch.set_num_threads(before)
