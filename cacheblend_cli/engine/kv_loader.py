@@ -151,6 +151,7 @@ class KVLoader:
             self._transfer.join(layer)
 
     def _work_alone(self) -> None:
+        torch.get_num_threads()  # a new thread takes the number for all when it first asks: not after it has its own
         torch.set_num_threads(1)
         self._alone.wait()
         self._work()
