@@ -1,0 +1,256 @@
+"""Any sequence of calls: the store holds what a dict would hold, evicts what was used longest ago, and says what is damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreFull
+from cacheblend_store.keys import KEY_BYTES
+from cacheblend_store.records import encode_manifest
+from cacheblend_store.state import footprint
+from cacheblend_store.writer import with_digests
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from small_chunks import LAYERS, Contents, Operation, key_of, make_chunk, read_chunk, read_contents
+from torture import Ledger
+
+SEEDS = st.integers(0, 11)
+SOME = st.lists(SEEDS, min_size=1, max_size=5, unique=True).map(tuple)
+SOURCES = st.sampled_from(("0/a.md", "0/b.md", "0/c.md"))
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nothing here depends on a disk's syncs
+
+
+def cost(manifest: ChunkManifest) -> int:
+    """Bytes of the quota a chunk takes: its manifest and its blobs, in whole pages where LMDB gives them pages."""
+    blobs = sum(footprint(KEY_BYTES + 4, size, PAGE) for size in manifest.blob_sizes)
+    return footprint(KEY_BYTES, len(encode_manifest(manifest)), PAGE) + blobs
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`self.expected` is the model: what was put and neither removed, orphaned nor evicted since."""
+
+    steps = 0
+
+    @initialize(seeds=st.permutations(range(12)), documents=st.lists(SOME, max_size=2))
+    def make(self, seeds: list[int], documents: list[tuple[int, ...]]) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=MEMORY))
+        self.path = self.folder / "store"
+        self.store = ChunkStore.open(self.path, mode="write")
+        self.expected, self.used = Contents(), list[int]()  # seeds, those unused for longest first
+        self.touched, self.quota, self.identity = set[int](), 0, self.store.identity
+        self.put(tuple(seeds[:8]), 0)
+        for source, owned in zip(("0/a.md", "0/b.md"), documents, strict=False):
+            self.put_document(source, owned)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+    # what a dict does too
+
+    @rule(seeds=SOME, version=st.integers(0, 2))
+    def put(self, seeds: tuple[int, ...], version: int) -> None:
+        old = self.expected.chunks
+        wanted = ["unchanged" if old.get(s) == version else "replaced" if s in old else "new" for s in seeds]
+        gone = self._evicted(seeds, version)
+        chunks = [make_chunk(seed, version) for seed in seeds]
+        if gone is None:
+            with pytest.raises(StoreFull, match="quota"):
+                self.store.put_chunks(chunks)
+            return
+        assert self.store.put_chunks(chunks) == wanted
+        for seed in gone:
+            del old[seed]
+            self.used.remove(seed)
+        old |= dict.fromkeys(seeds, version)
+        for seed, status in zip(seeds, wanted, strict=True):
+            if status != "unchanged":
+                self._use(seed)
+
+    @rule(seeds=SOME)
+    def remove(self, seeds: tuple[int, ...]) -> None:
+        there = sum(seed in self.expected.chunks for seed in seeds)
+        assert self.store.remove_chunks([key_of(seed) for seed in seeds]) == there
+        self._expect(Operation("remove", seeds))
+
+    @rule(source=SOURCES, seeds=st.lists(SEEDS, max_size=6, unique=True).map(tuple))
+    def put_document(self, source: str, seeds: tuple[int, ...]) -> None:
+        step = Operation("document", seeds, source=source)
+        step.perform(self.store)
+        self._expect(step)
+
+    @rule(source=SOURCES)
+    def forget_document(self, source: str) -> None:
+        step = Operation("forget", source=source)
+        step.perform(self.store)
+        self._expect(step)
+
+    # last uses and the quota
+
+    @rule(seeds=SOME)
+    def touch(self, seeds: tuple[int, ...]) -> None:
+        self.store.touch(key_of(seed) for seed in seeds[:1])  # of several at one moment the order is not said
+        self.touched |= set(seeds[:1])
+
+    @precondition(lambda self: len(self.touched) == 1)
+    @rule()
+    def flush(self) -> None:
+        self.store.flush_touches()
+        [seed] = self.touched
+        if seed in self.expected.chunks:
+            self._use(seed)
+        self.touched.clear()
+
+    @rule(pages=st.sampled_from((0, 6, 12, 24, 36)))
+    def set_quota(self, pages: int) -> None:
+        self.store.set_max_bytes(pages * PAGE)
+        self.quota = pages * PAGE
+        assert self.store.max_bytes == self.quota
+
+    @rule(keep=st.integers(0, 8))
+    def prune_to_size(self, keep: int) -> None:
+        sizes = {s: with_digests(*make_chunk(s, v)).num_bytes for s, v in self.expected.chunks.items()}
+        stay = self.used[max(0, len(self.used) - keep) :]
+        report = self.store.prune(to_bytes=sum(sizes[s] for s in stay))
+        gone = self.used[: len(self.used) - len(stay)]
+        assert set(report.keys) == {key_of(s) for s in gone}
+        assert report.bytes == sum(sizes[s] for s in gone)
+        self._expect(Operation("remove", tuple(gone)))
+
+    @rule()
+    def prune_orphans(self) -> None:
+        owned = {s for seeds in self.expected.documents.values() for s in seeds}
+        gone = tuple(s for s in self.expected.chunks if s not in owned)
+        assert set(self.store.prune(orphans=True).keys) == {key_of(s) for s in gone}
+        self._expect(Operation("remove", gone))
+
+    # upkeep, other handles, damage
+
+    @rule()
+    def reopen(self) -> None:
+        if not self.touched:
+            self.store.close()
+            self.store = ChunkStore.open(self.path, mode="write")
+
+    @rule()
+    def compact(self) -> None:
+        before, after = self.store.compact()
+        assert after <= before
+
+    @rule()
+    def another_handle_sees_the_same(self) -> None:
+        with ChunkStore.open(self.path) as other:
+            assert read_contents(other) == self.expected
+
+    @rule(seeds=SOME, version=st.integers(3, 4))
+    def a_transaction_sees_what_was_there_when_it_began(self, seeds: tuple[int, ...], version: int) -> None:
+        """And holds what it saw while chunks are replaced."""
+        with self.store.read() as reader:
+            before = dict(self.expected.chunks)
+            self.put(seeds, version)
+            assert dict(read_chunk(reader, reader.manifest(key_of(s))) for s in before) == before
+
+    @rule(seed=SEEDS, layer=st.integers(0, LAYERS - 1), how=st.sampled_from(("flip", "cut", "gone")))
+    def damage_a_blob(self, seed: int, layer: int, how: str) -> None:
+        """It is a miss until it is put again; an audit names it; a repair removes it."""
+        if seed not in self.expected.chunks:
+            return
+        name = key_of(seed) + layer.to_bytes(4, "big")
+        with self.store._writing() as (txn, dbs):
+            blob = bytearray(txn.get(name, db=dbs["blobs"]))
+            blob[-1] ^= 16
+            if how == "gone":
+                txn.delete(name, db=dbs["blobs"])
+            else:
+                txn.put(name, bytes(blob) if how == "flip" else bytes(blob[:-4]), db=dbs["blobs"])
+        with self.store.read() as reader, pytest.raises(BadBlob):
+            read_chunk(reader, reader.manifest(key_of(seed)))
+        report = self.store.verify(repair=True)
+        assert {f.key for f in report.findings if f.kind == "blob"} == {key_of(seed)}
+        self._expect(Operation("remove", (seed,)))
+
+    # at all times
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        type(self).steps += 1
+        assert read_contents(self.store) == self.expected
+        for seed in range(12):
+            manifest = self.store.get_chunk(key_of(seed))
+            assert (manifest is not None) == (seed in self.expected.chunks)
+            if manifest is not None:
+                assert self.store.resolve(manifest.id) == manifest.key
+        assert {m.key for m in self.store.chunks()} == {key_of(s) for s in self.expected.chunks}
+        assert set(self.used) == set(self.expected.chunks)
+        assert self.store.identity == self.identity
+
+    @invariant()
+    def counts_and_audit_agree(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        manifests, stats = list(self._manifests().values()), self.store.stats()
+        assert (stats["chunks"], stats["documents"]) == (len(manifests), len(self.expected.documents))
+        assert stats["live_bytes"] == sum(m.num_bytes for m in manifests)
+        assert stats["used_bytes"] == sum(map(cost, manifests))
+        assert self.store.verify().ok
+
+    # the model
+
+    def _manifests(self) -> dict[int, ChunkManifest]:
+        return {s: with_digests(*make_chunk(s, v)) for s, v in self.expected.chunks.items()}
+
+    def _use(self, seed: int) -> None:
+        if seed in self.used:
+            self.used.remove(seed)
+        self.used.append(seed)
+
+    def _expect(self, step: Operation) -> None:
+        self.expected = step.expect(self.expected)
+        self.used = [s for s in self.used if s in self.expected.chunks]
+
+    def _evicted(self, seeds: tuple[int, ...], version: int) -> list[int] | None:
+        """Seeds that must go for these to come; None when even that is not enough."""
+        if not self.quota:
+            return []
+        costs = {s: cost(m) for s, m in self._manifests().items()}
+        new = {s: cost(with_digests(*make_chunk(s, version))) for s in seeds}
+        after = sum((costs | new).values())
+        gone = []
+        for seed in (s for s in self.used if s not in seeds):
+            if after <= self.quota:
+                break
+            after -= costs[seed]
+            gone.append(seed)
+        return gone if after <= self.quota else None
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.torture)])
+def test_any_sequence_of_calls_is_that_of_a_dict(examples: int, ledger: Ledger) -> None:
+    StoreMachine.steps = 0
+    run_state_machine_as_test(
+        StoreMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )
+    ledger.add("stateful test against a dict", examples=examples, steps=StoreMachine.steps, differences=0)
