@@ -33,6 +33,7 @@ from cacheblend_cli.engine.collect import (
     collect_prefix,
     pack_tokens,
 )
+from cacheblend_cli.engine.commits import ChunkCommits, Committed
 from cacheblend_cli.engine.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
@@ -232,9 +233,14 @@ def plan_documents(
 
 def store_chunk(store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV) -> tuple[str, int]:
     """Encode and commit one chunk. Returns the store's status and the bytes of its blobs."""
-    blobs = [encode_kv(k, v, collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+    blobs = encode_chunk(kv, collection.codec)
     status = store.put_chunk(_manifest(collection, planned), blobs)
     return status, sum(len(b) for b in blobs)
+
+
+def encode_chunk(kv: ChunkKV, codec: str) -> list[bytes]:
+    """A blob a layer."""
+    return [encode_kv(k, v, codec) for k, v in zip(kv.k, kv.v, strict=True)]
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
@@ -261,7 +267,7 @@ def _precompute_batch(
     block_size: int,
     report: PrecomputeReport,
 ) -> None:
-    """Collect what the batch lacks, commit chunk by chunk, then each document's record."""
+    """Collect and commit what the batch lacks, then each document's record."""
     wanted = {p.key: p for _, chunks in batch for p in chunks}
     with store.read() as reader:
         present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None}
@@ -269,15 +275,14 @@ def _precompute_batch(
     results: dict[bytes, ChunkResult] = {}
     own = options.context
     replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
-    kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
-    for planned, kv in zip(missing, kvs, strict=True):
-        assert planned.key == kv.key
-        status, size = store_chunk(store, collection, planned, kv)
+    for key, status, size in _collect_and_commit(model, collection, store, prefix, missing, block_size):
+        planned = wanted[key]
         if planned.source in replaced_sources and status == "new":
             status = "replaced"
-        results[planned.key] = _result(planned, size, status)
+        results[key] = _result(planned, size, status)
         report.computed_tokens += len(planned.chunk.token_ids)
-        on_event(PrecomputeEvent("chunk", results[planned.key]))
+        on_event(PrecomputeEvent("chunk", results[key]))
+    records: list[DocumentRecord] = []
     for document, chunks in batch:
         for planned in chunks:
             result = results.pop(planned.key, None)
@@ -286,11 +291,32 @@ def _precompute_batch(
                 result = _result(planned, size, "unchanged")
                 on_event(PrecomputeEvent("chunk", result))
             setattr(report, result.status, getattr(report, result.status) + 1)
-        record = _document_record(collection, document, chunks, options)
-        old = store.get_document(collection.id, document.source, own)
-        if old is None or (old.chunks, old.content_digest) != (record.chunks, record.content_digest):
-            report.removed += len(store.put_document(record))
+        records.append(_document_record(collection, document, chunks, options))
+    report.removed += sum(map(len, store.put_documents([r for r in records if _is_news(store, r)])))
+    for record in records:
         _remove_outdated(collection, store, record, report, on_event)
+
+
+def _is_news(store: ChunkStore, record: DocumentRecord) -> bool:
+    """Whether the store has no record of the document or another one."""
+    old = store.get_document(record.collection, record.source, record.context)
+    return old is None or (old.chunks, old.content_digest) != (record.chunks, record.content_digest)
+
+
+def _collect_and_commit(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore,
+    prefix: PrefixKV,
+    missing: Sequence[PlannedChunk],
+    block_size: int,
+) -> Iterator[Committed]:
+    commits = ChunkCommits(store)
+    kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
+    for planned, kv in zip(missing, kvs, strict=True):
+        assert planned.key == kv.key
+        yield from commits.add(_manifest(collection, planned), encode_chunk(kv, collection.codec))
+    yield from commits.flush()
 
 
 def _remove_outdated(

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from cacheblend_store.compaction import compact
 from cacheblend_store.environment import MAP_SIZE, Environment, MapFull, Panic, acquire, release
 from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.filesystem import check_space
+from cacheblend_store.heap import keep_freed_memory
 from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES
 from cacheblend_store.prune import PruneReport, prune
 from cacheblend_store.reader import StoreReader
@@ -29,6 +31,7 @@ __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
 PAGE_OF_CHUNKS = 256  # manifests read in one transaction by `chunks`
 TOUCHES_HELD = 4096
+_LARGE = 4 << 20  # bytes of a transaction from which the memory it takes matters
 T = TypeVar("T")
 
 
@@ -260,22 +263,39 @@ class ChunkStore:
 
         Over the quota, least recently used chunks go first, never one of these.
         """
-        whole = [(with_digests(manifest, blobs), blobs) for manifest, blobs in chunks]
-        check_space(self.path, sum(manifest.num_bytes for manifest, _ in whole))
+        given = list(chunks)
+        num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
+        check_space(self.path, num_bytes)
+        if num_bytes < _LARGE:
+            whole = [with_digests(manifest, blobs) for manifest, blobs in given]
+            return self._put(given, whole.__getitem__)
+        keep_freed_memory()
+        with ThreadPoolExecutor(1, "store-digests") as beside:  # the next chunk's digests, while one is being written
+            digested = [beside.submit(with_digests, manifest, blobs) for manifest, blobs in given]
+            return self._put(given, lambda number: digested[number].result())
+
+    def _put(
+        self, chunks: Sequence[tuple[ChunkManifest, Sequence[Blob]]], whole: Callable[[int], ChunkManifest]
+    ) -> list[PutStatus]:
+        """whole: the manifest of the n-th chunk with its digests."""
 
         def put(writer: StoreWriter) -> list[PutStatus]:
-            keep = {manifest.key for manifest, _ in whole}
+            keep = {manifest.key for manifest, _ in chunks}
             if writer.state.max_bytes:
                 old = (writer.manifest(key) for key in keep)
                 there = sum(writer.incoming_bytes(m) for m in old if m is not None)
-                writer.make_room(sum(writer.incoming_bytes(m) for m, _ in whole) - there, keep)
-            return [writer.put_chunk(manifest, blobs) for manifest, blobs in whole]
+                writer.make_room(sum(writer.incoming_bytes(whole(i)) for i in range(len(chunks))) - there, keep)
+            return [writer.put_chunk(whole(i), blobs) for i, (_, blobs) in enumerate(chunks)]
 
         return self._transact(put)
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
         """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
-        return self._transact(lambda writer: writer.put_document(record))
+        return self.put_documents([record])[0]
+
+    def put_documents(self, records: Sequence[DocumentRecord]) -> list[list[bytes]]:
+        """`put_document` for each, in one transaction. A chunk that moved from one of them to another stays."""
+        return self._transact(lambda writer: writer.put_documents(records)) if records else []
 
     def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
         """Forget a document in one context and the chunks only it refers to; returns their keys."""

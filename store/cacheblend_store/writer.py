@@ -169,16 +169,18 @@ class StoreWriter:
 
     # documents
 
-    def put_document(self, record: DocumentRecord) -> list[bytes]:
-        key = document_key(record.collection, record.source, record.context)
-        orphans = self._unrefer(key, keep={c.key for c in record.chunks})
-        self.put("documents", key, encode_document(record))
-        for chunk in record.chunks:
-            self.put("refs", chunk.key + key, b"")
-        for orphan in orphans:
-            self.delete_chunk(orphan)
-        self.changed()
-        return orphans
+    def put_documents(self, records: Sequence[DocumentRecord]) -> list[list[bytes]]:
+        """Replace the records; for each, the chunks that went with its old one. A chunk that moved from one of these
+        documents to another stays."""
+        dropped = []
+        for record in records:
+            key = document_key(record.collection, record.source, record.context)
+            dropped.append(self._unrefer(key, keep={c.key for c in record.chunks}))
+            self.put("documents", key, encode_document(record))
+            for chunk in record.chunks:
+                self.put("refs", chunk.key + key, b"")
+            self.changed()
+        return [[k for k in keys if not self.is_referred(k) and self.delete_chunk(k)] for keys in dropped]
 
     def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
         key = document_key(collection, source, context)

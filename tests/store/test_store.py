@@ -156,6 +156,21 @@ def test_documents_own_their_chunks(store: ChunkStore) -> None:
     assert store.stats()["live_bytes"] == 0
 
 
+def test_a_chunk_that_moves_between_documents_of_one_commit_stays(store: ChunkStore) -> None:
+    moved, gone = make_chunk(1), make_chunk(2)
+    store.put_chunks([moved, gone])
+
+    def record(source: str, *keys: bytes) -> DocumentRecord:
+        places = tuple(DocumentChunk(k, i, 0, 1) for i, k in enumerate(keys))
+        return DocumentRecord(source, moved[0].collection, "d", places, 1.0)
+
+    assert store.put_documents([record("a.md", moved[0].key, gone[0].key), record("b.md")]) == [[], []]
+    assert store.put_documents([record("a.md"), record("b.md", moved[0].key)]) == [[gone[0].key], []]
+    assert [m.key for m in store.chunks()] == [moved[0].key]
+    assert store.put_documents([]) == []
+    assert store.put_document(record("b.md")) == [moved[0].key]
+
+
 def test_every_kind_of_damage_to_a_blob_is_a_bad_blob(store: ChunkStore) -> None:
     manifest, blobs = make_chunk(1)
     for damage in (lambda b: b[:-1], lambda b: b + b"x", lambda b: b"", lambda b: bytes([b[0] ^ 1]) + b[1:], None):
