@@ -17,10 +17,11 @@ from cacheblend_store.blob import BlobSpec, TensorSpec, blob_prefix
 from cacheblend_store.errors import ArchiveError
 from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES, KeyParts, chunk_key, collection_id
 from cacheblend_store.layouts import CODECS, blob_spec
+from cacheblend_store.plain_json import load_object
 from cacheblend_store.records import ChunkManifest, DocumentChunk, DocumentRecord
 
 ARCHIVE_VERSION = 1
-MAX_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = 12 << 20
 CONTEXTS = ("prefix", "sink", "document", "neighbours")
 
 
@@ -79,14 +80,11 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 def decode_line(line: bytes, number: int) -> dict[str, Any]:
     """Raises ArchiveError when it is no JSON object."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return load_object(line.decode("ascii"), MAX_LINE_BYTES)
+    except ValueError as error:
         raise ArchiveError(
-            f"line {number} of the manifest is no JSON", "the archive is damaged: get it again"
+            f"line {number} of the manifest is no record: {error}"[:200], "the archive is damaged: get it again"
         ) from error
-    if not isinstance(record, dict):
-        raise ArchiveError(f"line {number} of the manifest is no record", "the archive is damaged: get it again")
-    return record
 
 
 def check_first_line(record: Mapping[str, Any]) -> None:

@@ -11,10 +11,32 @@ from typing import Any
 
 import xxhash
 
-from cacheblend_store.errors import BadBlob
-from cacheblend_store.keys import pack_ids, unpack_ids
+from cacheblend_store.errors import BadBlob, StoreError
+from cacheblend_store.keys import KEY_BYTES, pack_ids, unpack_ids
+from cacheblend_store.plain_json import (
+    are_counts,
+    check_fields,
+    is_count,
+    is_moment,
+    is_size,
+    is_span,
+    is_text,
+    load_object,
+)
 
 DIGEST_BYTES = 16
+MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
+MAX_DOCUMENT_BYTES = 256 << 20
+_TEXTS = (
+    "text", "model", "model_name", "tokenizer", "collection", "context", "codec", "source", "prefix_digest", "salt_digest",
+)  # fmt: skip
+_MANIFEST = dict.fromkeys(_TEXTS, is_text) | {
+    "collected_len": is_count, "num_layers": is_size, "num_kv_heads": is_size, "head_dim": is_size, "index": is_count,
+    "span": is_span, "created": is_moment, "blob_sizes": are_counts,
+}  # fmt: skip
+_DOCUMENT = dict.fromkeys(("source", "collection", "content_digest", "context"), is_text) | {
+    "updated": is_moment, "settings": lambda value: isinstance(value, dict),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,13 +120,16 @@ def encode_manifest(manifest: ChunkManifest) -> bytes:
         data[name] = _text(pack_ids(data[name]))
     data["blob_digests"] = _text(b"".join(manifest.blob_digests))
     data["left_context_keys"] = [k.hex() for k in manifest.left_context_keys]
-    return seal(manifest.key, json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    record = seal(manifest.key, json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    if len(record) > MAX_MANIFEST_BYTES:
+        raise StoreError(f"chunk {manifest.id[:12]} is too long: {manifest.num_tokens:,} tokens", "cut smaller chunks")
+    return record
 
 
 def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
     """Raises BadBlob when the record is not what was written under this key."""
     try:
-        data = json.loads(unseal(key, value).decode("utf-8", "surrogatepass"))
+        data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_MANIFEST_BYTES)
         for name in ("token_ids", "left_context_ids"):
             data[name] = unpack_ids(base64.b64decode(data[name]))
         digests = base64.b64decode(data["blob_digests"])
@@ -112,9 +137,10 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
         data["left_context_keys"] = tuple(bytes.fromhex(k) for k in data.get("left_context_keys", ()))
         manifest = ChunkManifest(key=key, **data)
-    except (ValueError, KeyError, TypeError) as error:
+        check_fields(vars(manifest), _MANIFEST)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
-    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers:
+    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers or len(digests) % DIGEST_BYTES:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not name one blob a layer")
     return manifest
 
@@ -128,9 +154,13 @@ def encode_document(record: DocumentRecord) -> bytes:
 def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
     """Raises BadBlob."""
     try:
-        data = json.loads(bytes(unseal(key, value)))
+        data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_DOCUMENT_BYTES)
         data["chunks"] = tuple(DocumentChunk(bytes.fromhex(k), i, a, b) for k, i, a, b in data["chunks"])
-        return DocumentRecord(**data)
+        record = DocumentRecord(**data)
+        check_fields(vars(record), _DOCUMENT)
+        if not all(len(c.key) == KEY_BYTES and are_counts((c.index, c.start, c.end)) for c in record.chunks):
+            raise ValueError("chunks is not what it should be")
+        return record
     except (ValueError, KeyError, TypeError) as error:
         raise BadBlob(f"document record {key.hex()[:12]} does not read: {error}") from error
 

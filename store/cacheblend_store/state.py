@@ -12,6 +12,7 @@ from typing import Any
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreFormat
 from cacheblend_store.keys import FORMAT_VERSION
 from cacheblend_store.pages import HEADER, PageReader
+from cacheblend_store.plain_json import check_fields, load_object
 from cacheblend_store.records import seal, unseal
 
 _VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
@@ -76,7 +77,9 @@ def read_state(value: bytes | None, pages: PageReader) -> State:
     """The state record; counted anew when it is missing or damaged."""
     try:
         if value is not None:
-            return State(**json.loads(unseal(_STATE, value)))
+            state = State(**load_object(unseal(_STATE, value).decode(), 1 << 12))
+            check_fields(vars(state), dict.fromkeys(vars(state), lambda value: type(value) is int))
+            return state
     except (BadBlob, ValueError, TypeError):
         pass
     return recount(pages)

@@ -217,7 +217,7 @@ SPEC = blob_spec("float32", 5, HEADS, DIM)
 GOOD = encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()})
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_the_blob_parser_trusts_nothing(data: st.DataObject) -> None:
     blob = bytearray(GOOD)

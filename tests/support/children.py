@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -106,6 +108,13 @@ def outcomes(work: Callable[[Any], Any], items: Iterable[Any], timeout: float) -
         if done < len(todo):
             yield todo[done], Ended(ended)
         todo = todo[done + 1 :]
+
+
+def limit_memory(num_bytes: int = 200 << 20) -> None:
+    """No more address space for this process than it has now and num_bytes: more is a MemoryError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, hard))
 
 
 class Ended(str):
