@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,21 +23,28 @@ Case = tuple[str, str, float, Callable[[], tuple[Tensor, Tensor]]]  # kernel, ca
 
 def run_kernel_checks(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     """Rows {kernel, case, dtype, backend, error, tolerance, ok}; a kernel that raises is a row with `message`."""
-    rows = []
-    for backend in _backends(device):
-        for dtype in (torch.float16, torch.bfloat16):
-            for kernel, case, tolerance, run in _cases(backend, device, dtype, tiny):
-                row: dict[str, Any] = {"kernel": kernel, "case": case, "dtype": str(dtype).removeprefix("torch.")}
-                row |= {"backend": backend.name, "tolerance": tolerance}
-                try:
-                    with _poisoned_outputs():
-                        got, want = run()
-                except Exception as error:  # a failed launch is a result too: the rest still runs
-                    rows.append({**row, "error": float("nan"), "ok": False, "message": f"{error}"})
-                    continue
-                error = row_error(got, want)
-                rows.append({**row, "error": error, "ok": error <= tolerance})
-    return rows
+    return list(kernel_checks(device, tiny))
+
+
+def kernel_checks(device: torch.device, tiny: bool, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
+    """The rows as they come; of `parts` equal shares of the cases only one."""
+    everything = (
+        (backend, dtype, case)
+        for backend in _backends(device)
+        for dtype in (torch.float16, torch.bfloat16)
+        for case in _cases(backend, device, dtype, tiny)
+    )
+    for backend, dtype, (kernel, case, tolerance, run) in islice(everything, part, None, parts):
+        row: dict[str, Any] = {"kernel": kernel, "case": case, "dtype": str(dtype).removeprefix("torch.")}
+        row |= {"backend": backend.name, "tolerance": tolerance}
+        try:
+            with _poisoned_outputs():
+                got, want = run()
+            error = row_error(got, want)
+        except Exception as fault:  # a failed launch is a result too: the rest still runs
+            yield {**row, "error": float("nan"), "ok": False, "message": f"{type(fault).__name__}: {fault}"}
+            continue
+        yield {**row, "error": error, "ok": error <= tolerance}
 
 
 def row_error(got: Tensor, want: Tensor) -> float:

@@ -1,0 +1,85 @@
+"""The cost model: the least time that the rows of a prefill, the bytes of its KV and a decode step can take on a device
+whose ceilings were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_cli.engine.blend import LayerReport, Status
+from cacheblend_cli.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """flops: bf16 matrix product, 1/s; memory: device memory, bytes/s; bus: host to device, bytes/s."""
+
+    flops: float
+    memory: float
+    bus: float
+
+    @classmethod
+    def of(cls, measured: dict[str, Any]) -> Ceilings:
+        return cls(
+            measured["matmul_tflop_s"] * 1e12,
+            measured["device_copy_gb_s"] * 1e9,
+            measured["host_to_device_gb_s"] * 1e9,
+        )
+
+
+def prefill_flops(spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport]) -> float:
+    """What the layers of a prefill do at the least, head and norms left out."""
+    return sum(matmul + attention for matmul, attention, _ in _layers(spec, num_tokens, suffix, layers))
+
+
+def prefill_floor(
+    spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport], kv_bytes: int, ceilings: Ceilings
+) -> float:
+    """Seconds: each layer's matrix products, or the reading of its weights where its rows are few, and attention; all of
+    it hides the loading of kv_bytes, or the loading hides it."""
+    compute = sum(
+        max(matmul / ceilings.flops, weights / ceilings.memory) + attention / ceilings.flops
+        for matmul, attention, weights in _layers(spec, num_tokens, suffix, layers)
+    )
+    return max(compute, kv_bytes / ceilings.bus)
+
+
+def decode_floor(spec: ModelSpec, weight_bytes: int, kv_len: float, itemsize: int, ceilings: Ceilings) -> float:
+    """Seconds of a step of one sequence: every weight is read once, and the KV of kv_len tokens."""
+    return (weight_bytes + kv_len * spec.kv_bytes_per_token(itemsize)) / ceilings.memory
+
+
+def decode_weight_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Bytes of the weights a step reads: the layers and the head; of the embedding it reads a row."""
+    return itemsize * (spec.num_matmul_params + spec.vocab_size * spec.hidden_size)
+
+
+def _layers(
+    spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport]
+) -> list[tuple[float, float, float]]:
+    """(flops of the matrix products, flops of attention, bytes of 16-bit weights) of each layer.
+
+    At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones go on; at
+    the last layer one row goes on. Chosen rows are taken to be spread evenly, the suffix is at the end.
+    """
+    q_size, mlp = spec.hidden_size * spec.q_size, 3 * spec.hidden_size * spec.intermediate_size
+    kv_size = 2 * spec.hidden_size * spec.kv_size
+    found = []
+    for index, report in enumerate(layers):
+        last = index == len(layers) - 1
+        rows = report.rows
+        if last:
+            rows = 1
+        elif report.status is Status.CHECK:
+            rows = layers[index + 1].rows
+        kv_rows = report.rows - (report.fresh if index == 0 else 0)
+        seen = suffix * num_tokens + max(0, rows - suffix) * num_tokens / 2 if rows > 1 else num_tokens
+        found.append(
+            (
+                2.0 * (rows * (2 * q_size + mlp) + kv_rows * kv_size),
+                4.0 * spec.num_heads * spec.head_dim * seen,
+                2.0 * (2 * q_size + mlp + kv_size),
+            )
+        )
+    return found

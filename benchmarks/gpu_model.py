@@ -1,0 +1,103 @@
+"""Models with random weights in the shape of a configuration, made on the device, and transformers' model over the very
+same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_kernels import select_backend
+from torch import Tensor
+
+from cacheblend_cli.demo import model_dir
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.spec import spec_from_config
+from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.model.weights import expected_shapes
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TINY_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "tie_word_embeddings": True,
+}
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """A file of configs/ by its stem; "tiny" is a shape that any CPU takes."""
+    return TINY_CONFIG if name == "tiny" else dict(json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def random_model(name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Normal weights of standard deviation 1 / sqrt(inputs), norms of 1, with the demo model's tokenizer: only ids matter."""
+    spec = spec_from_config(config)
+    generator = torch.Generator(device).manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    for _, target, _, shape in expected_shapes(spec).values():
+        if target not in weights:
+            weights[target] = torch.ones(shape, dtype=dtype, device=device)
+            if len(shape) == 2:
+                weights[target].normal_(0, shape[1] ** -0.5, generator=generator)
+    if spec.tied:
+        weights["lm_head"] = weights["embed"]
+    return LoadedModel(
+        name=name,
+        path=model_dir(),
+        decoder=Decoder(spec, weights, select_backend("auto", device)),
+        tokenizer=Tokenizer(model_dir()),
+        fingerprint=f"random weights of seed 0, {name}, {dtype}",
+        eos_ids=frozenset(),
+    )
+
+
+def transformers_model(model: LoadedModel) -> Any:
+    """transformers' model with SDPA whose parameters are views of the decoder's: nothing is held twice."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    decoder, spec = model.decoder, model.spec
+    config = dict(spec.config)
+    twin_config = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(twin_config, dtype=decoder.dtype, attn_implementation="sdpa")
+    ours = _by_target(decoder)
+    state = {}
+    for name, (shape, target, start, _) in expected_shapes(spec).items():
+        state[name] = ours[target][start : start + shape[0]]
+    if spec.tied:
+        state["lm_head.weight"] = decoder.lm_head
+    twin.load_state_dict(state, strict=True, assign=True)
+    with decoder.device:  # frequencies are no parameters: they are made where the model is made, and that was nowhere
+        twin.model.rotary_emb = type(twin.model.rotary_emb)(twin_config)
+    return twin.eval()
+
+
+def _by_target(decoder: Decoder) -> dict[str, Tensor]:
+    """The decoder's tensors under the names of `load_weights`."""
+    found = {"embed": decoder.embedding, "norm": decoder.norm, "lm_head": decoder.lm_head}
+    names = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
+    for i, layer in enumerate(decoder.layers):
+        for full, short in names.items():
+            found[f"{i}.{full}.weight"] = getattr(layer, f"{short}_weight")
+        found[f"{i}.input_layernorm"], found[f"{i}.post_attention_layernorm"] = layer.input_norm, layer.post_norm
+    return found

@@ -1,0 +1,192 @@
+"""The result of `gpu_check.py` as Markdown, and what it says of the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+BIG, SHORT, LONG = "llama-3.1-8b", 4096, 16384
+
+
+def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows {what, target, measured, met}; measured and met are None where there is no measurement."""
+    found: list[tuple[str, float, float | None]] = []
+    for length, least in ((SHORT, 3.7), (LONG, 4.2)):
+        blend = _row(result, "times", length, "blend 0.15")
+        found.append((f"blend at ratio 0.15 over full prefill, N={length}", least, blend and blend.get("speedup")))
+    for length in (SHORT, LONG):
+        full, theirs = (_row(result, "times", length, case) for case in ("full", "transformers"))
+        ratio = theirs["seconds"] / full["seconds"] if full and theirs else None
+        found.append((f"transformers' SDPA prefill's time over ours, N={length}", 0.95, ratio))
+    full = _row(result, "times", LONG, "full")
+    matmul = (result.get("ceilings") or {}).get("matmul_tflop_s")
+    share = full["tflop_s"] / matmul if full and matmul and "tflop_s" in full else None
+    found.append((f"full prefill, share of the matrix product's ceiling, N={LONG}", 0.55, share))
+    scattered = _kernels(result, "prefill_attention", f"{BIG} N={LONG} scattered 15%")
+    found.append(
+        (f"scattered-row attention, TFLOP/s, N={LONG}", 400, max((k["tflop_s"] for k in scattered), default=None))
+    )
+    decode = [
+        k for k in _kernels(result, "decode_attention", f"{BIG} batch 1, context {LONG}") if "float8" not in k["case"]
+    ]
+    found.append(
+        (
+            f"decode attention, share of the copy's ceiling, context {LONG}",
+            0.8,
+            max((k["share"] for k in decode), default=None),
+        )
+    )
+    steps = _row(result, "decode", SHORT, "graphs")
+    found.append(
+        (f"decoding, share of the weight-reading bound, context {SHORT}", 0.75, steps and steps["weight_bound_share"])
+    )
+    load = _row(result, "load", LONG, None)
+    found.append(("store to pool, verified, GB/s", 25, load and load["gb_s"]))
+    return [
+        {"what": what, "target": least, "measured": got, "met": None if got is None else got >= least}
+        for what, least, got in found
+    ]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    return "\n".join(_lines(result)) + "\n"
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    h, versions = result["hardware"], result["versions"]
+    yield f"{h['device']}; {h['cpu']}, {h['cores']} cores, {h['memory_gib']} GiB; " + ", ".join(
+        f"{name} {version}" for name, version in versions.items()
+    )
+    yield f"{'Tiny shapes. ' if result['tiny'] else ''}The run took {result['seconds']:.0f} s."
+    for title, part in (("Left out", "skipped"), ("Failed", "faults")):
+        if result[part]:
+            yield f"\n{title}:\n"
+            yield from (f"- {_cell(line)}" for line in result[part])
+    if not result["tiny"]:
+        yield "\n## Targets (8B shape)\n"
+        yield from _table(
+            ("", "at least", "measured", "met"),
+            ((t["what"], f"{t['target']:g}", _number(t["measured"]), _yes(t["met"])) for t in targets(result)),
+        )
+    checks = result["checks"]
+    bad = [row for row in checks if not row["ok"]]
+    yield f"\n## Kernels against fp64\n\n{len(checks) - len(bad)} of {len(checks)} cases are within tolerance.\n"
+    if checks:
+        yield from _table(("kernel", "backend", "dtype", "cases", "largest error", "tolerance"), _summary(checks))
+    for row in bad:
+        yield f"- {row['kernel']} {row['case']} {row['dtype']} {row['backend']}: {_cell(row.get('message') or _number(row['error']))}"
+    if result["ceilings"]:
+        yield "\n## Ceilings\n"
+        yield from _table(("", ""), ((k, f"{v:.4g}") for k, v in result["ceilings"].items()))
+    for model in result["end_to_end"]:
+        yield from _model(model)
+    if result["kernels"]:
+        yield "\n## Kernels beside their ceilings\n"
+        rows = (
+            (k["kernel"], k["case"], f"{k['seconds'] * 1e6:.1f}", _speed(k), f"{k['share']:.0%}")
+            for k in result["kernels"]
+        )
+        yield from _table(("kernel", "case", "us", "speed", "of the ceiling"), rows)
+
+
+def _model(model: dict[str, Any]) -> Iterator[str]:
+    filled = model["precompute"]
+    yield (
+        f"\n## {model['model']}, {model['dtype']}, {model['backend']} backend, random weights\n\n"
+        f"Precompute: {filled['tokens']} tokens in {filled['seconds']:.1f} s. Warm-up and sizing of the pool: "
+        f"{model['warm_up_s']:.1f} s.\n"
+    )
+    yield from _table(
+        ("N", "first token", "ms", "floor, ms", "floor's share", "over full", "its ceiling", "load, GB/s", "stall, ms"),
+        (
+            (
+                r["length"],
+                r["case"],
+                _number(r["seconds"] * 1e3),
+                _number(r.get("floor_s"), 1e3),
+                _share(r.get("share")),
+                _number(r.get("speedup"), unit=" x"),
+                _number(r.get("speedup_ceiling"), unit=" x"),
+                _number(r.get("load_gb_s")),
+                _number(r.get("stall_s"), 1e3),
+            )
+            for r in model["times"]
+        ),
+    )
+    yield ""
+    yield from _table(
+        ("N", "store to pool, MB", "ms", "GB/s", "of host to device"),
+        (
+            (r["length"], _number(r["bytes"] / 1e6), _number(r["seconds"], 1e3), _number(r["gb_s"]), _share(r["share"]))
+            for r in model["load"]
+        ),
+    )
+    yield ""
+    yield from _table(
+        ("context", "decoding", "tokens/s", "of the bound (weights and KV read once)", "of reading the weights"),
+        (
+            (r["length"], r["case"], _number(r["tokens_per_s"]), _share(r["share"]), _share(r["weight_bound_share"]))
+            for r in model["decode"]
+        ),
+    )
+    yield ""
+    yield from _table(
+        ("N", "whole path", "error", "tolerance", "ok"),
+        (
+            (r["length"], r["case"], f"{r['error']:.1e}", f"{r['tolerance']:.0e}", _yes(r["ok"]))
+            for r in model["checks"]
+        ),
+    )
+
+
+def _summary(checks: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in checks:
+        groups.setdefault((row["kernel"], row["backend"], row["dtype"]), []).append(row)
+    for key, rows in groups.items():
+        errors = [row["error"] for row in rows if row["error"] == row["error"]]
+        worst = f"{max(errors):.1e}" if errors else ""
+        yield (*key, len(rows), worst, f"{max(row['tolerance'] for row in rows):.0e}")
+
+
+def _row(result: dict[str, Any], part: str, length: int, case: str | None) -> dict[str, Any] | None:
+    rows = (r for m in result["end_to_end"] if m["model"] == BIG for r in m[part])
+    return next((r for r in rows if r["length"] == length and r.get("case") == case), None)
+
+
+def _kernels(result: dict[str, Any], kernel: str, case: str) -> list[dict[str, Any]]:
+    """The rows of a case whatever the backend."""
+    return [k for k in result["kernels"] if k["kernel"] == kernel and k["case"].startswith(case + ",")]
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(_cell(str(cell)) for cell in row)} |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _speed(row: dict[str, Any]) -> str:
+    return f"{row['tflop_s']:.1f} TFLOP/s" if "tflop_s" in row else f"{row['gb_s']:.0f} GB/s"
+
+
+def _number(value: float | None, factor: float = 1.0, unit: str = "") -> str:
+    return (
+        ""
+        if value is None
+        else f"{value * factor:.3g}{unit}"
+        if abs(value * factor) < 1000
+        else f"{value * factor:.0f}{unit}"
+    )
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _yes(value: bool | None) -> str:
+    return "not measured" if value is None else "yes" if value else "no"
