@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from cacheblend_store.layouts import CODECS
 from cacheblend_cli.corpus.documents import read_documents
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.ask import Request, answer, check_context, resolve_chunks
+from cacheblend_cli.engine.auto import Controller, Observed, check_auto, decided
 from cacheblend_cli.engine.collect import collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.contexts import prefer_exact
@@ -52,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AskPlan:
-    """What `ask --dry-run` says: tokens by kind and bytes of KV to load."""
+    """What `ask --dry-run` says: tokens by kind, bytes of KV to load, and what --ratio auto decides (see AutoReport)."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -60,6 +61,7 @@ class AskPlan:
     fresh_tokens: int
     kv_bytes: int
     chunks: list[dict[str, Any]]
+    auto: dict[str, Any] | None = None
 
 
 class Engine:
@@ -69,11 +71,21 @@ class Engine:
         self.model, self.config, self.model_load_s = model, config, model_load_s
         self._progress: Callable[[str], None] | None = None
         self._memory: DeviceMemory | None = None
+        self._notice: Callable[[str], None] = lambda text: None
+        self._controllers: dict[str, Controller] = {}
         self.template: PromptTemplate = split_template(model.tokenizer)
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
-        """Load the model. Raises NotFoundError, UsageError or DeviceError."""
+    def load(
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> Engine:
+        """Load the model. progress: told what takes time; notice: told what takes time once on a machine.
+
+        Raises NotFoundError, UsageError or DeviceError.
+        """
         start = time.perf_counter()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -89,6 +101,7 @@ class Engine:
         model = load_model(path, name, device, config.dtype, config.attention_backend)
         engine = cls(model, config, time.perf_counter() - start)
         engine._progress = progress
+        engine._notice = notice or engine._notice
         return engine
 
     def memory(self) -> DeviceMemory | None:
@@ -179,16 +192,24 @@ class Engine:
         verify: bool = False,
         save_holes: bool = True,
         salt: str = "",
+        auto: bool = False,
     ) -> Answer:
         """Answer a question over the chunks with these keys, in this order. Blending never changes stored KV.
 
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
-        store is open for writing. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
+        store is open for writing. auto: the loading controller picks the ratio, blend.ratio being its floor, or a full
+        prefill; it measures this machine when it is first needed. Raises NotFoundError for an unknown chunk, UsageError
+        for an empty question.
         """
         memory = self.memory()
+        controller = self._controller(store, question, chunks, blend, salt) if auto and blend.mode == "blend" else None
         started = time.perf_counter()
         notes: list[str] = []
         collection, request = self.request(store, question, chunks, blend, sampling, salt, notes)
+        if controller is not None:
+            wanted = request
+            report = controller.decide(collection, request, time.perf_counter() - started)
+            request = replace(request, blend=decided(blend, report.decision))
         result = answer(
             self.model,
             collection,
@@ -202,7 +223,11 @@ class Engine:
             verify,
             memory,
         )
-        if save_holes and store is not None and store.writable and blend.mode != "full":
+        if controller is not None:
+            result.auto = replace(report, ttft_s=result.timing.ttft_s)
+            seen = Observed.of_answer(result, report.before_s, self.model.decoder.device.type)
+            controller.learn(report, collection, wanted, seen)
+        if save_holes and store is not None and store.writable and result.mode != "full":
             self._save_holes(store, collection, result)
         return result
 
@@ -213,9 +238,14 @@ class Engine:
         chunks: Sequence[bytes],
         blend: BlendConfig,
         salt: str = "",
+        auto: bool = False,
     ) -> AskPlan:
         """What `ask` would do, without doing it."""
         collection, request = self.request(store, question, chunks, blend, SamplingParams(), salt, [])
+        report = None
+        if auto and blend.mode == "blend":
+            report = self._controller(store, question, chunks, blend, salt).decide(collection, request)
+            blend = decided(blend, report.decision)
         plan = plan_prompt(
             collection.prefix_ids,
             request.chunks,
@@ -233,7 +263,8 @@ class Engine:
             for s in plan.chunks
         ]
         size = sum(collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids)
-        return AskPlan(plan.num_tokens, plan.cached_tokens, plan.exact_tokens, plan.fresh_tokens, size, uses)
+        told = report.to_dict() if report else None
+        return AskPlan(plan.num_tokens, plan.cached_tokens, plan.exact_tokens, plan.fresh_tokens, size, uses, told)
 
     def request(
         self,
@@ -263,6 +294,20 @@ class Engine:
             return manifest.token_ids if manifest else ()
 
         return prefer_exact(keys, ids_of, collection.key, lambda key: _has(store, key))
+
+    def _controller(
+        self, store: ChunkStore | None, question: str, chunks: Sequence[bytes], blend: BlendConfig, salt: str
+    ) -> Controller:
+        """The controller for these chunks' codec, ready for this prompt."""
+        check_auto(blend)
+        collection, request = self.request(store, question, chunks, blend, SamplingParams(), salt, [])
+        controller = self._controllers.get(collection.codec)
+        if controller is None:
+            size = self.config.block_size
+            controller = Controller(self.model, collection.codec, size, self.memory(), self._notice)
+            self._controllers[collection.codec] = controller
+        controller.ready(collection, store, request)
+        return controller
 
     def _collection_of(self, store: ChunkStore | None, chunks: Sequence[bytes], salt: str) -> Collection:
         """With kv_dtype auto, the codec is that of the first chunk this model has KV for: what was stored is used."""

@@ -21,7 +21,8 @@ _ENV = "CACHEBLEND_"
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed.
+    """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed; ratio: a
+    number or "auto", which is ratio_floor at least.
 
     max_size "": the quota the store has."""
 
@@ -36,7 +37,8 @@ class Settings:
     dtype: str = "auto"
     attention_backend: str = "auto"
     mode: str = "blend"
-    ratio: float = 0.15
+    ratio: float | str = 0.15
+    ratio_floor: float = 0.15
     selector: str = "hkvd"
     deviation: str = "k"
     check_layer: int = 1
@@ -82,6 +84,7 @@ def _kind(hint: Any) -> type:
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 _LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0}  # what no other place checks
+_WORDS = {"ratio": "auto"}  # what can stand where a number is wanted
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _PATHS = ("store", "model")  # in a file they are relative to it
 
@@ -142,6 +145,11 @@ def _merge(
 def _convert(name: str, value: Any, place: str) -> Any:
     kind = _FIELDS[name]
     shown = f"--{name.replace('_', '-')}" if place == "flag" else f"{name} in {place}"
+    if name in _WORDS:
+        if value == _WORDS[name]:
+            return str(value)
+        if place == "flag" and isinstance(value, str):  # such a flag takes words, so it comes as text
+            value = _Text(value)
     fits = isinstance(value, kind) or (kind is float and isinstance(value, int)) or isinstance(value, _Text)
     try:
         if not fits or (isinstance(value, bool) and kind is not bool):
@@ -151,6 +159,7 @@ def _convert(name: str, value: Any, place: str) -> Any:
             raise ValueError
     except (ValueError, KeyError):
         hint = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
+        hint += f" or {_WORDS[name]}" if name in _WORDS else ""
         raise UsageError(f"{shown} is {value!r}, and {hint} is wanted", "see: cacheblend config show") from None
     if name in _LEAST and converted < _LEAST[name]:
         raise UsageError(f"{shown} is {value!r}, and {_LEAST[name]} is the least", "see: cacheblend config show")

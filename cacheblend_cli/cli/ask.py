@@ -40,7 +40,16 @@ def ask(
         str | None, typer.Option(help="blend, full (no reuse) or reuse (no repair).", show_default="blend")
     ] = None,
     ratio: Annotated[
-        float | None, typer.Option(help="Share of the inexact tokens to recompute.", show_default="0.15")
+        str | None,
+        typer.Option(
+            help="Share of the inexact tokens to recompute, or auto: as many as are recomputed while KV is loaded, and all "
+            "where a full prefill is faster, by what this machine is measured to do.",
+            metavar="FLOAT|auto",
+            show_default="0.15",
+        ),
+    ] = None,
+    ratio_floor: Annotated[
+        float | None, typer.Option(help="The least that --ratio auto recomputes.", show_default="0.15")
     ] = None,
     selector: Annotated[str | None, typer.Option(help="hkvd, first, random, all or none.", show_default="hkvd")] = None,
     deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
@@ -97,7 +106,7 @@ def ask(
 
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, context=context, mode=mode, ratio=ratio, selector=selector, deviation=deviation, check_layer=check_layer,
+        model=model, store=store, context=context, mode=mode, ratio=ratio, ratio_floor=ratio_floor, selector=selector, deviation=deviation, check_layer=check_layer,
         block=block, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
         min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
         kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout, gpu_memory_utilization=gpu_memory_utilization,
@@ -105,7 +114,8 @@ def ask(
     )  # fmt: skip
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
-    blend, sampling = blend_config(settings), _sampling(settings, tuple(stop or ()), logprobs)
+    blend, auto = blend_config(settings), settings.ratio == "auto"
+    sampling = _sampling(settings, tuple(stop or ()), logprobs)
     with options.open_store(settings, write=False) as reading:
         if batch is None:  # what is wrong with the only question is said before the model is loaded
             _keys(reading, asked[0])
@@ -119,13 +129,13 @@ def ask(
             keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context)
             keys = engine.prefer_exact(kv_store, keys, settings.salt)
         if dry_run:
-            plan = engine.plan(kv_store, item.question, keys, blend, settings.salt)
+            plan = engine.plan(kv_store, item.question, keys, blend, settings.salt, auto=auto)
             show_plan(plan, output, json=json, extra=extra)
             return
         on_text = None if json else lambda piece: output.text(piece, end="")
         found = engine.ask(
             kv_store, item.question, keys, blend, sampling,
-            on_text=on_text, verify=verify, save_holes=save, salt=settings.salt,
+            on_text=on_text, verify=verify, save_holes=save, salt=settings.salt, auto=auto,
         )  # fmt: skip
         show_answer(found, output, json=json, ids=ids, explain=explain, extra=extra)
 
@@ -160,13 +170,14 @@ def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
 
 
 def blend_config(settings: Settings) -> BlendConfig:
-    """How the settings blend. Raises UsageError."""
+    """How the settings blend; with --ratio auto, at the floor. Raises UsageError."""
     from cacheblend_cli.api import BlendConfig
     from cacheblend_cli.engine.selectors import make_selector
 
     make_selector(settings.selector)
+    ratio = settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio
     return BlendConfig(
-        settings.mode, settings.ratio, settings.selector, settings.deviation, settings.check_layer, settings.block,
+        settings.mode, ratio, settings.selector, settings.deviation, settings.check_layer, settings.block,
         settings.seed or 0,
     )  # fmt: skip
 

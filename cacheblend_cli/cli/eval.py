@@ -13,7 +13,7 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.ask import blend_config
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.scores import show_layers, show_scores
+from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
 from cacheblend_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,13 @@ def evaluate(
     selector: Annotated[
         list[str] | None, typer.Option(help="Selector of blend (repeatable).", show_default="as ask")
     ] = None,
-    ratio: Annotated[list[float] | None, typer.Option(help="Ratio of blend (repeatable).", show_default="0.15")] = None,
+    ratio: Annotated[
+        list[str] | None,
+        typer.Option(help="Ratio of blend, or auto as in ask (repeatable).", metavar="FLOAT|auto", show_default="0.15"),
+    ] = None,
+    ratio_floor: Annotated[
+        float | None, typer.Option(help="The least that --ratio auto recomputes.", show_default="0.15")
+    ] = None,
     context: Annotated[
         list[str] | None,
         typer.Option(help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="sink"),
@@ -80,10 +86,11 @@ def evaluate(
     """
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, deviation=deviation, check_layer=check_layer, block=block, seed=seed, device=device,
+        model=model, store=store, ratio_floor=ratio_floor, deviation=deviation, check_layer=check_layer, block=block, seed=seed, device=device,
         dtype=dtype, attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
     )  # fmt: skip
     path = _record_path(out, resume)
+    from cacheblend_cli.engine.auto import AutoPrefill
     from cacheblend_cli.engine.precompute import PrecomputeOptions
     from cacheblend_cli.engine.selectors import make_selector
     from cacheblend_cli.evaluation.evaluate import evaluate as run
@@ -99,13 +106,16 @@ def evaluate(
         make_selector(name)
     for name in context or ():
         PrecomputeOptions(context=name)
+    ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
+    auto = AutoPrefill(output.note)
     asked = grid(
         blend_config(settings),
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
-        ratios=ratio or (settings.ratio,),
+        ratios=[r for r in ratios if not isinstance(r, str)],
         contexts=context or (settings.context,),
         noise_floor=noise_floor,
+        auto=auto if "auto" in ratios else None,
     )
     samples = _read(data, limit)
     with RecordFile(path) as records:
@@ -126,6 +136,8 @@ def evaluate(
         draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
         output.note(f"drew {plot}")
     show_scores(summaries, output, json=json)
+    if auto.reports:
+        output.note(auto_line(auto.reports))
     if layers and not json:
         show_layers(summaries, output)
     if path is not None:

@@ -75,7 +75,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
         kv_dtype=settings.kv_dtype,
         eager=settings.eager,
     )
-    return Engine.load(config, output.note if output.err_tty else None)
+    return Engine.load(config, output.note if output.err_tty else None, output.note)
 
 
 def open_store(

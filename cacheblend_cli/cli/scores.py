@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.cli.output import Output
 
 if TYPE_CHECKING:
+    from cacheblend_cli.engine.auto import AutoReport
     from cacheblend_cli.evaluation.bootstrap import Interval
     from cacheblend_cli.evaluation.summary import Summary
 
@@ -40,6 +41,20 @@ def show_layers(summaries: Sequence[Summary], output: Output) -> None:
     ]
     output.text("\nrelative RMSE against full prefill, by layer:")
     _table(["setting", "of", *(str(i) for i in range(len(compared[0].k_error)))], rows, output, left=2)
+
+
+def auto_line(reports: Sequence[AutoReport]) -> str:
+    """What --ratio auto chose over the questions, and how well it foresaw the prefills."""
+    from statistics import median
+
+    ratios = sorted(r.decision.ratio for r in reports if r.decision.mode == "blend")
+    full = len(reports) - len(ratios)
+    chosen = [f"ratio {ratios[0]:.2g} to {ratios[-1]:.2g}, median {median(ratios):.2g}"] if ratios else []
+    chosen += [f"full prefill for {full} of {len(reports)} questions"] if full else []
+    predicted, actual = (
+        median(t) for t in zip(*((r.decision.chosen.prefill_s, r.ttft_s or 0) for r in reports), strict=True)
+    )
+    return f"auto: {', '.join(chosen)}; prefill {predicted * 1000:.1f} ms predicted, {actual * 1000:.1f} ms measured"
 
 
 def _row(s: Summary, referenced: bool) -> list[str]:

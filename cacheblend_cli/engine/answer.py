@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.engine.blend import LayerReport
 from cacheblend_cli.engine.sampling import TokenLogprob
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.auto import AutoReport
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Verification:
 
 @dataclass
 class Answer:
-    """text is what was streamed. notes are messages for people; layers is the per-layer report."""
+    """text is what was streamed. notes are messages for people; layers is the per-layer report; auto:
+    what the loading controller decided, with --ratio auto."""
 
     text: str
     finish_reason: str
@@ -71,6 +75,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     layers: list[LayerReport] = field(default_factory=list)
+    auto: AutoReport | None = None
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
         """The JSON object of `ask --json`."""
@@ -91,6 +96,8 @@ class Answer:
             "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
             "kv_bytes_loaded": self.kv_bytes_loaded,
         }
+        if self.auto:
+            out["auto"] = self.auto.to_dict()
         if self.verify:
             out["verify"] = vars(self.verify)
         if self.logprobs:

@@ -112,16 +112,9 @@ def prefill(
     room: positions to keep free after the prompt. memory: a GPU's, else the prompt gets a pool of its own.
     Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
-    blend, chunks, prefix_cached = request.blend, request.chunks, request.prefix_cached
-    short = _short_regime(model, collection, request)
+    blend = request.blend
     while True:
-        plan = plan_prompt(
-            collection.prefix_ids,
-            [replace(c, same_regime=c.same_regime and short) for c in chunks],
-            request.suffix_ids,
-            prefix_key=collection.prefix_key if prefix_cached and short else None,
-            reuse=blend.mode != "full",
-        )
+        plan = plan_of(model, collection, request)
         check_context(model, plan.num_tokens, room)
         sequence = new_sequence(model.decoder, memory, plan.num_tokens + room, block_size)
         pool = sequence.pool
@@ -136,8 +129,9 @@ def prefill(
         except BadChunk as bad:
             sequence.release()
             if bad.key == collection.prefix_key:
-                prefix_cached = False
-            chunks = tuple(replace(c, cached=False) if c.key == bad.key else c for c in chunks)
+                request = replace(request, prefix_cached=False)
+            chunks = tuple(replace(c, cached=False) if c.key == bad.key else c for c in request.chunks)
+            request = replace(request, chunks=chunks)
             notes.append(f"stored KV {bad.key.hex()[:12]} is not used, it is computed: {bad.reason}")
         except torch.OutOfMemoryError as error:
             sequence.release()
@@ -265,6 +259,18 @@ def _verify(
         answer_top1=found.top1_rate,
         answer_tokens=len(answer_ids),
         same_answer=found.first_difference is None,
+    )
+
+
+def plan_of(model: LoadedModel, collection: Collection, request: Request) -> PromptPlan:
+    """The request's prompt, laid out."""
+    short = _short_regime(model, collection, request)
+    return plan_prompt(
+        collection.prefix_ids,
+        [replace(c, same_regime=c.same_regime and short) for c in request.chunks],
+        request.suffix_ids,
+        prefix_key=collection.prefix_key if request.prefix_cached and short else None,
+        reuse=request.blend.mode != "full",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR
-from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.settings import Prefill, Setting
 
 
 def grid(
@@ -18,11 +18,13 @@ def grid(
     ratios: Sequence[float],
     contexts: Sequence[str],
     noise_floor: bool = True,
+    auto: Prefill | None = None,
 ) -> list[Setting]:
     """Every combination once, labelled by what tells it apart; full prefill first, plain reuse
     next, the noise floor last.
 
-    blend: everything the combinations do not say. A selector that fixes the ratio (`all`, `none`) is taken once.
+    blend: everything the combinations do not say. auto: a prefill that chooses the ratio itself, one setting more a
+    selector, blend.ratio being its floor. A selector that fixes the ratio (`all`, `none`) is taken once.
     Raises UsageError for a value that is none.
     """
     for mode in modes:
@@ -38,4 +40,7 @@ def grid(
                 if name not in {s.label for s in settings}:
                     config = replace(blend, mode="blend", selector=selector, ratio=ratio)
                     settings.append(Setting(name, config, context))
+            if auto is not None and selector not in ("all", "none"):
+                config = replace(blend, mode="blend", selector=selector)
+                settings.append(Setting(f"{selector} auto{suffix}", config, context, auto))
     return [*settings, NOISE_FLOOR] if noise_floor else settings

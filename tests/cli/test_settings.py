@@ -67,13 +67,25 @@ def test_where_the_store_is(here: Path) -> None:
     assert resolve({}).settings.store_path == Path(".cacheblend/store")
 
 
+def test_a_ratio_is_a_number_or_auto(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "cacheblend.toml").write_text("ratio = 'auto'\n")
+    assert resolve({}).settings.ratio == "auto"
+    assert resolve({"ratio": "0.3"}).settings.ratio == 0.3
+    monkeypatch.setenv("CACHEBLEND_RATIO", "1")
+    assert resolve({}).settings.ratio == 1.0
+    assert resolve({"ratio": "auto"}).settings.ratio == "auto"
+    with pytest.raises(UsageError, match="--ratio is 'Auto', and a number or auto is wanted"):
+        resolve({"ratio": "Auto"})
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("ratoi = 0.1", "unknown setting 'ratoi'"),
-        ("ratio = '0.1'", "a number is wanted"),
-        ("ratio = true", "a number is wanted"),
-        ("ratio = nan", "a number is wanted"),
+        ("ratio = '0.1'", "a number or auto is wanted"),
+        ("ratio = true", "a number or auto is wanted"),
+        ("ratio = nan", "a number or auto is wanted"),
+        ("temperature = nan", "a number is wanted"),
         ("chunk_tokens = 1.5", "a whole number is wanted"),
         ("model = 5", "text is wanted"),
         ("top_k = 0", "1 is the least"),

@@ -1,0 +1,142 @@
+"""--ratio auto: what is measured, decided, said and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+MEASURING = "measuring how fast this machine is"
+
+
+def ask(cli: Cli, stored: list[str], *flags: str) -> Any:
+    result = cli("ask", "who leads billing?", "--chunks", ",".join(stored[:4]), "--max-tokens", "4", *flags)
+    assert result.code == 0, result.err
+    return result
+
+
+def speed_file() -> Path:
+    [path] = Path(os.environ["XDG_CACHE_HOME"], "cacheblend", "speeds").iterdir()
+    return path
+
+
+def set_speeds(**values: float) -> None:
+    path = speed_file()
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_the_machine_is_measured_once_and_learns_from_every_ask(cli: Cli, stored: list[str]) -> None:
+    first = ask(cli, stored, "--ratio", "auto", "--json")
+    assert MEASURING in first.err
+    record = first.records[0]
+    auto = record["auto"]
+    assert (auto["mode"], auto["floor"]) == (record["mode"], 0.15)
+    assert auto["ratio"] == pytest.approx(record["ratio"], abs=1e-4)
+    assert auto["ttft_s"] == record["timing"]["ttft_s"]
+    for name in (
+        "predicted_ttft_s",
+        "predicted_full_ttft_s",
+        "layer_recompute_s",
+        "layer_load_s",
+        "compute_s",
+        "row_s",
+    ):
+        assert auto[name] > 0
+    before = json.loads(speed_file().read_text())
+    assert before["prefills"] == 1
+    again = ask(cli, stored, "--ratio", "auto", "--json")
+    assert MEASURING not in again.err
+    assert again.records[0]["auto"]["prefills_learnt_from"] == 1
+    assert json.loads(speed_file().read_text())["prefills"] == 2
+
+
+def test_slow_loading_is_a_full_prefill_and_fast_loading_the_floor(cli: Cli, stored: list[str]) -> None:
+    full = ask(cli, stored, "--mode", "full", "--json", "--ids").records[0]
+    ask(cli, stored, "--ratio", "auto")
+    set_speeds(bytes_per_s=1.0)
+    slow = ask(cli, stored, "--ratio", "auto", "--json", "--ids").records[0]
+    assert (slow["mode"], slow["ratio"], slow["kv_bytes_loaded"]) == ("full", 1.0, 0)
+    assert slow["generated_ids"] == full["generated_ids"]
+    set_speeds(bytes_per_s=1e15, layer_s=1.0)
+    fast = ask(cli, stored, "--ratio", "auto", "--ratio-floor", "0.25", "--json").records[0]
+    assert (fast["mode"], fast["ratio"], fast["auto"]["floor"]) == ("blend", 0.25, 0.25)
+    inexact = fast["cached_tokens"] - fast["exact_tokens"]
+    assert fast["recomputed_tokens"] == -(-inexact // 4)
+
+
+def test_what_was_predicted_and_what_came_is_said(cli: Cli, stored: list[str]) -> None:
+    result = ask(cli, stored, "--ratio", "auto", "--explain")
+    assert "by --ratio auto" in result.err
+    assert " predicted)" in result.err
+    assert "auto: predicted first token" in result.err
+    assert "auto: actual first token" in result.err
+    assert "auto" not in result.out
+    set_speeds(bytes_per_s=1.0)
+    result = ask(cli, stored, "--ratio", "auto", "--explain")
+    assert "full prefill, which is estimated to be faster" in result.err
+    assert "[alpha.md, beta.md]" in result.err
+    assert "full prefill by --ratio auto" in result.err
+
+
+def test_a_dry_run_decides_and_computes_nothing(cli: Cli, stored: list[str]) -> None:
+    ask(cli, stored, "--ratio", "auto")
+    set_speeds(bytes_per_s=1e15, layer_s=1.0)
+    kept = speed_file().read_text()
+    plan = ask(cli, stored, "--ratio", "auto", "--dry-run", "--json").records[0]
+    assert (plan["auto"]["mode"], plan["auto"]["ratio"], plan["auto"]["ttft_s"]) == ("blend", 0.15, None)
+    assert "--ratio auto: blend at ratio 0.15" in ask(cli, stored, "--ratio", "auto", "--dry-run").out
+    assert speed_file().read_text() == kept
+    assert ask(cli, stored, "--dry-run", "--json").records[0]["auto"] is None
+
+
+def test_a_damaged_speed_file_is_measured_anew(cli: Cli, stored: list[str]) -> None:
+    ask(cli, stored, "--ratio", "auto")
+    speed_file().write_text('{"format": 1, "row_s": ')
+    assert MEASURING in ask(cli, stored, "--ratio", "auto").err
+    assert json.loads(speed_file().read_text())["row_s"] > 0
+
+
+def test_a_full_prefill_by_estimate_stores_nothing_and_holes_are_stored(cli: Cli, stored: list[str]) -> None:
+    ask(cli, stored, "--ratio", "auto")
+    before = cli("chunks", "ls", "--json").records
+    set_speeds(bytes_per_s=1.0)
+    result = ask(cli, stored, "--ratio", "auto")
+    assert "stored the KV" not in result.err
+    assert cli("chunks", "ls", "--json").records == before
+
+
+def test_it_is_a_setting_and_other_modes_have_no_ratio(
+    cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_RATIO", "auto")
+    assert "auto" in ask(cli, stored, "--json").records[0]
+    for mode in ("full", "reuse"):
+        assert "auto" not in ask(cli, stored, "--mode", mode, "--json").records[0]
+    assert "auto" not in ask(cli, stored, "--ratio", "0.3", "--json").records[0]
+    bad = cli("ask", "who?", "--ratio", "often")
+    assert (bad.code, bad.out) == (2, "")
+    assert "a number or auto is wanted" in bad.err
+    assert cli("ask", "who?", "--ratio", "auto", "--ratio-floor", "2").code == 2
+
+
+def test_eval_measures_it_beside_fixed_ratios(cli: Cli, tmp_path: Path) -> None:
+    rows = [
+        {"question": "who?", "ctxs": [{"text": "the lead of billing is Mara"}, {"text": "she works in Bergen"}]},
+        {"question": "where?", "ctxs": [{"text": "near the harbor"}, {"text": "a parrot"}, {"text": "at home"}]},
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    flags = ("--mode", "blend", "--ratio", "auto", "--ratio", "0.5", "--max-tokens", "4", "--json", "--no-noise-floor")
+    result = cli("eval", "data.json", *flags)
+    assert result.code == 0, result.err
+    assert [r["label"] for r in result.records] == ["full prefill", "hkvd 0.5", "hkvd auto"]
+    assert "ms predicted" in result.err
+    set_speeds(bytes_per_s=1.0)
+    slow = cli("eval", "data.json", *flags)
+    assert "full prefill for 2 of 2 questions" in slow.err
+    assert slow.records[2]["same_answer"]["value"] == 1
+    assert slow.records[2]["budget"] == 1
