@@ -1,6 +1,6 @@
 """What a chunk was collected behind against what the prompt says: sink, document and neighbours on held-out questions.
 
-    python benchmarks/contexts.py [--limit 650] [--ratio 0.15] [--out benchmarks/results/contexts.json]
+    python benchmarks/contexts.py [--limit 300] [--ratio 0.15] [--out benchmarks/results/contexts.json]
 
 Each question is asked over three layouts of its chunks: whole pages; the same chunks shuffled; and without the first
 chunk of each page, so that a chunk's left context is *not* in the prompt, and its KV knows what the prompt does not say.
@@ -101,7 +101,7 @@ def _row(summary: Summary, results: Results) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     h = result["hardware"]
     lines = [
-        f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}; {result['model']}, fp32, greedy answers. F1 is against the "
+        f"{h['cpu']}, {h['cores']} cores ({h['threads']} threads used), torch {h['torch']}; {result['model']}, fp32, greedy answers. F1 is against the "
         "references, with its difference (95 % paired bootstrap) to a full prefill of the same prompt and to the same "
         "setting over `sink`; KL (nats a token) and same answer are against full prefill.",
     ]
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=heldout_path())
     parser.add_argument("--model", default=None, help="default: the bundled demo model")
-    parser.add_argument("--limit", type=int, default=None)
+    parser.add_argument("--limit", type=int, default=300, help="the first questions only")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/contexts.json")
