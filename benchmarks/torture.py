@@ -2,7 +2,7 @@
 
     python benchmarks/torture.py [PYTEST ARGUMENTS]
 
-Runs `pytest -m torture tests/store` and merges what the tests counted into benchmarks/results/torture.json and .md.
+Runs `pytest -m torture tests/store tests/cli` and merges what the tests counted into benchmarks/results/torture.json and .md.
 A test writes its line after its assertions held; a test that fails writes none, and the script exits as pytest does.
 """
 
@@ -25,9 +25,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"
-        command = [sys.executable, "-m", "pytest", "-m", "torture", "--timeout=7200", *(arguments or ["tests/store"])]
+        command = [sys.executable, "-m", "pytest", "-m", "torture", "--timeout=7200", *(arguments or ["tests/store", "tests/cli"])]
         code = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "CACHEBLEND_TORTURE_LEDGER": str(ledger)}
+            command, cwd=ROOT, env={**os.environ, "TORTURE_LEDGER": str(ledger)}
         ).returncode
         lines = ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []
     path = RESULTS / "torture.json"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 class Ledger:
-    """Lines of JSON in the file that CACHEBLEND_TORTURE_LEDGER names; nowhere when it is not set.
+    """Lines of JSON in the file that TORTURE_LEDGER names; nowhere when it is not set.
 
     A line is added after the assertions of a test held, so zeros in it are seen zeros.
     """
 
     def __init__(self) -> None:
-        name = os.environ.get("CACHEBLEND_TORTURE_LEDGER")
+        name = os.environ.get("TORTURE_LEDGER")
         self._path = Path(name) if name else None
 
     def add(self, what: str, **counts: int | float | str) -> None:
