@@ -25,10 +25,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"
-        command = [sys.executable, "-m", "pytest", "-m", "torture", "--timeout=7200", *(arguments or ["tests/store", "tests/cli"])]
-        code = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "TORTURE_LEDGER": str(ledger)}
-        ).returncode
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "torture",
+            "--timeout=7200",
+            *(arguments or ["tests/store", "tests/cli"]),
+        ]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, "TORTURE_LEDGER": str(ledger)}).returncode
         lines = ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []
     path = RESULTS / "torture.json"
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
