@@ -45,6 +45,14 @@ def key_slots(
 
 
 @triton.jit
+def key_slot(table_ptr, first_slot, start, BLOCK_SIZE: tl.constexpr, CONTIGUOUS: tl.constexpr):
+    """Slot, int32, of the key at position start."""
+    if CONTIGUOUS:
+        return first_slot + start
+    return tl.load(table_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+
+
+@triton.jit
 def load_keys(
     ptr,
     slots,
@@ -79,6 +87,25 @@ def load_keys(
 
 
 @triton.jit
+def score(q, k, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """q k^T [M, N] fp32, to be multiplied by `score_factor`. scale includes log2(e) unless SOFT_CAP."""
+    logits = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), PRECISION)
+    if SOFT_CAP:
+        # tanh x = 1 - 2 / (exp 2x + 1): no overflow at either end
+        capped = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E * scale / soft_cap)) + 1.0)
+        logits = capped * (soft_cap * LOG2E)
+    return logits
+
+
+@triton.jit
+def score_factor(scale, SOFT_CAP: tl.constexpr):
+    """What turns scores into logits in base 2. It is applied inside exp2's multiply-add, not to the tile."""
+    if SOFT_CAP:
+        return 1.0
+    return scale
+
+
+@triton.jit
 def softmax_step(
     acc,
     total,
@@ -93,18 +120,12 @@ def softmax_step(
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of keys to the running softmax. scale includes log2(e) unless SOFT_CAP.
+    """Add one tile of keys to the running softmax.
 
     acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: who sees which key (MASKED only).
     """
-    logits = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), PRECISION)
-    if SOFT_CAP:
-        # tanh x = 1 - 2 / (exp 2x + 1): no overflow at either end
-        capped = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E * scale / soft_cap)) + 1.0)
-        logits = capped * (soft_cap * LOG2E)
-        factor = 1.0
-    else:
-        factor = scale
+    logits = score(q, k, scale, soft_cap, SOFT_CAP, PRECISION)
+    factor = score_factor(scale, SOFT_CAP)
     if MASKED:
         logits = tl.where(shown, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
@@ -115,6 +136,24 @@ def softmax_step(
     alpha = tl.exp2(peak - base)
     total = total * alpha + tl.sum(p, 1)
     acc = product(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    return acc, total, new_peak
+
+
+@triton.jit
+def softmax_step_pair(
+    acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """`softmax_step` for two tiles of keys that every row sees: acc is rescaled once, products overlap exponentials."""
+    logits0 = score(q, k0, scale, soft_cap, SOFT_CAP, PRECISION)
+    logits1 = score(q, k1, scale, soft_cap, SOFT_CAP, PRECISION)
+    factor = score_factor(scale, SOFT_CAP)
+    new_peak = tl.maximum(peak, tl.maximum(tl.max(logits0, 1), tl.max(logits1, 1)) * factor)
+    p0 = tl.exp2(logits0 * factor - new_peak[:, None])
+    p1 = tl.exp2(logits1 * factor - new_peak[:, None])
+    alpha = tl.exp2(peak - new_peak)
+    total = total * alpha + (tl.sum(p0, 1) + tl.sum(p1, 1))
+    acc = product(p0.to(v0.dtype), v0, acc * alpha[:, None], PRECISION)
+    acc = product(p1.to(v1.dtype), v1, acc, PRECISION)
     return acc, total, new_peak
 
 

@@ -18,17 +18,22 @@ MIN_KEYS_PER_SPLIT = 256
 
 @dataclass(frozen=True)
 class TileConfig:
-    """block_m: rows x heads of a group in a tile; block_n: keys a step; num_warps, num_stages: Triton's knobs."""
+    """block_m: rows x heads of a group in a tile; block_n: keys a step; num_warps, num_stages: Triton's knobs.
+
+    tma: prefill copies unmasked key tiles by the tensor memory accelerator, two a step, where the launch allows it.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
-    def stages(self, contiguous: bool) -> int:
-        """num_stages to compile with. Keys behind a block table are two loads, one fed by the other; Triton shares
-        the stages out between them, so the keys are as many tiles ahead as in the contiguous case only with more."""
-        return self.num_stages if contiguous or self.num_stages == 1 else 2 * self.num_stages - 1
+    def stages(self, direct: bool) -> int:
+        """num_stages to compile with. direct: where a key tile lies is known a step ahead. Else keys behind a block
+        table are two loads, one fed by the other; Triton shares the stages out between them, so the keys are as many
+        tiles ahead as in the direct case only with more."""
+        return self.num_stages if direct or self.num_stages == 1 else 2 * self.num_stages - 1
 
 
 def padded(n: int) -> int:
@@ -50,12 +55,25 @@ def prefill_configs(arch: int, head_dim: int, element_size: int) -> tuple[TileCo
     dim = padded(head_dim)
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
         return (TileConfig(32, 32, 8, 1),) if dim <= 128 else (TileConfig(16, 16, 8, 1),)
+    tma = arch >= 90
     if dim <= 64:
-        return TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3), TileConfig(16, 64, 4, 3)
+        return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 64, 4, 3, tma), TileConfig(16, 64, 4, 3)
     if dim <= 128:
-        return TileConfig(128, 64, 8, 3), TileConfig(64, 32, 4, 3), TileConfig(16, 64, 4, 3)
-    wide = (TileConfig(128, 32, 8, 2),) if arch >= 90 else ()
-    return *wide, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
+        if arch < 90:  # deeper pipelines spill
+            return TileConfig(128, 64, 8, 3), TileConfig(64, 32, 4, 2), TileConfig(16, 32, 4, 3)
+        return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 32, 4, 3, tma), TileConfig(16, 64, 4, 3)
+    if tma:
+        return TileConfig(128, 32, 8, 2, tma), TileConfig(64, 32, 4, 2, tma), TileConfig(16, 32, 4, 2)
+    return TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
+
+
+def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:
+    """Whether a launch's key tiles are boxes the copy engine can take: whole heads of two bytes, in one block each.
+
+    For a pool of q's dtype; float8 values are widened by the threads that read them.
+    """
+    one_block = contiguous or block_size % config.block_n == 0
+    return config.tma and element_size == 2 and head_dim == padded(head_dim) and one_block
 
 
 def pick_prefill_config(

@@ -6,6 +6,9 @@ only the edges do, and nothing of size rows x keys ever exists. The heads that s
 same tile, so K and V are read once for all of them. With few rows and a long context the key range is split over
 programs and joined afterwards.
 
+On Hopper and newer, key tiles that no row needs masked are copied by the tensor memory accelerator, two tiles a step: a
+block of the pool is a box of it, so paging costs one look-up a tile.
+
 After FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180) and Flash-Decoding; the scattered rows
 are those of CacheBlend's selective recomputation (arXiv 2405.16444).
 """
@@ -19,18 +22,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cacheblend_kernels.interface import AttentionMetadata
 from cacheblend_kernels.triton_backend.attention_core import (
     LOG2E,
     join_splits,
+    key_slot,
     key_slots,
     load_keys,
     softmax_step,
+    softmax_step_pair,
 )
 from cacheblend_kernels.triton_backend.checks import check_attention, check_metadata, device_guard, pool_bits
 from cacheblend_kernels.triton_backend.configs import (
     TileConfig,
+    copies_tiles,
     num_context_splits,
     num_tiles,
     padded,
@@ -94,11 +101,61 @@ def _walk_keys(
     return acc, total, peak
 
 
+@triton.jit
+def _walk_pairs(
+    acc,
+    total,
+    peak,
+    q,
+    k_desc,
+    v_desc,
+    table_ptr,
+    first_slot,
+    kv_head,
+    begin,
+    pairs,
+    scale,
+    soft_cap,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to `pairs` pairs of key tiles from `begin` on, all of them seen by every row.
+
+    A tile lies in one block, so it is one box of the pool for Hopper's copy engine: no address is computed by the
+    threads. The next pair's blocks are looked up a step ahead, so that no copy waits for the block table.
+    """
+    step: tl.constexpr = 2 * BLOCK_N
+    last = begin + pairs * step - BLOCK_N  # the last tile: the table is not read beyond it
+    slot0 = 0
+    slot1 = 0
+    if pairs > 0:
+        slot0 = key_slot(table_ptr, first_slot, begin, BLOCK_SIZE, CONTIGUOUS)
+        slot1 = key_slot(table_ptr, first_slot, begin + BLOCK_N, BLOCK_SIZE, CONTIGUOUS)
+    for pair in range(0, pairs):
+        after = begin + (pair + 1) * step
+        after0 = key_slot(table_ptr, first_slot, tl.minimum(after, last), BLOCK_SIZE, CONTIGUOUS)
+        after1 = key_slot(table_ptr, first_slot, tl.minimum(after + BLOCK_N, last), BLOCK_SIZE, CONTIGUOUS)
+        k0 = k_desc.load([slot0, kv_head * HEAD_DIM])
+        k1 = k_desc.load([slot1, kv_head * HEAD_DIM])
+        v0 = v_desc.load([slot0, kv_head * HEAD_DIM])
+        v1 = v_desc.load([slot1, kv_head * HEAD_DIM])
+        acc, total, peak = softmax_step_pair(acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap, SOFT_CAP, PRECISION)
+        slot0 = after0
+        slot1 = after1
+    return acc, total, peak
+
+
 @triton.jit(do_not_specialize=["num_seqs", "first_slot", "table_stride", "window"])
 def prefill_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_desc,
+    v_desc,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -126,9 +183,12 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     FP8: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of rows of one sequence, one KV head, one split of the key range.
+
+    TMA: k_desc, v_desc describe the pools in boxes of BLOCK_N slots of one head; else they are not read.
 
     Grid (num_kv_heads, tiles, SPLITS). Sequence i owns the tiles from cu_rows[i] // ROWS + i on; the tiles at the end
     of the batch see the most keys and are started first.
@@ -185,6 +245,8 @@ def prefill_attention_kernel(
         end = tl.minimum(begin + tiles_each * BLOCK_N, hi)
     inner_lo = tl.minimum(tl.maximum(inner_lo, begin), end)
     inner_hi = tl.maximum(tl.minimum(inner_hi, end), inner_lo)
+    if TMA:  # an odd tile out goes with the edge
+        inner_hi = inner_lo + (inner_hi - inner_lo) // (2 * BLOCK_N) * (2 * BLOCK_N)
 
     k_factor = 1.0
     v_factor = 1.0
@@ -203,11 +265,18 @@ def prefill_attention_kernel(
             begin, inner_lo, lo, hi, scale, soft_cap, window,
             BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, FP8, PRECISION,
         )  # fmt: skip
-    acc, total, peak = _walk_keys(
-        acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-        inner_lo, inner_hi, lo, hi, scale, soft_cap, window,
-        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False, WINDOW, SOFT_CAP, FP8, PRECISION,
-    )  # fmt: skip
+    if TMA:
+        acc, total, peak = _walk_pairs(
+            acc, total, peak, q, k_desc, v_desc, seq_table, first_slot, kv_head,
+            inner_lo, (inner_hi - inner_lo) // (2 * BLOCK_N), scale, soft_cap,
+            BLOCK_N, HEAD_DIM, BLOCK_SIZE, CONTIGUOUS, SOFT_CAP, PRECISION,
+        )  # fmt: skip
+    else:
+        acc, total, peak = _walk_keys(
+            acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
+            inner_lo, inner_hi, lo, hi, scale, soft_cap, window,
+            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False, WINDOW, SOFT_CAP, FP8, PRECISION,
+        )  # fmt: skip
     acc, total, peak = _walk_keys(
         acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
         inner_hi, end, lo, hi, scale, soft_cap, window,
@@ -261,6 +330,9 @@ def prefill_attention(
     config = config or pick_prefill_config(
         prefill_configs(arch, head_dim, q.element_size()), group, num_rows, num_kv_heads, num_sms
     )
+    contiguous = meta.contiguous_slot >= 0
+    tma = q.dtype == k_cache.dtype and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
+    k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else pool_bits(c) for c in (k_cache, v_cache))
     tiles = num_tiles(config, group, num_rows, meta.num_seqs)
     splits = num_splits or num_context_splits(
         tiles * num_kv_heads, _most_keys(meta, block_size, sliding_window), num_sms
@@ -272,6 +344,8 @@ def prefill_attention(
             q,
             pool_bits(k_cache),
             pool_bits(v_cache),
+            k_desc,
+            v_desc,
             out,
             part,
             lse,
@@ -295,17 +369,24 @@ def prefill_attention(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SPLITS=splits,
-            CONTIGUOUS=meta.contiguous_slot >= 0,
+            CONTIGUOUS=contiguous,
             WINDOW=sliding_window is not None,
             SOFT_CAP=soft_cap is not None,
             FP8=fp8,
+            TMA=tma,
             PRECISION="ieee",
             num_warps=config.num_warps,
-            num_stages=config.stages(meta.contiguous_slot >= 0),
+            num_stages=config.stages(contiguous or tma),
         )
         if splits > 1:
             join_splits(part, lse, out)
     return out
+
+
+def tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
+    """Boxes of block_n slots and one head of a pool [num_blocks, block_size, num_kv_heads, head_dim]."""
+    num_slots, width = cache.shape[0] * cache.shape[1], cache.shape[2] * cache.shape[3]
+    return TensorDescriptor(cache, [num_slots, width], [width, 1], [block_n, cache.shape[3]])
 
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cacheblend_kernels.triton_backend import cache_ops, load_kv, norms
 from cacheblend_kernels.triton_backend.attention_core import join_splits_kernel
-from cacheblend_kernels.triton_backend.configs import TileConfig, decode_config, padded, prefill_configs
+from cacheblend_kernels.triton_backend.configs import TileConfig, copies_tiles, decode_config, padded, prefill_configs
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention_kernel
 from cacheblend_kernels.triton_backend.deviation import kv_deviation_kernel
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention_kernel
@@ -117,15 +117,22 @@ def _attention(
     family: str, kernel: Any, dtype: str, head_dim: int, config: TileConfig, label: str, options: dict[str, Any], core: bool
 ) -> KernelVariant:  # fmt: skip
     constants = _attention_constants(head_dim, config, options)
-    types = {"k_ptr": "*u8", "v_ptr": "*u8"} if constants["FP8"] else {}
+    fp8, contiguous = constants["FP8"], constants["CONTIGUOUS"]
+    pools = ("k_ptr", "v_ptr", "k_desc", "v_desc")
+    types = dict.fromkeys(pools, "*u8") if fp8 else {}
+    tma = not fp8 and copies_tiles(config, head_dim, SIZES[dtype], constants["BLOCK_SIZE"], contiguous)
+    if "TMA" in kernel.arg_names:
+        constants["TMA"] = tma
+    if tma:
+        types |= dict.fromkeys(pools[2:], f"tensordesc<{dtype}[{config.block_n}, {head_dim}]>")
     return KernelVariant(
         family,
-        f"{dtype} d{head_dim} {config.block_m}x{config.block_n} {label}",
+        f"{dtype} d{head_dim} {config.block_m}x{config.block_n}{' tma' * tma} {label}",
         kernel,
         dtype,
         constants,
         config.num_warps,
-        config.stages(constants["CONTIGUOUS"]),
+        config.stages(contiguous or tma),
         core,
         types,
     )
@@ -137,6 +144,8 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
         "paged block16": {"BLOCK_SIZE": 16},
         "contiguous split": {"CONTIGUOUS": True, "SPLITS": 8},
         "paged split": {"SPLITS": 8},
+        "paged group1": {"GROUP": 1},
+        "paged group7": {"GROUP": 7},
         "paged window": {"WINDOW": True},
         "paged window cap": {"WINDOW": True, "SOFT_CAP": True},
         "paged fp8": {"FP8": True},
@@ -144,10 +153,13 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
     for dtype in SIZES:
         for head_dim in HEAD_DIMS:
             configs = prefill_configs(arch, head_dim, SIZES[dtype])
-            cases = {**plain, **special} if dtype == "bf16" and head_dim in (64, 128, 256) else plain
+            if dtype == "bf16":
+                cases = {**plain, **special} if head_dim in (64, 128, 256) else {**plain, "paged split": {"SPLITS": 8}}
+            else:
+                cases = {"paged": {}}
             for config in configs:
                 for label, options in cases.items():
-                    core = dtype == "bf16" and head_dim == 128 and label in ("contiguous", "paged")
+                    core = dtype == "bf16" and head_dim == 128 and label == "paged"
                     yield _attention(
                         "prefill_attention", prefill_attention_kernel, dtype, head_dim, config, label, options, core
                     )

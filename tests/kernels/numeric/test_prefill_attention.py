@@ -10,6 +10,7 @@ from cacheblend_kernels.triton_backend.prefill_attention import prefill_attentio
 from cases import AttentionCase, assert_close, attention_case, attention_reference, scattered
 
 SMALL = TileConfig(16, 16, 4, 2)
+COPIED = TileConfig(16, 16, 4, 2, tma=True)
 
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
@@ -80,6 +81,38 @@ def test_strided_rows_of_a_fused_projection(device: torch.device) -> None:
 def test_tile_wider_than_block_size(device: torch.device) -> None:
     config = TileConfig(32, 64, 4, 2)
     check(attention_case([scattered(20, 150)], [150], block_size=16, head_dim=32), device, config=config)
+
+
+@pytest.mark.parametrize(
+    ("last", "dtype"), [(n, torch.float16) for n in (15, 16, 31, 32, 48, 63)] + [(100, torch.bfloat16)]
+)
+def test_copied_tiles(last: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Whole pairs of tiles, an odd one out, none at all: rows at and around each edge of a tile."""
+    positions = sorted({max(0, last - 1), last, last + 1})
+    check(attention_case([positions], [last + 5], head_dim=32, dtype=dtype), device, config=COPIED)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "contiguous", "splits"), [(16, False, 1), (32, False, 4), (64, False, 1), (64, True, 4)]
+)
+def test_copied_tiles_of_blocks(block_size: int, contiguous: bool, splits: int, device: torch.device) -> None:
+    case = attention_case(
+        [scattered(12, 150)], [160], head_dim=32, block_size=block_size, contiguous=contiguous, dtype=torch.float16
+    )
+    check(case, device, config=COPIED, num_splits=splits)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (40, 5.0), (100, None), (None, 5.0)])
+def test_copied_tiles_under_window_and_soft_cap(window: int | None, soft_cap: float | None, device: torch.device) -> None:
+    positions = [list(range(110, 116)), [], [3], scattered(5, 90)]
+    case = attention_case(positions, [120, 7, 4, 90], heads=(6, 2), head_dim=32, dtype=torch.float16)
+    check(case, device, config=COPIED, sliding_window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 16), (32, 8)])
+def test_tiles_that_are_no_boxes_are_not_copied(head_dim: int, block_size: int, device: torch.device) -> None:
+    case = attention_case([scattered(9, 90)], [90], head_dim=head_dim, block_size=block_size, dtype=torch.float16)
+    check(case, device, config=COPIED)
 
 
 def test_heuristic_choice(device: torch.device) -> None:
@@ -153,7 +186,7 @@ def test_sweep(seed: int, device: torch.device) -> None:
     check(
         case,
         device,
-        config=pick(SMALL, TileConfig(32, 32, 4, 2), TileConfig(16, 64, 4, 2), None),
+        config=pick(SMALL, COPIED, TileConfig(32, 32, 4, 2), TileConfig(16, 64, 4, 2, tma=True), None),
         num_splits=pick(None, 1, 2, 8),
         sliding_window=pick(None, None, 3, 40),
         soft_cap=pick(None, None, 8.0),
