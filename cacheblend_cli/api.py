@@ -20,6 +20,8 @@ from cacheblend_cli.engine.auto import Controller, Observed, check_auto, decided
 from cacheblend_cli.engine.collect import collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.contexts import prefer_exact
+from cacheblend_cli.engine.kv_pool import bytes_per_token
+from cacheblend_cli.engine.kv_scales import calibrate
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.precompute import (
     Collection,
@@ -99,7 +101,10 @@ class Engine:
         if progress:
             progress(f"loading {name}")
         model = load_model(path, name, device, config.dtype, config.attention_backend)
-        engine = cls(model, config, time.perf_counter() - start)
+        engine = cls(model, config, 0.0)
+        if config.kv_pool_dtype == "float8_e4m3":
+            model.decoder.kv_scales = calibrate(model.decoder, engine.template.prefix_ids, config.block_size)
+        engine.model_load_s = time.perf_counter() - start
         engine._progress = progress
         engine._notice = notice or engine._notice
         return engine
@@ -142,7 +147,7 @@ class Engine:
             "attention_backend": self.model.decoder.kernels.name,
             "context": spec.max_position_embeddings,
             "rope": spec.rope["rope_type"],
-            "kv_bytes_per_token": int(spec.kv_bytes_per_token(self.model.decoder.dtype.itemsize)),
+            "kv_bytes_per_token": int(bytes_per_token(self.model.decoder)),
             "fingerprint": self.model.fingerprint,
         }
 

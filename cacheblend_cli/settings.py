@@ -57,6 +57,7 @@ class Settings:
     block_size: int = 64
     gpu_memory_utilization: float = 0.9
     eager: bool = False
+    kv_pool_dtype: str = "auto"
 
     @property
     def store_path(self) -> Path:

@@ -91,6 +91,7 @@ def ask(
     threads: options.Threads = None,
     gpu_memory_utilization: options.GpuMemory = None,
     eager: options.Eager = None,
+    kv_pool_dtype: options.PoolDtype = None,
     salt: options.Salt = None,
     lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
@@ -110,7 +111,7 @@ def ask(
         block=block, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
         min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
         kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout, gpu_memory_utilization=gpu_memory_utilization,
-        eager=eager,
+        eager=eager, kv_pool_dtype=kv_pool_dtype,
     )  # fmt: skip
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)

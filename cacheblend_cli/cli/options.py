@@ -44,6 +44,14 @@ GpuMemory = Annotated[
         "--gpu-memory-utilization", help="Share of a GPU's memory to use, weights included.", show_default="0.9"
     ),
 ]
+PoolDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-pool-dtype",
+        help="What KV is kept in while a question is answered: auto (as computed) or float8_e4m3.",
+        show_default=False,
+    ),
+]
 Eager = Annotated[bool | None, typer.Option("--eager", help="Decode without CUDA graphs.", show_default=False)]
 LockTimeout = Annotated[
     float | None, typer.Option(help="Seconds to wait for another writer of the store.", show_default="30")
@@ -74,6 +82,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_dtype=settings.kv_dtype,
         eager=settings.eager,
+        kv_pool_dtype=settings.kv_pool_dtype,
     )
     return Engine.load(config, output.note if output.err_tty else None, output.note)
 

@@ -158,7 +158,14 @@ def _deviation(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _
     rows = state.rows
     k_rotated = layer.kernels.rope(k[index], rows.cos[index], rows.sin[index])
     return layer.kernels.kv_deviation(
-        k_rotated, v[index], pool.k[layer.index], pool.v[layer.index], rows.slots[index], kind=kind
+        k_rotated,
+        v[index],
+        pool.k[layer.index],
+        pool.v[layer.index],
+        rows.slots[index],
+        kind=kind,
+        k_scale=pool.k_scales[layer.index],
+        v_scale=pool.v_scales[layer.index],
     )
 
 

@@ -10,13 +10,15 @@ from cacheblend_cli.errors import UsageError
 
 MODES = ("blend", "full", "reuse")
 DEVIATIONS = ("v", "k", "kv")
+POOL_DTYPES = ("auto", "float8_e4m3")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """model: a directory or hub id, None for the bundled demo model. threads: CPU threads, None for torch's own choice.
 
-    gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs."""
+    gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs.
+    kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype."""
 
     model: str | None = None
     device: str = "auto"
@@ -27,10 +29,13 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_dtype: str = "auto"
     eager: bool = False
+    kv_pool_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UsageError(f"block size {self.block_size} is no power of two", "64 fits every backend")
+        if self.kv_pool_dtype not in POOL_DTYPES:
+            raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not above 0 and at most 1",

@@ -25,6 +25,8 @@ def attend(layer: DecoderLayer, q: Tensor, pool: KVPool, rows: Rows) -> Tensor:
         rows.attention,
         scale=layer.spec.head_dim**-0.5,
         sliding_window=layer.sliding_window,
+        k_scale=pool.k_scales[layer.index],
+        v_scale=pool.v_scales[layer.index],
     )
 
 
@@ -59,9 +61,7 @@ def forward(
         del h
         if capture:
             capture(layer.index, k, v)
-        q_rotated = decoder.kernels.rope_and_cache(
-            q, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots
-        )
+        q_rotated = _rotate_and_write(layer, q, k, v, pool, rows)
         assert q_rotated is not None
         del q, k, v
         delta, residual = layer.finish(_shown(layer, attend(layer, q_rotated, pool, rows), attended), residual)
@@ -78,7 +78,25 @@ def _shown(layer: DecoderLayer, output: Tensor, attended: Callable[[int, Tensor]
 
 def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, rows: Rows) -> None:
     """Rotate K and write both to the rows' slots of the layer."""
-    layer.kernels.rope_and_cache(None, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots)
+    _rotate_and_write(layer, None, k, v, pool, rows)
+
+
+def _rotate_and_write(
+    layer: DecoderLayer, q: Tensor | None, k: Tensor, v: Tensor, pool: KVPool, rows: Rows | DecodeRows
+) -> Tensor | None:
+    """The rotated q; K, rotated, and V are in the rows' slots of the layer."""
+    return layer.kernels.rope_and_cache(
+        q,
+        k,
+        v,
+        rows.cos,
+        rows.sin,
+        pool.k[layer.index],
+        pool.v[layer.index],
+        rows.slots,
+        k_scale=pool.k_scales[layer.index],
+        v_scale=pool.v_scales[layer.index],
+    )
 
 
 @dataclass(frozen=True)
@@ -108,9 +126,7 @@ def decode_step(decoder: Decoder, pool: KVPool, rows: DecodeRows, token_ids: Ten
     for layer in decoder.layers:
         h, residual = decoder.input_norm(layer, delta, residual)
         q, k, v = layer.project_qkv(h)
-        q_rotated = decoder.kernels.rope_and_cache(
-            q, k, v, rows.cos, rows.sin, pool.k[layer.index], pool.v[layer.index], rows.slots
-        )
+        q_rotated = _rotate_and_write(layer, q, k, v, pool, rows)
         assert q_rotated is not None
         attended = decoder.kernels.decode_attention(
             q_rotated,
@@ -122,6 +138,8 @@ def decode_step(decoder: Decoder, pool: KVPool, rows: DecodeRows, token_ids: Ten
             sliding_window=layer.sliding_window,
             contiguous_slot=rows.contiguous_slot,
             max_kv_len=rows.max_kv_len,
+            k_scale=pool.k_scales[layer.index],
+            v_scale=pool.v_scales[layer.index],
         )
         delta, residual = layer.finish(attended, residual)
     assert residual is not None

@@ -126,6 +126,8 @@ def place_kv(decoder: Decoder, pool: KVPool, layer: int, tensors: dict[str, Tens
         v_zero=tensors.get("v_zero"),
         group_size=GROUP,
         first_slot=place.first_slot,
+        pool_k_scale=pool.k_scales[layer],
+        pool_v_scale=pool.v_scales[layer],
     )
 
 

@@ -8,20 +8,40 @@ from torch import Tensor
 from cacheblend_cli.engine.block_allocator import BlockAllocator
 from cacheblend_cli.engine.device import upload
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
 
 class KVPool:
-    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0."""
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0.
+
+    With scales the pool is of float8_e4m3fn, whatever dtype says; k_scales, v_scales: a layer's, None of other pools.
+    """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: KVScales | None = None,
     ) -> None:
+        dtype = dtype if scales is None else torch.float8_e4m3fn
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        none = (None,) * spec.num_layers
+        self.k_scales: tuple[Tensor | None, ...] = none if scales is None else scales.k
+        self.v_scales: tuple[Tensor | None, ...] = none if scales is None else scales.v
         self.allocator = BlockAllocator(num_blocks)
+
+    @classmethod
+    def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
+        """A pool to answer in: of the decoder's dtype, or float8 where it has scales."""
+        return cls(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
 
     @property
     def num_bytes(self) -> int:
@@ -39,6 +59,11 @@ class KVPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def bytes_per_token(decoder: Decoder) -> float:
+    """Of a pool to answer in, all layers."""
+    return decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
 
 
 class PagedSequence:
@@ -86,7 +111,8 @@ class PagedSequence:
         fresh = allocator.allocate(len(indexes))
         source = upload([self.blocks[i] for i in indexes], self.pool.device)
         target = upload(fresh, self.pool.device)
-        for cache in (*self.pool.k, *self.pool.v):
+        for pool in (*self.pool.k, *self.pool.v):
+            cache = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool  # no index_copy_ of float8
             cache.index_copy_(0, target, cache.index_select(0, source))
         allocator.free([self.blocks[i] for i in indexes])
         for i, block in zip(indexes, fresh, strict=True):

@@ -13,7 +13,7 @@ import torch
 from cacheblend_cli.engine.blend import BlendPolicy, blended_prefill
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, make_runner
 from cacheblend_cli.engine.kv_loader import KVLoader
-from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.engine.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
@@ -69,12 +69,12 @@ def reserve(
     num_blocks = blocks_that_fit(
         profile,
         utilization,
-        decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize),
+        bytes_per_token(decoder),
         decoder.spec.max_position_embeddings,
         block_size,
     )
     try:
-        pool = KVPool(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device)
+        pool = KVPool.of(decoder, num_blocks, block_size)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} any more",
@@ -100,7 +100,7 @@ def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> 
     activations = []
     for n in (num_rows, 2 * num_rows):
         blocks = -(-n // block_size)
-        kv = decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) * blocks * block_size
+        kv = bytes_per_token(decoder) * blocks * block_size
         activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
     per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
     return Profile(meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1)
@@ -129,7 +129,7 @@ def new_sequence(decoder: Decoder, memory: DeviceMemory | None, num_tokens: int,
     """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
     if memory is not None:
         return memory.pool.new_sequence(num_tokens)
-    pool = KVPool(decoder.spec, -(-num_tokens // block_size), block_size, decoder.dtype, decoder.device)
+    pool = KVPool.of(decoder, -(-num_tokens // block_size), block_size)
     return pool.new_sequence(num_tokens)
 
 

@@ -158,7 +158,7 @@ def prefill_in_pieces(
     """
     plan = plan_prompt(collection.prefix_ids, request.chunks, request.suffix_ids, reuse=False)
     length, decoder = plan.num_tokens, model.decoder
-    pool = KVPool(model.spec, -(-(length + room) // block_size), block_size, decoder.dtype, decoder.device)
+    pool = KVPool.of(decoder, -(-(length + room) // block_size), block_size)
     sequence = pool.new_sequence(length + room)
     token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // pieces)
     start = time.perf_counter()
@@ -186,10 +186,12 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
     positions = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
     slots = done.sequence.slots(positions.to(done.pool.device))
 
-    def rows(cache: Tensor) -> Tensor:
-        return cache.view(-1, *cache.shape[2:])[slots].float()
+    def rows(cache: Tensor, scale: Tensor | None) -> Tensor:
+        found = cache.view(-1, *cache.shape[2:])[slots].float()
+        return found if scale is None else found * scale[:, None]
 
-    return [rows(k) for k in done.pool.k], [rows(v) for v in done.pool.v]
+    pool = done.pool
+    return list(map(rows, pool.k, pool.k_scales)), list(map(rows, pool.v, pool.v_scales))
 
 
 class _Attended:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
+from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -100,6 +101,7 @@ class Decoder:
         self.layers = [DecoderLayer(i, spec, weights, kernels) for i in range(spec.num_layers)]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.rope = RotaryEmbedding(spec, self.device)
+        self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_rows] int64 -> [num_rows, hidden_size]."""

@@ -187,11 +187,13 @@ class KernelBackend(ABC):
         slot_mapping: Tensor,
         *,
         kind: str = "kv",
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """Per-row squared L2 distance of fresh K and/or V from what the pool holds, fp32.
 
-        k (rotated), v: [num_rows, num_kv_heads, head_dim]; kind: "k", "v" or "kv" (the sum). Returns [num_rows]
-        fp32. K may be compared rotated: the rotation keeps distances. CacheBlend (arXiv 2405.16444), section 4.3.
+        k (rotated), v: [num_rows, num_kv_heads, head_dim]; kind: "k", "v" or "kv" (the sum). k_scale, v_scale:
+        [num_kv_heads] fp32 of a float8_e4m3fn pool, whose values are codes times them. Returns [num_rows] fp32. K may be compared rotated: the rotation keeps distances. CacheBlend (arXiv 2405.16444), section 4.3.
         """
 
     @abstractmethod

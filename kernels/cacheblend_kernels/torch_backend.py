@@ -181,13 +181,15 @@ class TorchBackend(KernelBackend):
         slot_mapping: Tensor,
         *,
         kind: str = "kv",
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         if kind not in ("k", "v", "kv"):
             raise KernelError(f"unknown deviation {kind!r}", "known: k, v, kv")
         score = torch.zeros(k.shape[0], dtype=torch.float32, device=k.device)
-        for fresh, cache, part in ((k, k_cache, "k"), (v, v_cache, "v")):
+        for fresh, cache, scale, part in ((k, k_cache, k_scale, "k"), (v, v_cache, v_scale, "v")):
             if part in kind:
-                old = _slots(cache).index_select(0, slot_mapping)
+                old = _unscaled(_slots(cache)[slot_mapping], scale, torch.float32)
                 score += (fresh.float() - old.float()).square().sum(dim=(1, 2))
         return score
 

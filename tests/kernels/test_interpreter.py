@@ -1,4 +1,4 @@
-"""Runs `numeric/` in Triton's interpreter, one process a file, where there is no GPU to run it on."""
+"""Runs `numeric/` in Triton's interpreter, one process a file and two at a time, where there is no GPU to run it on."""
 
 from __future__ import annotations
 
@@ -6,38 +6,57 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 NUMERIC = Path(__file__).parent / "numeric"
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.name for path in NUMERIC.glob("test_*.py"))
+FILES = sorted((path.name for path in NUMERIC.glob("test_*.py")), key=lambda name: name != "test_prefill_attention.py")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+Result = subprocess.CompletedProcess[str]
 
 
-def run(name: str, marks: str) -> None:
+def run(name: str, marks: str) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, "-W", "ignore"]
-    result = subprocess.run(
+    return subprocess.run(
         [*command, str(NUMERIC / name)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=580 if marks == "not torture" else 3000,
     )
+
+
+def check(result: Result) -> None:
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert re.search(r"\d+ passed", result.stdout), result.stdout[-2000:]
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already in the interpreter")
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Result]]]:
+    """The files that were asked for, started; the longest first."""
+    asked = {
+        item.callspec.params["name"] for item in request.session.items if "runs" in getattr(item, "fixturenames", ())
+    }
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run, name, "not torture") for name in FILES if name in asked}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 @pytest.mark.parametrize("name", FILES)
-def test_in_interpreter(name: str) -> None:
-    run(name, "not torture")
+def test_in_interpreter(name: str, runs: dict[str, Future[Result]]) -> None:
+    check(runs[name].result())
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already in the interpreter")
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 @pytest.mark.parametrize("name", [n for n in FILES if "torture" in (NUMERIC / n).read_text()])
 def test_torture_in_interpreter(name: str) -> None:
-    run(name, "torture")
+    check(run(name, "torture"))

@@ -168,8 +168,10 @@ class TritonBackend(KernelBackend):
         slot_mapping: Tensor,
         *,
         kind: str = "kv",
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
-        return deviation.kv_deviation(k, v, k_cache, v_cache, slot_mapping, kind=kind)
+        return deviation.kv_deviation(k, v, k_cache, v_cache, slot_mapping, kind=kind, k_scale=k_scale, v_scale=v_scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

@@ -19,6 +19,7 @@ from cacheblend_kernels.triton_backend.checks import (
     check_device,
     check_heads,
     check_pool,
+    check_pool_scales,
     check_rope,
     check_slots,
     device_guard,
@@ -185,17 +186,6 @@ def rope_and_cache(
             num_warps=4,
         )
     return q_out
-
-
-def check_pool_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
-    """Whether the pool is float8; then both scales must be there."""
-    if k_cache.dtype != torch.float8_e4m3fn:
-        check(k_scale is None and v_scale is None, "pool scales are for a float8 pool")
-        return False
-    for name, s in (("k", k_scale), ("v", v_scale)):
-        good = s is not None and s.dtype == torch.float32 and s.shape == (k_cache.shape[2],) and s.is_contiguous()
-        check(good, f"a float8 pool needs a {name} scale [num_kv_heads] float32")
-    return True
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

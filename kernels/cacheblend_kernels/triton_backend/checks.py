@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,6 +13,7 @@ from cacheblend_kernels.interface import AttentionMetadata, KernelError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
+_INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in globals: one launch at a time
 
 
 def interpreted() -> bool:
@@ -20,7 +22,9 @@ def interpreted() -> bool:
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:
-    """Launches go to the tensor's device."""
+    """Launches go to the tensor's device; the interpreter's go one after another."""
+    if interpreted():
+        return _INTERPRETER
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -60,6 +64,17 @@ def check_pool(name: str, pool: Tensor) -> None:
     )
     size = pool.shape[1]
     check(size > 0 and size & (size - 1) == 0, f"block size {size} is not a power of two")
+
+
+def check_pool_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+    """Whether the pool is float8; then both scales must be there."""
+    if k_cache.dtype != torch.float8_e4m3fn:
+        check(k_scale is None and v_scale is None, "pool scales are for a float8 pool")
+        return False
+    for name, s in (("k", k_scale), ("v", v_scale)):
+        good = s is not None and s.dtype == torch.float32 and s.shape == (k_cache.shape[2],) and s.is_contiguous()
+        check(good, f"a float8 pool needs a {name} scale [num_kv_heads] float32")
+    return True
 
 
 def check_attention(

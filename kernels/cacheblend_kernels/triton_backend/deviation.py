@@ -15,12 +15,23 @@ from cacheblend_kernels.triton_backend.checks import (
     check_device,
     check_heads,
     check_pool,
+    check_pool_scales,
     check_slots,
     device_guard,
+    pool_bits,
 )
 from cacheblend_kernels.triton_backend.configs import padded
+from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
 KINDS = ("k", "v", "kv")
+
+
+@triton.jit
+def _held(ptrs, scale_ptrs, mask, FP8: tl.constexpr):
+    """What the pool holds, fp32."""
+    if FP8:
+        return e4m3_to_fp32(tl.load(ptrs, mask=mask, other=0)) * tl.load(scale_ptrs, mask=mask, other=0.0)
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -30,13 +41,17 @@ def kv_deviation_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     k_stride,
     v_stride,
+    HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_K: tl.constexpr,
     USE_V: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One row: sum of squared differences over its WIDTH = num_kv_heads * head_dim numbers, K and V in one pass."""
     row = tl.program_id(0).to(tl.int64)
@@ -47,22 +62,31 @@ def kv_deviation_kernel(
         at = start + offsets
         mask = at < WIDTH
         if USE_K:
-            old = tl.load(k_cache_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
+            old = _held(k_cache_ptr + base + at, k_scale_ptr + at // HEAD_DIM, mask, FP8)
             change = tl.load(k_ptr + row * k_stride + at, mask=mask, other=0.0).to(tl.float32) - old
             total += change * change
         if USE_V:
-            old = tl.load(v_cache_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
+            old = _held(v_cache_ptr + base + at, v_scale_ptr + at // HEAD_DIM, mask, FP8)
             change = tl.load(v_ptr + row * v_stride + at, mask=mask, other=0.0).to(tl.float32) - old
             total += change * change
     tl.store(out_ptr + row, tl.sum(total, 0))
 
 
 def kv_deviation(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, kind: str = "kv"
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kind: str = "kv",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Squared L2 distance [num_rows] fp32 of fresh k (rotated) and v [num_rows, num_kv_heads, head_dim] from their slots.
 
-    kind: k, v, or kv (the sum). Rows may be strided; the differences and their sum are fp32.
+    kind: k, v, or kv (the sum). Rows may be strided; the differences and their sum are fp32. k_scale, v_scale:
+    [num_kv_heads] fp32 of a float8_e4m3fn pool.
     """
     check(kind in KINDS, f"unknown deviation {kind!r}", f"known: {', '.join(KINDS)}")
     check_heads("k", k)
@@ -70,15 +94,11 @@ def kv_deviation(
     check_pool("k_cache", k_cache)
     check_pool("v_cache", v_cache)
     check(k.shape == v.shape, f"k is {list(k.shape)}, v is {list(v.shape)}")
-    check(k_cache.shape == v_cache.shape, "the K and V pools differ")
+    check(k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype, "the K and V pools differ")
     check(k_cache.shape[2:] == k.shape[1:], f"rows of {list(k.shape[1:])}, slots of {list(k_cache.shape[2:])}")
-    check(
-        k_cache.dtype != torch.float8_e4m3fn and v_cache.dtype != torch.float8_e4m3fn,
-        "deviation from a float8 pool is not measured",
-        "blend into a bfloat16 pool",
-    )
+    fp8 = check_pool_scales(k_cache, k_scale, v_scale)
     check_slots(slot_mapping, k.shape[0])
-    check_device(k, v, k_cache, v_cache, slot_mapping)
+    check_device(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     out = torch.empty(k.shape[0], dtype=torch.float32, device=k.device)
     if k.shape[0] == 0:
         return out
@@ -87,16 +107,20 @@ def kv_deviation(
         kv_deviation_kernel[(k.shape[0],)](
             k,
             v,
-            k_cache,
-            v_cache,
+            pool_bits(k_cache),
+            pool_bits(v_cache),
             slot_mapping,
+            k_scale if fp8 else out,
+            v_scale if fp8 else out,
             out,
             k.stride(0),
             v.stride(0),
+            HEAD_DIM=k.shape[2],
             WIDTH=width,
             BLOCK=min(1024, padded(width)),
             USE_K="k" in kind,
             USE_V="v" in kind,
+            FP8=fp8,
             num_warps=4,
         )
     return out

@@ -25,13 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cacheblend_kernels.triton_backend.cache_ops import check_pool_scales, rotate, to_pool
+from cacheblend_kernels.triton_backend.cache_ops import rotate, to_pool
 from cacheblend_kernels.triton_backend.checks import (
     FLOATS,
     check,
     check_device,
     check_heads,
     check_pool,
+    check_pool_scales,
     check_rope,
     check_slots,
     device_guard,

@@ -252,16 +252,28 @@ def _cache_writes() -> Iterator[KernelVariant]:
 def _row_kernels() -> Iterator[KernelVariant]:
     for dtype in SIZES:
         for width in (1024, 640):
-            for use_k, use_v in ((True, True), (False, True), (True, False)):
+            for use_k, use_v, fp8 in (
+                (True, True, False),
+                (False, True, False),
+                (True, False, False),
+                (True, True, True),
+            ):
                 yield KernelVariant(
                     "kv_deviation",
-                    f"{dtype} w{width} {'k' * use_k}{'v' * use_v}",
+                    f"{dtype} w{width} {'k' * use_k}{'v' * use_v}{' fp8 pool' * fp8}",
                     kv_deviation_kernel,
                     dtype,
-                    {"WIDTH": width, "BLOCK": min(1024, padded(width)), "USE_K": use_k, "USE_V": use_v},
+                    {
+                        "HEAD_DIM": 128,
+                        "WIDTH": width,
+                        "BLOCK": min(1024, padded(width)),
+                        "USE_K": use_k,
+                        "USE_V": use_v,
+                        "FP8": fp8,
+                    },
                     4,
-                    core=dtype == "bf16" and width == 1024 and use_k and use_v,
-                    types={"out_ptr": "*fp32"},
+                    core=dtype == "bf16" and width == 1024 and use_k and use_v and not fp8,
+                    types={"out_ptr": "*fp32"} | ({"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"} if fp8 else {}),
                 )
         for width in (128, 2048, 4096, 8192):
             for add in (False, True):

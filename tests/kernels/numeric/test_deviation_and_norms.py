@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cacheblend_kernels import KernelError
+from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_kernels.triton_backend.deviation import kv_deviation
 from cacheblend_kernels.triton_backend.norms import act_and_mul, add_rms_norm, rms_norm
 from cases import TOLERANCE
@@ -34,6 +35,33 @@ def test_deviation(heads: int, dim: int, dtype: torch.dtype, kind: str, device: 
     assert got.dtype == torch.float32
     assert got[2] == 0
     torch.testing.assert_close(got.cpu().double(), want, atol=1e-4, rtol=1e-5)  # exact inputs: only the sum rounds
+
+
+@pytest.mark.parametrize("kind", ["k", "v", "kv"])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (9, 128), (3, 80)])
+def test_deviation_from_a_float8_pool(heads: int, dim: int, kind: str, device: torch.device) -> None:
+    k, v, k_scale, v_scale = (
+        torch.randn(5, heads, dim),
+        torch.randn(5, heads, dim),
+        torch.rand(heads),
+        torch.rand(heads),
+    )
+    pools = [torch.randn(4, 8, heads, dim).to(torch.float8_e4m3fn) for _ in range(2)]
+    slots = torch.tensor([31, 0, 7, 8, 2])
+    want = torch.zeros(5, dtype=torch.float64)
+    for pool, scale, fresh, part in zip(pools, (k_scale, v_scale), (k, v), "kv", strict=True):
+        old = pool.double().view(-1, heads, dim)[slots] * scale.double()[:, None]
+        if part in kind:
+            want += (fresh.double() - old).square().sum((1, 2))
+    got = kv_deviation(
+        *(t.to(device) for t in (k, v, *pools, slots)),
+        kind=kind,
+        k_scale=k_scale.to(device),
+        v_scale=v_scale.to(device),
+    )
+    torch.testing.assert_close(got.cpu().double(), want, atol=1e-4, rtol=1e-5)
+    reference = TorchBackend().kv_deviation(k, v, *pools, slots, kind=kind, k_scale=k_scale, v_scale=v_scale)
+    torch.testing.assert_close(reference.double(), want, atol=1e-4, rtol=1e-5)
 
 
 def test_deviation_of_no_rows_and_of_an_unknown_kind(device: torch.device) -> None:

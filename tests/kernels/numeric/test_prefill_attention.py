@@ -103,7 +103,9 @@ def test_copied_tiles_of_blocks(block_size: int, contiguous: bool, splits: int, 
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (40, 5.0), (100, None), (None, 5.0)])
-def test_copied_tiles_under_window_and_soft_cap(window: int | None, soft_cap: float | None, device: torch.device) -> None:
+def test_copied_tiles_under_window_and_soft_cap(
+    window: int | None, soft_cap: float | None, device: torch.device
+) -> None:
     positions = [list(range(110, 116)), [], [3], scattered(5, 90)]
     case = attention_case(positions, [120, 7, 4, 90], heads=(6, 2), head_dim=32, dtype=torch.float16)
     check(case, device, config=COPIED, sliding_window=window, soft_cap=soft_cap)

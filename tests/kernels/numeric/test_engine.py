@@ -1,0 +1,85 @@
+"""The whole path with `--attention-backend triton`: the same answer as with torch, from the store to the last token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine.ask import prefill
+from cacheblend_cli.engine.forward import decode_one_token
+from cacheblend_cli.engine.kv_scales import calibrate
+from cacheblend_cli.model.kv_scales import KVScales
+
+BLEND = BlendConfig(ratio=0.3)
+GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
+FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True)}
+
+
+class Setup:
+    """One random model under two backends, and a store of three chunks."""
+
+    def __init__(self, root: Path, family: str, float8: bool, device: torch.device) -> None:
+        write_checkpoint(root / "model", family, num_hidden_layers=3)
+        shared = {"model": str(root / "model"), "block_size": 16, "dtype": "float32"}
+        self.torch = Engine.load(EngineConfig(device="cpu", attention_backend="torch", **shared))  # type: ignore[arg-type]
+        self.triton = Engine.load(EngineConfig(device=device.type, attention_backend="triton", **shared))  # type: ignore[arg-type]
+        if float8:
+            scales = calibrate(self.torch.model.decoder, self.torch.template.prefix_ids, 16)
+            self.torch.model.decoder.kv_scales = scales
+            self.triton.model.decoder.kv_scales = KVScales(
+                *(tuple(s.to(device) for s in part) for part in (scales.k, scales.v))
+            )
+        (root / "a.md").write_text("\n\n".join(" ".join(WORDS[p : p + 3]) + f" {p}." for p in range(3)) + "\n")
+        self.store = ChunkStore.open(root / "store", mode="write")
+        self.torch.precompute(self.store, [str(root / "a.md")], PrecomputeOptions(chunk_tokens=8), lambda event: None)
+        self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: m.index)][2::-1]
+
+    @torch.inference_mode()
+    def logits(self, engine: Engine) -> torch.Tensor:
+        """fp32 logits of every row of the question and of two tokens decoded after it, on the CPU."""
+        collection, request = engine.request(self.store, "?", self.keys, BLEND, GREEDY, "", [])
+        decoder = engine.model.decoder
+        done = prefill(
+            engine.model, collection, self.store, request, 16, [], room=2,
+            output_positions=lambda plan: torch.arange(
+                plan.segments[-1].start, plan.num_tokens, device=decoder.device
+            ),
+        )  # fmt: skip
+        assert done.loader.num_bytes > 0
+        assert len(done.result.chosen) > 0
+        length = done.plan.num_tokens
+        decoded = [decode_one_token(decoder, done.pool, done.sequence, 40 + i, length + i) for i in range(2)]
+        return torch.cat((done.result.logits, torch.stack(decoded))).cpu()
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    import triton
+
+    device = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
+    setup = Setup(tmp_path_factory.mktemp("engine"), *FORMS[request.param], device)
+    yield setup
+    setup.store.close()
+
+
+def test_blended_prefill_and_decode_are_those_of_torch(setup: Setup) -> None:
+    ours, reference = (setup.logits(engine) for engine in (setup.triton, setup.torch))
+    float8 = setup.torch.model.decoder.kv_scales is not None  # whose codes a last bit of K and V can turn
+    assert (ours - reference).abs().max() <= (3e-2 if float8 else 1e-4)
+    assert reference.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("setup", ["llama"], indirect=True)
+def test_the_answer_is_that_of_torch(setup: Setup) -> None:
+    ours, reference = (
+        engine.ask(setup.store, "?", setup.keys, BLEND, GREEDY) for engine in (setup.triton, setup.torch)
+    )
+    assert ours.generated_ids == reference.generated_ids
+    assert ours.recomputed_tokens == reference.recomputed_tokens > 0
+    assert [c.recomputed for c in ours.chunks] == [c.recomputed for c in reference.chunks]

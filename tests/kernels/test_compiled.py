@@ -1,0 +1,85 @@
+"""Kernels compiled for GPUs that are not here: no register spills, no more shared memory than a block may use.
+
+A subset, the kernels of a bf16 model with heads of 128 (`core`); benchmarks/kernel_resources.py compiles every variant.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+from cacheblend_kernels.triton_backend.configs import (
+    SHARED_MEMORY,
+    TileConfig,
+    num_context_splits,
+    pick_prefill_config,
+    prefill_configs,
+)
+from cacheblend_kernels.triton_backend.resources import compile_variant
+from cacheblend_kernels.triton_backend.variants import KernelVariant, all_variants
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+ATTENTION = ("prefill_attention", "decode_attention")
+CORE = [
+    pytest.param(arch, variant, id=f"sm_{arch} {variant.name}")
+    for arch in SHARED_MEMORY
+    for variant in all_variants(arch)
+    if variant.core and (arch == 90 or (variant.family in ATTENTION and variant.constants["BLOCK_M"] != 64))
+]
+
+
+@pytest.mark.parametrize(("arch", "variant"), CORE)
+def test_no_spills_and_it_fits(arch: int, variant: KernelVariant) -> None:
+    found = compile_variant(variant, arch)
+    assert found.spill_bytes == 0
+    assert found.fits
+    if variant.family == "prefill_attention" and variant.constants["BLOCK_M"] >= 128:
+        assert found.matrix == {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}[arch]
+
+
+def test_a_kernel_that_takes_too_much_is_found() -> None:
+    """The instrument: a tile no multiprocessor holds."""
+    from dataclasses import replace
+
+    wide = next(v for v in all_variants(90) if v.core and v.family == "decode_attention")
+    found = compile_variant(replace(wide, constants={**wide.constants, "BLOCK_N": 256}, num_stages=5), 90)
+    assert not found.fits
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_tile_a_launch_may_pick_is_among_the_compiled(arch: int, head_dim: int, dtype: torch.dtype) -> None:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    compiled = {
+        (v.constants["BLOCK_M"], v.constants["BLOCK_N"], v.num_warps)
+        for v in all_variants(arch)
+        if v.family == "prefill_attention" and v.dtype == name and v.constants["HEAD_DIM"] == head_dim
+    }
+    configs = prefill_configs(arch, head_dim, dtype.itemsize)
+    for group in (1, 4, 7, 8, 16):
+        for num_rows in (1, 5, 64, 700, 16384):
+            for num_kv_heads in (1, 8, 32):
+                picked = pick_prefill_config(configs, group, num_rows, num_kv_heads, 132)
+                assert picked.block_m >= group
+                assert (picked.block_m, picked.block_n, picked.num_warps) in compiled
+
+
+def test_wide_tiles_for_many_rows_narrow_ones_for_few() -> None:
+    configs = prefill_configs(90, 128, 2)
+    assert pick_prefill_config(configs, 4, 16384, 8, 132).block_m == 128
+    assert pick_prefill_config(configs, 4, 1, 8, 132).block_m == 16
+    assert TileConfig(128, 64, 8, 3, tma=True) in configs
+
+
+def test_the_context_is_split_where_the_batch_leaves_the_device_idle() -> None:
+    assert num_context_splits(8, 16384, 132) == 32  # one sequence of 8 KV heads
+    assert num_context_splits(8, 400, 132) == 1  # too short to be worth a second kernel
+    assert num_context_splits(132, 16384, 132) == 1  # a batch that fills the device
+    splits = [num_context_splits(8, n, 132) for n in (512, 1024, 4096, 16384, 1 << 20)]
+    assert splits == sorted(splits)
+    assert splits[-1] <= 64
