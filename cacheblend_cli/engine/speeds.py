@@ -172,7 +172,7 @@ def measure_loading(
 
 
 def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[], Any]:
-    pool = KVPool(decoder.spec, -(-num_rows // block_size), block_size, decoder.dtype, decoder.device)
+    pool = KVPool.of(decoder, -(-num_rows // block_size), block_size)
     sequence = pool.new_sequence(num_rows)
     positions = torch.arange(num_rows, device=decoder.device)
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)

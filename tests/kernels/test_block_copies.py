@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
-from cacheblend_kernels import KernelError, TorchBackend
+from cacheblend_kernels import KernelError
 from cacheblend_kernels.interface import _runs
+from cacheblend_kernels.torch_backend import TorchBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +23,7 @@ def test_runs_cover_every_pair_once_and_rise_together(pairs: list[tuple[int, int
     for start, stop in runs:
         assert src[start:stop] == list(range(src[start], src[start] + stop - start))
         assert dst[start:stop] == list(range(dst[start], dst[start] + stop - start))
-    for (_, stop), _ in zip(runs, runs[1:], strict=False):
+    for (_, stop), _ in pairwise(runs):
         assert (src[stop], dst[stop]) != (src[stop - 1] + 1, dst[stop - 1] + 1)
 
 

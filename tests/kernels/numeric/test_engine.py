@@ -40,7 +40,6 @@ class Setup:
         self.torch.precompute(self.store, [str(root / "a.md")], PrecomputeOptions(chunk_tokens=8), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: m.index)][2::-1]
 
-    @torch.inference_mode()
     def logits(self, engine: Engine) -> torch.Tensor:
         """fp32 logits of every row of the question and of two tokens decoded after it, on the CPU."""
         collection, request = engine.request(self.store, "?", self.keys, BLEND, GREEDY, "", [])
@@ -54,7 +53,8 @@ class Setup:
         assert done.loader.num_bytes > 0
         assert len(done.result.chosen) > 0
         length = done.plan.num_tokens
-        decoded = [decode_one_token(decoder, done.pool, done.sequence, 40 + i, length + i) for i in range(2)]
+        with torch.inference_mode():
+            decoded = [decode_one_token(decoder, done.pool, done.sequence, 40 + i, length + i) for i in range(2)]
         return torch.cat((done.result.logits, torch.stack(decoded))).cpu()
 
 

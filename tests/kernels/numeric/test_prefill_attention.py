@@ -46,8 +46,7 @@ def test_block_sizes(block_size: int, contiguous: bool, device: torch.device) ->
     check(case, device)
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("window", "splits"), [(1, 1), (1, 4), (5, 1), (16, 1), (16, 4), (33, 1), (33, 4), (1000, 1)])
 def test_sliding_window(window: int, splits: int, device: torch.device) -> None:
     check(attention_case([scattered(12, 90)], [90], head_dim=32), device, sliding_window=window, num_splits=splits)
 
@@ -59,7 +58,7 @@ def test_soft_cap(soft_cap: float, window: int | None, device: torch.device) -> 
     check(case, device, soft_cap=soft_cap, sliding_window=window)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 4])
 def test_several_sequences_ragged_empty_and_single(splits: int, device: torch.device) -> None:
     positions = [[0], scattered(21, 60), [], [34], list(range(17)), scattered(3, 33)]
     case = attention_case(positions, [1, 75, 5, 35, 17, 40], head_dim=32)
