@@ -25,16 +25,22 @@ def ls(
         str | None, typer.Option(help="Only chunks of sources that contain this text.", show_default=False)
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many.", show_default=False)] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Go on after this chunk: the next page.", metavar="ID", show_default=False)
+    ] = None,
     store: options.Store = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List the chunks: id, tokens, size, source, beginning of the text."""
+    """List the chunks: id, tokens, size, source, beginning of the text. Pages follow the order of the ids."""
     output = Output(quiet=quiet)
+    last = None
     with options.open_store(options.settings_of(store=store), write=False) as kv_store:
-        found = (m for m in kv_store.chunks() if source is None or source in m.source)
+        start = None if after is None else kv_store.resolve(after)
+        found = (m for m in kv_store.chunks(start_after=start) if source is None or source in m.source)
         rows = []
         for manifest in islice(found, limit):
+            last = manifest
             if json:
                 output.json(_record(manifest))
             elif quiet:
@@ -51,6 +57,8 @@ def ls(
         output.note(
             f"{len(rows)} chunks, {sum(m.num_tokens for m in rows):,} tokens, {format_size(sum(m.num_bytes for m in rows))}"
         )
+        if last is not None and len(rows) == limit:
+            output.note(f"the next page: --after {last.id[:12]}")
 
 
 @app.command("show")

@@ -89,7 +89,8 @@ class KVLoader:
             self._manifests = [self._manifest(reader, segment) for segment in self._segments]
         rows = [Rows(s.start, s.end, m.codec) for s, m in zip(self._segments, self._manifests, strict=True)]
         if self._transfer is None:
-            self._places = [Place.of(self._decoder, self._sequence, [own], self._rope_len) for own in rows]
+            self._rows, self._own_places = rows, dict[int, Place]()
+            self._decoder.rope.table(self._rope_len)  # so that threads find it made
         else:
             self._open(self._transfer, rows)
         self._start()
@@ -174,7 +175,11 @@ class KVLoader:
         except StoreError as error:
             raise self._bad(index, error) from error
         encoded = view_kv(parts, manifest.codec, len(segment.token_ids), spec.num_kv_heads, spec.head_dim)
-        place_kv(self._decoder, self._pool, layer, encoded.tensors, self._places[index])
+        place = self._own_places.get(index)
+        if place is None:  # made here, not by the computing thread; when two threads make it, it is the same
+            place = Place.of(self._decoder, self._sequence, [self._rows[index]], self._rope_len)
+            self._own_places[index] = place
+        place_kv(self._decoder, self._pool, layer, encoded.tensors, place)
         self._count(sum(part.nbytes for part in parts.values()))
         self._done(layer, 1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_store.blob import encode_blob
+from cacheblend_store.errors import CodecError
 from cacheblend_store.layouts import CODECS, GROUP, PLAIN, blob_spec
 
 __all__ = ["CODECS", "EncodedKV", "blob_spec", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
@@ -50,19 +51,21 @@ def is_lossless(codec: str, dtype: torch.dtype) -> bool:
 
 
 def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
-    """A blob of k and v, both [tokens, num_kv_heads, head_dim] of any float dtype on any device."""
+    """A blob of k and v, both [tokens, num_kv_heads, head_dim] of any float dtype on any device.
+
+    Raises CodecError for values beyond the codec's range; a codec that scales has none for infinities and NaNs, which
+    would spoil a whole group of values.
+    """
     k, v = k.detach().cpu(), v.detach().cpu()
     spec = blob_spec(codec, *k.shape)
     if codec in PLAIN:
-        tensors = {name: t.to(DTYPES[PLAIN[codec]]) for name, t in (("k", k), ("v", v))}
+        tensors = {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
     elif codec == "float8_e4m3":
         tensors = {}
         for name, t in (("k", k.float()), ("v", v.float())):
-            scale = (t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX).clamp_min(1e-12)
-            tensors[name], tensors[f"{name}_scale"] = (
-                (t / scale[None, :, None]).to(torch.float8_e4m3fn),
-                scale,
-            )
+            scale = _scale(t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX, codec)
+            tensors[name] = (t / scale[None, :, None]).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
     else:
         tensors = _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
     return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
@@ -96,17 +99,37 @@ def decode_kv(encoded: EncodedKV, dtype: torch.dtype = torch.float32) -> tuple[T
     return (k.float() * k_scale + k_zero).to(dtype), (v.float() * t["v_scale"] + t["v_zero"]).to(dtype)
 
 
+def _converted(x: Tensor, codec: str) -> Tensor:
+    """x in a plain codec's dtype: what is not finite stays so, and what is finite must."""
+    out = x.to(DTYPES[PLAIN[codec]])
+    if out.dtype != x.dtype and bool((out.isinf() & x.isfinite()).any()):
+        raise CodecError(
+            f"the KV has values up to {float(x.abs().nan_to_num(posinf=0).max()):.3g}, which {codec} cannot hold",
+            "use --kv-dtype bfloat16 or float32",
+        )
+    return out
+
+
+def _scale(scale: Tensor, codec: str) -> Tensor:
+    if not bool(scale.isfinite().all()):
+        raise CodecError(
+            f"the KV has values that are no finite numbers, which {codec} cannot hold",
+            "check the model and its --dtype; --kv-dtype float32 stores anything",
+        )
+    return scale.clamp_min(1e-12)
+
+
 def _encode_int(k: Tensor, v: Tensor, bits: int) -> dict[str, Tensor]:
-    levels = 2**bits - 1
+    levels, codec = 2**bits - 1, f"int{bits}"
     num_tokens = k.shape[0]
     padding = -num_tokens % GROUP
     grouped = torch.cat((k, k[-1:].expand(padding, -1, -1))).view(-1, GROUP, *k.shape[1:])
     k_zero = grouped.amin(1)
-    k_scale = ((grouped.amax(1) - k_zero) / levels).clamp_min(1e-12)
+    k_scale = _scale((grouped.amax(1) - k_zero) / levels, codec)
     k_codes = ((grouped - k_zero[:, None]) / k_scale[:, None]).round().clamp(0, levels)
     k_codes = k_codes.view(-1, *k.shape[1:])[:num_tokens].to(torch.uint8)
     v_zero = v.amin(2, keepdim=True)
-    v_scale = ((v.amax(2, keepdim=True) - v_zero) / levels).clamp_min(1e-12)
+    v_scale = _scale((v.amax(2, keepdim=True) - v_zero) / levels, codec)
     v_codes = ((v - v_zero) / v_scale).round().clamp(0, levels).to(torch.uint8)
     if bits == 4:
         k_codes, v_codes = _pack4(k_codes), _pack4(v_codes)

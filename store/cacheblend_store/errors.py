@@ -55,6 +55,10 @@ class BadBlob(StoreError):
         self.key, self.layer, self.reason = key, layer, reason or message
 
 
+class CodecError(StoreError):
+    """KV with values that its codec cannot hold. Nothing of it is stored."""
+
+
 class ArchiveError(StoreError):
     """An export that is not taken in: damaged, hostile, unsigned where a signature is asked for, or too big."""
 

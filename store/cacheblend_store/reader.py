@@ -19,7 +19,7 @@ from cacheblend_store.records import (
 )
 from cacheblend_store.state import State, read_state, state_value
 
-COPY_PIECE = 1 << 20  # bytes: fits a core's own cache
+COPY_PIECE = 1 << 18  # bytes: fits a core's own cache
 
 
 class StoreReader:

@@ -175,6 +175,18 @@ def test_chunks_show_and_rm(cli: Cli, stored: list[str]) -> None:
     assert all(r["source"] == "docs/alpha.md" for r in cli("chunks", "ls", "--json").records)
 
 
+def test_chunks_are_listed_page_by_page(cli: Cli, stored: list[str]) -> None:
+    everything = [r["id"] for r in cli("chunks", "ls", "--json").records]
+    pages, after = [], ()
+    while page := [r["id"] for r in cli("chunks", "ls", "--json", "--limit", "2", *after).records]:
+        assert len(page) <= 2
+        pages += page
+        after = ("--after", page[-1][:16])
+    assert pages == everything
+    assert "--after" in cli("chunks", "ls", "--limit", "1").err
+    assert cli("chunks", "ls", "--after", "zz").code == 3
+
+
 def test_config_show_names_the_origin(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "cacheblend.toml").write_text("chunk-tokens = 77\n")
     shown = cli("config", "show", "--json").records[0]

@@ -1,0 +1,101 @@
+"""What each codec costs and keeps: bytes and load time in a 0.5B model's shape, errors and answers of the demo model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_store import ChunkStore
+from cacheblend_store.blob import parse_blob
+from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
+from cacheblend_store.layouts import blob_spec
+from store_load import TOKENS, Prompt, medians, timed
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.corpus.chunker import cut
+from cacheblend_cli.corpus.documents import Document, read_documents
+from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.engine.collect import Capture, ChunkKV, CollectSequence, collect, collect_prefix
+from cacheblend_cli.evaluation.demo_table import ANSWER_TOKENS, demo_samples
+from cacheblend_cli.evaluation.evaluate import FULL, evaluate
+from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.summary import summarise
+
+SETTINGS = (FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("blend", BlendConfig(ratio=0.15)))
+
+
+def measure_codecs(folder: Path, rounds: int, questions: int) -> dict[str, Any]:
+    kvs = handbook_kv()
+    return {
+        "tokens": TOKENS,
+        "questions": questions,
+        "handbook_chunks": len(kvs),
+        "rows": [
+            {
+                "codec": codec,
+                **_load(folder, codec, rounds),
+                **_errors(kvs, codec),
+                **_answers(folder, codec, questions),
+            }
+            for codec in CODECS
+        ],
+    }
+
+
+def _load(folder: Path, codec: str, rounds: int) -> dict[str, float]:
+    """Into an fp32 pool that has been used before, with one thread."""
+    with ChunkStore.open(folder / f"load-{codec}", mode="write") as store:
+        prompt = Prompt(store, codec)
+        pool = prompt.pool()
+        seconds = medians({"load": lambda: timed(lambda: prompt.load(pool, 1))}, rounds)["load"]
+        spec = prompt.spec
+        values = 2 * spec.num_layers * TOKENS * spec.num_kv_heads * spec.head_dim
+        return {
+            "bytes_per_token": prompt.num_bytes / TOKENS,
+            "bits_per_value": 8 * prompt.num_bytes / values,
+            "load_ms": seconds * 1000,
+            "load_gb_per_s": prompt.num_bytes / seconds / 1e9,
+        }
+
+
+def handbook_kv() -> list[ChunkKV]:
+    """The demo model's KV of its handbook's chunks."""
+    engine = Engine.load(EngineConfig())
+    decoder, block_size = engine.model.decoder, engine.config.block_size
+    documents = [d for d in read_documents([str(handbook_dir())]) if isinstance(d, Document)]
+    ids = [c.token_ids for d in documents for c in cut(d.text, engine.model.tokenizer.encode_text, 512)]
+    prefix = collect_prefix(decoder, engine.template.prefix_ids, block_size)
+    return list(collect(decoder, prefix, [CollectSequence(i, (Capture(b"", 0, len(i)),)) for i in ids], block_size))
+
+
+def _errors(kvs: list[ChunkKV], codec: str) -> dict[str, float]:
+    """Relative RMSE of K (before RoPE) and V after the round trip, over all chunks and layers."""
+    error, power = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for kv in kvs:
+        for k, v in zip(kv.k, kv.v, strict=True):
+            parts = parse_blob(memoryview(encode_kv(k, v, codec)), blob_spec(codec, *k.shape))
+            back = decode_kv(view_kv(parts, codec, *k.shape))
+            for i, (was, now) in enumerate(zip((k, v), back, strict=True)):
+                error[i] += (was.double() - now.double()).square().sum()
+                power[i] += was.double().square().sum()
+    k_error, v_error = (error / power).sqrt().tolist()
+    return {"k_error": k_error, "v_error": v_error}
+
+
+def _answers(folder: Path, codec: str, questions: int) -> dict[str, Any]:
+    """Exact matches of full prefill, of plain reuse of this codec's KV and of blending it at ratio .15."""
+    engine = Engine.load(EngineConfig(kv_dtype=codec))
+    with ChunkStore.open(folder / f"answers-{codec}", mode="write") as store:
+        results = evaluate(engine, store, demo_samples(questions), SETTINGS, max_tokens=ANSWER_TOKENS)
+    found: dict[str, Any] = {}
+    for summary in summarise(results):
+        match = summary.exact_match
+        assert match is not None
+        found[summary.label] = {
+            "accuracy": match.value,
+            "low": match.low,
+            "high": match.high,
+            "samples": summary.samples,
+        }
+    return {"answers": found}

@@ -1,0 +1,119 @@
+"""The store's results as a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WANTED = {"load": 0.8, "write": 0.9, "stall": 0.03}
+
+
+def table(result: dict[str, Any]) -> str:
+    h = result["hardware"]
+    lines = [f"{h['cpu']}, {h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
+    for part, write in (("load", _load), ("write", _write), ("stall", _stall), ("many", _many), ("codecs", _codecs)):
+        if part in result:
+            busy = result[part]["conditions"]["busy_cores_before"]
+            lines += [*write(result[part]), "", f"Cores that others kept busy before this part: {busy}.", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _load(part: dict[str, Any]) -> list[str]:
+    size = part["bytes"]
+    lines = [
+        "## Loading",
+        "",
+        f"{part['tokens']} tokens of Qwen2.5-0.5B's shape in fp32, {size / 2**20:.0f} MiB in chunks of "
+        f"{part['chunk_tokens']}, out of the page cache with every digest checked, beside a plain copy of the same bytes "
+        "out of a mapped file with the same threads. Wanted: 0.8 or more.",
+        "",
+        "| threads | to | store, ms | GB/s | copy, ms | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    kinds = {
+        "staging": ("host buffers, as stored (for a GPU)", "copy"),
+        "pool": ("a used pool, K rotated", "copy"),
+        "fresh_pool": ("a new pool, K rotated (as `ask` on a CPU)", "fresh_copy"),
+    }
+    for row in part["rows"]:
+        for kind, (what, plain) in kinds.items():
+            ours, copy = row["seconds"][kind], row["seconds"][plain]
+            lines.append(
+                f"| {row['threads']} | {what} | {ours * 1000:.1f} | {size / ours / 1e9:.2f} | {copy * 1000:.1f} | "
+                f"{row['ratio'][kind]:.2f} |"
+            )
+    return lines
+
+
+def _write(part: dict[str, Any]) -> list[str]:
+    seconds, ratio, size = part["seconds"], part["ratio"], part["bytes"]
+
+    def row(what: str, ours: str, plain: str, value: float) -> str:
+        return f"| {what} | {size / seconds[ours] / 1e9:.2f} | {size / seconds[plain] / 1e9:.2f} | {value:.2f} |"
+
+    return [
+        "## Writing",
+        "",
+        f"{part['chunks']} chunks of 512 tokens, {size / 2**20:.0f} MiB, durable on return. Wanted: 0.9 or more of a plain "
+        f"write and fsync of the same bytes. `precompute` commits groups of up to {part['group_bytes'] >> 20} MiB when "
+        "chunks come faster than they are written, else each chunk at once.",
+        "",
+        "| | store, GB/s | file, GB/s | ratio |",
+        "|---|---|---|---|",
+        row(f"{part['commits']} groups; file with one fsync", "groups", "file", ratio["groups"]),
+        row("groups; file with an fsync a group", "groups", "file_groups", ratio["groups_to_fsync_each"]),
+        row("one chunk a commit; file with an fsync a chunk", "single", "file_single", ratio["single_to_fsync_each"]),
+        "",
+        f"A commit of one chunk ({part['bytes_of_a_chunk'] / 2**20:.1f} MiB) takes "
+        f"{part['median_chunk_commit_s'] * 1000:.1f} ms.",
+    ]
+
+
+def _stall(part: dict[str, Any]) -> list[str]:
+    lines = [
+        "## What a blend waits for",
+        "",
+        f"{part['tokens']} chunk tokens of Qwen2.5-0.5B's shape, ratio {part['ratio']}, fp32. Wanted: 3 % or less.",
+        "",
+        "| KV dtype | prefill, ms | load beside it, ms | waited, ms | share |",
+        "|---|---|---|---|---|",
+    ]
+    for row in part["rows"]:
+        lines.append(
+            f"| {row['codec']} | {row['prefill_s'] * 1000:.0f} | {row['load_s'] * 1000:.0f} | {row['stall_s'] * 1000:.2f} | "
+            f"{row['share']:.2%} |"
+        )
+    return lines
+
+
+def _many(part: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Many chunks",
+        "",
+        f"{part['chunks']:,} chunks in {part['file_bytes'] / 2**20:.0f} MiB.",
+        "",
+        "| | ms |",
+        "|---|---|",
+    ]
+    return lines + [f"| {what} | {value:.2f} |" for what, value in part["milliseconds"].items()]
+
+
+def _codecs(part: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Codecs",
+        "",
+        f"Bytes and load: {part['tokens']} tokens of Qwen2.5-0.5B's shape into an fp32 pool, one thread. Errors: relative "
+        f"RMSE after the round trip, the demo model's KV of its handbook ({part['handbook_chunks']} chunks). Answers: exact "
+        f"matches on {part['questions']} held-out questions of the demo, 95 % intervals.",
+        "",
+        "| KV dtype | bytes a token | bits a value | load, ms | GB/s | K error | V error | full prefill | reuse | blend .15 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in part["rows"]:
+        answers = " | ".join(
+            f"{a['accuracy']:.0%} ({a['low']:.0%} to {a['high']:.0%})" for a in row["answers"].values()
+        )
+        lines.append(
+            f"| {row['codec']} | {row['bytes_per_token']:,.0f} | {row['bits_per_value']:.2f} | {row['load_ms']:.1f} | "
+            f"{row['load_gb_per_s']:.2f} | {row['k_error']:.2g} | {row['v_error']:.2g} | {answers} |"
+        )
+    return lines

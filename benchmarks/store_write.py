@@ -1,0 +1,91 @@
+"""Writing: commits of chunks, durable on return, beside a plain file of the same bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cacheblend_store import ChunkStore
+from store_load import Chunk, make_chunk, medians, shape, timed
+
+from cacheblend_cli.engine.commits import GROUP_BYTES
+
+NUM_CHUNKS = 32
+
+
+def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
+    """Chunks of 512 tokens in fp32, encoded beforehand. Each round begins with an empty store or file and a quiet disk."""
+    spec = shape()
+    chunks = [make_chunk(spec, seed) for seed in range(NUM_CHUNKS)]
+    size = sum(len(b) for _, blobs in chunks for b in blobs)
+    groups = grouped(chunks, GROUP_BYTES)
+    seconds = medians(
+        {
+            "groups": lambda: write_store(folder, groups),
+            "file": lambda: write_file(folder, [chunks]),
+            "file_groups": lambda: write_file(folder, groups),
+            "single": lambda: write_store(folder, [[c] for c in chunks]),
+            "file_single": lambda: write_file(folder, [[c] for c in chunks]),
+        },
+        rounds,
+    )
+    return {
+        "bytes": size,
+        "chunks": NUM_CHUNKS,
+        "group_bytes": GROUP_BYTES,
+        "commits": len(groups),
+        "seconds": seconds,
+        "ratio": {
+            "groups": seconds["file"] / seconds["groups"],
+            "groups_to_fsync_each": seconds["file_groups"] / seconds["groups"],
+            "single_to_fsync_each": seconds["file_single"] / seconds["single"],
+        },
+        "median_chunk_commit_s": seconds["single"] / NUM_CHUNKS,
+        "bytes_of_a_chunk": int(statistics.median(sum(map(len, blobs)) for _, blobs in chunks)),
+    }
+
+
+def grouped(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
+    """As `ChunkCommits` groups chunks that come faster than they are written."""
+    groups: list[list[Chunk]] = [[]]
+    size = 0
+    for chunk in chunks:
+        groups[-1].append(chunk)
+        size += sum(map(len, chunk[1]))
+        if size >= most:
+            groups.append([])
+            size = 0
+    return [group for group in groups if group]
+
+
+def write_store(folder: Path, groups: Sequence[Sequence[Chunk]]) -> float:
+    path = folder / "written"
+    shutil.rmtree(path, ignore_errors=True)
+    with ChunkStore.open(path, mode="write") as store:
+        os.sync()
+        seconds = timed(lambda: [store.put_chunks(group) for group in groups])
+    shutil.rmtree(path)
+    return seconds
+
+
+def write_file(folder: Path, groups: Sequence[Sequence[Chunk]]) -> float:
+    """write() of the same blobs one after another, and fsync after each group."""
+    path = folder / "written.bin"
+    handle = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    os.sync()
+
+    def work() -> None:
+        for group in groups:
+            for _, blobs in group:
+                for blob in blobs:
+                    os.write(handle, blob)
+            os.fsync(handle)
+
+    seconds = timed(work)
+    os.close(handle)
+    path.unlink()
+    return seconds
