@@ -24,24 +24,24 @@ from cacheblend_store import locks
 from cacheblend_store.errors import (
     StoreCorrupt,
     StoreError,
-    StoreFormat,
     StoreFull,
     StoreIOError,
 )
 from cacheblend_store.filesystem import (
     DATA,
+    DATABASES,
     again_hint,
     bad_disk,
     check_file,
     check_path,
     full_disk,
+    no_store,
     read_meta,
     sync_file,
     system_errors,
 )
 from cacheblend_store.pages import PageReader
 
-DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 MAX_READERS = 2048
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
 MAKING = "making.tmp"
@@ -99,9 +99,7 @@ class Environment:
             raise self._grows_too_fast()
         except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
             self.lmdb.close()
-            raise StoreFormat(
-                f"{self.path} is an LMDB file, and no cacheblend store", "name another --store"
-            ) from error
+            raise no_store(self.path) from error
 
     def close(self) -> None:
         """Only for the process that opened it."""
@@ -358,6 +356,7 @@ def make_store(path: Path, lock_timeout: float) -> None:
 def put_in_place(folder: Path, path: Path) -> None:
     """Rename a finished data.mdb into the store's directory, where it replaces the old one in one step."""
     with system_errors(path):
+        os.chmod(folder / DATA, 0o600)  # LMDB's copies go by the umask
         sync_file(folder / DATA)
         os.rename(folder / DATA, path / DATA)
         sync_file(path)

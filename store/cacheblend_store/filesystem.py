@@ -21,6 +21,7 @@ from cacheblend_store.errors import (
 from cacheblend_store.pages import NO_PAGE, Meta, PageReader, parse_meta
 
 DATA, LOCK = "data.mdb", "lock.mdb"
+DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 OWN_FILES = ("writer.lock", "open.lock", "making.tmp", "search.sqlite3", "search.sqlite3-journal")
 _MIN_FREE_BYTES = 64 << 20
 _NETWORK = {
@@ -41,12 +42,13 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
                 _make_folder(path)
             except (PermissionError, FileExistsError, NotADirectoryError) as error:
                 raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
-    info = path.stat()
     if write and not force:
-        if info.st_mode & stat.S_IWOTH:
-            raise StorePermission(f"the store at {path} is writable by everyone", f"run: chmod 700 {path}")
-        if info.st_uid != os.geteuid():
-            raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
+        for part, mode in ((path, "700"), (path / DATA, "600")) if there else ((path, "700"),):
+            info = part.stat()
+            if info.st_mode & stat.S_IWOTH:
+                raise StorePermission(f"the store at {path} is writable by everyone", f"run: chmod {mode} {part}")
+            if info.st_uid != os.geteuid():
+                raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
     kind = filesystem_type(path)
     if kind in _NETWORK and not force:
         raise StoreFormat(
@@ -116,8 +118,11 @@ def _check_pages(handle: int, data: Path) -> Meta:
     meta = read_meta(handle, data)
     pages = PageReader(handle, meta, str(data.parent))
     if meta.main.root != NO_PAGE:
-        for node in pages.nodes(meta.main):
-            pages.tree(node.key)
+        names = [node.key for node in pages.nodes(meta.main)]
+        if not any(name.encode() in names for name in DATABASES):
+            raise no_store(data.parent)
+        for name in names:
+            pages.tree(name)
     return meta
 
 
@@ -214,6 +219,10 @@ def check_space(path: Path, num_bytes: int) -> None:
             f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
             "free some space, remove chunks (cacheblend chunks prune), or name another --store",
         )
+
+
+def no_store(path: Path) -> StoreFormat:
+    return StoreFormat(f"{path} is an LMDB file, and no cacheblend store", "name another --store")
 
 
 def restore_hint(path: Path) -> str:

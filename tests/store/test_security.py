@@ -1,0 +1,151 @@
+"""Who may write a store, what its files show to others, and what is no store of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission
+from cacheblend_store.blob import MAX_HEADER_BYTES, blob_header, encode_blob, parse_blob
+from cacheblend_store.environment import DATABASES
+from cacheblend_store.layouts import blob_spec
+from small_chunks import make_chunk
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        store.put_chunk(*make_chunk(1))
+    return tmp_path / "store"
+
+
+def test_nobody_else_reads_it_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with ChunkStore.open(tmp_path / "store", mode="write") as store:
+            store.put_chunk(*make_chunk(1))
+            store.compact()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "store").iterdir()}
+    assert "data.mdb" in modes
+    assert set(modes.values()) == {0o600}, modes
+
+
+@pytest.mark.parametrize("part", ["", "data.mdb"])
+def test_a_store_that_everyone_may_write_is_read_and_not_written(path: Path, part: str) -> None:
+    (path / part).chmod(0o777 if not part else 0o666)
+    with pytest.raises(StorePermission, match="everyone") as caught:
+        ChunkStore.open(path, mode="write")
+    assert f"chmod {'600' if part else '700'}" in str(caught.value.hint)
+    with ChunkStore.open(path) as store:
+        assert len(list(store.chunks())) == 1
+    with ChunkStore.open(path, mode="write", force=True) as store:
+        store.put_chunk(*make_chunk(2))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("part", ["", "data.mdb"])
+def test_a_store_of_somebody_else_is_read_and_not_written(path: Path, part: str) -> None:
+    os.chown(path / part, 12345, 12345)
+    with pytest.raises(StorePermission, match="another user"):
+        ChunkStore.open(path, mode="write")
+    with ChunkStore.open(path) as store:
+        assert len(list(store.chunks())) == 1
+
+
+def test_somebody_elses_store_by_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 54321)
+    with pytest.raises(StorePermission, match="another user"):
+        ChunkStore.open(path, mode="write")
+    with ChunkStore.open(path) as store:
+        assert len(list(store.chunks())) == 1
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_an_lmdb_file_of_another_program_is_no_store(tmp_path: Path, mode: str) -> None:
+    foreign = tmp_path / "foreign"
+    with lmdb.open(str(foreign), max_dbs=8, lib_version=0) as env, env.begin(write=True) as txn:
+        txn.put(b"theirs", b"x")
+    foreign.chmod(0o700)
+    (foreign / "data.mdb").chmod(0o600)
+    before = (foreign / "data.mdb").read_bytes()
+    with pytest.raises(StoreFormat, match="no cacheblend store"):
+        ChunkStore.open(foreign, mode=mode)  # type: ignore[arg-type]
+    assert (foreign / "data.mdb").read_bytes() == before
+    with lmdb.open(str(foreign), max_dbs=8, lib_version=0) as env:  # not even with databases of our names
+        with env.begin(write=True) as txn:
+            txn.delete(b"theirs")
+        for name in DATABASES:
+            env.open_db(name.encode())
+    with pytest.raises(StoreFormat, match="identity"):
+        ChunkStore.open(foreign, mode=mode)  # type: ignore[arg-type]
+
+
+def test_a_damaged_identity_is_damage(path: Path) -> None:
+    with ChunkStore.open(path, mode="write") as store, store._writing() as (txn, dbs):
+        value = bytearray(txn.get(b"identity", db=dbs["meta"]))
+        value[-1] ^= 1
+        txn.put(b"identity", bytes(value), db=dbs["meta"])
+    with pytest.raises(StoreCorrupt, match="identity"):
+        ChunkStore.open(path)
+
+
+SPEC = blob_spec("int8", 5, 2, 8)
+PAYLOAD = b"".join(b"\1" * tensor.num_bytes for tensor in SPEC.values())
+
+
+def container(header: bytes) -> memoryview:
+    return memoryview(struct.pack("<Q", len(header)) + header + PAYLOAD)
+
+
+def test_the_header_of_a_blob_has_a_limit() -> None:
+    header = blob_header(SPEC)
+    assert parse_blob(container(header + b" " * (MAX_HEADER_BYTES - len(header))), SPEC).keys() == SPEC.keys()
+    with pytest.raises(BadBlob, match="claims"):
+        parse_blob(container(header + b" " * (MAX_HEADER_BYTES + 1 - len(header))), SPEC)
+    for claim in (1 << 63, (1 << 64) - 1, len(PAYLOAD) + 9):
+        with pytest.raises(BadBlob):
+            parse_blob(memoryview(struct.pack("<Q", claim) + header + PAYLOAD), SPEC)
+
+
+def _changed(change: Callable[[dict], object]) -> bytes:
+    header = json.loads(blob_header(SPEC))
+    change(header)
+    return json.dumps(header).encode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _changed(lambda h: h.update(extra=h["k"])),
+        _changed(lambda h: h.update({f"t{i}": h["k"] for i in range(500)})),
+        _changed(lambda h: h.pop("v_zero")),
+        _changed(lambda h: h["k"].update(dtype="F64")),
+        _changed(lambda h: h["k"].update(dtype="I8")),
+        _changed(lambda h: h["k"].update(shape=[5, 16])),
+        _changed(lambda h: h["k"].update(data_offsets=[0, 1 << 62])),
+        _changed(lambda h: h["v"].update(data_offsets=h["k"]["data_offsets"])),
+        _changed(lambda h: h["v"].update(data_offsets=[-80, 0])),
+        b"[" * 60_000,
+        b'{"k": ' * 10_000,
+        b"1" * 60_000,
+        b"\xff\xfe",
+        b"null",
+        b"",
+    ],
+    ids=range(15),
+)
+def test_a_header_that_is_not_what_the_manifest_implies_is_refused(header: bytes) -> None:
+    with pytest.raises(BadBlob):
+        parse_blob(container(header), SPEC)
+    metadata = _changed(lambda h: h.update(__metadata__={"format": "pt"}))  # what other writers of the format add
+    assert parse_blob(container(metadata), SPEC)["k"] == PAYLOAD[: SPEC["k"].num_bytes]
+    assert parse_blob(memoryview(encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()})), SPEC)
