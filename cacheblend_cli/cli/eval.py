@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +48,8 @@ def evaluate(
         list[str] | None,
         typer.Option(help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="sink"),
     ] = None,
+    window: options.Window = None,
+    neighbours: options.Neighbours = None,
     deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
     check_layer: Annotated[int | None, typer.Option(help="The layer at which hkvd compares.", show_default="1")] = None,
     block: Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")] = None,
@@ -86,7 +89,7 @@ def evaluate(
     """
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, ratio_floor=ratio_floor, deviation=deviation, check_layer=check_layer, block=block, seed=seed, device=device,
+        model=model, store=store, ratio_floor=ratio_floor, window=window, neighbours=neighbours, deviation=deviation, check_layer=check_layer, block=block, seed=seed, device=device,
         dtype=dtype, attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
     )  # fmt: skip
     path = _record_path(out, resume)
@@ -104,8 +107,9 @@ def evaluate(
         check_plot(plot)
     for name in selector or ():
         make_selector(name)
+    collecting = PrecomputeOptions(window=settings.window, neighbours=settings.neighbours)
     for name in context or ():
-        PrecomputeOptions(context=name)
+        replace(collecting, context=name)
     ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill(output.note)
     asked = grid(
@@ -122,7 +126,7 @@ def evaluate(
         engine = options.load_engine(settings, output)
         with _store(settings, store) as kv_store, output.progress("questions") as bar:
             results = run(
-                engine, kv_store, samples, asked, max_tokens=max_tokens, records=records, keep_chunks=store is not None,
+                engine, kv_store, samples, asked, max_tokens=max_tokens, records=records, keep_chunks=store is not None, collecting=collecting,
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
     for number, reason in results.skipped:

@@ -37,6 +37,11 @@ Context = Annotated[
         show_default="sink",
     ),
 ]
+Window = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a chunk with the document or neighbours before it, at most.", show_default="2048"),
+]
+Neighbours = Annotated[int | None, typer.Option(help="Similar chunks that neighbours takes.", show_default="3")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
 GpuMemory = Annotated[
     float | None,

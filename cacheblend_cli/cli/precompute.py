@@ -31,13 +31,8 @@ def precompute(
             show_default="sink",
         ),
     ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a chunk with the document or neighbours before it, at most.", show_default="2048"),
-    ] = None,
-    neighbours: Annotated[
-        int | None, typer.Option(help="Similar chunks that neighbours takes.", show_default="3")
-    ] = None,
+    window: options.Window = None,
+    neighbours: options.Neighbours = None,
     kv_dtype: options.KvDtype = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 from cacheblend_store import ChunkStore
 
@@ -28,15 +29,21 @@ SOURCE = "(sample)"
 class SampleChunks:
     """Plans, collects and names the chunks of samples. Every text is encoded once.
 
-    corpus: the samples whose chunks can be neighbours: those of a run.
+    corpus: the samples whose chunks can be neighbours: those of a run. collecting: window and number of neighbours.
     """
 
-    def __init__(self, engine: Engine, store: ChunkStore, corpus: Sequence[Sample] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: ChunkStore,
+        corpus: Sequence[Sample] = (),
+        collecting: PrecomputeOptions | None = None,
+    ) -> None:
         self._engine, self._store, self._corpus = engine, store, corpus
         self._collection: Collection = engine.collection()
         self._ids: dict[str, tuple[int, ...]] = {}
         self._planned: dict[tuple[Context, str], PlannedChunk] = {}
-        self._options = PrecomputeOptions()
+        self._options = collecting or PrecomputeOptions()
         self._window = self._collection.window(self._options.window)
 
     def keys(self, sample: Sample, context: str) -> list[bytes]:
@@ -83,9 +90,15 @@ class SampleChunks:
             return document_contexts(page, self._window)[-1]
         return self._neighbours.left(self._encode(context.text)) if kind == "neighbours" else ()
 
+    def facts(self, context: str) -> dict[str, Any]:
+        """What the left contexts of that kind depend on beside the sample itself."""
+        facts: dict[str, Any] = {} if context == "sink" else {"window": self._window}
+        if context == "neighbours":
+            facts |= {"neighbours": self._options.neighbours, "corpus": self._corpus_digest}
+        return facts
+
     @cached_property
-    def corpus_digest(self) -> str:
-        """Names the set of texts that neighbours are chosen from."""
+    def _corpus_digest(self) -> str:
         texts = sorted({c.text for sample in self._corpus for c in sample.contexts})
         return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -11,6 +11,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
 from cacheblend_cli.engine.ask import Prefilled, check_context, prefill
+from cacheblend_cli.engine.precompute import PrecomputeOptions
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import Measured, Reference, prefill_in_pieces, run_full, run_setting
@@ -52,19 +53,20 @@ def evaluate(
     max_tokens: int = 32,
     records: RecordFile | None = None,
     keep_chunks: bool = True,
+    collecting: PrecomputeOptions | None = None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Results:
     """Collect the samples' chunks and measure every setting on every sample.
 
     Full prefill is run once a sample, whatever is measured; without a full setting one is put first. What `records`
     already has is not measured again. keep_chunks False removes chunks from the store after their last sample, so that
-    a store made for the run stays small. A sample too long for the model is skipped.
+    a store made for the run stays small. collecting: window and number of neighbours, the defaults without it. A sample too long for the model is skipped.
     """
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
     if len(set(labels)) < len(labels):
         raise UsageError("two settings have the same label", "give each its own")
-    run = _Run(engine, store, samples, settings, max_tokens, RecordFile() if records is None else records)
+    run = _Run(engine, store, samples, settings, max_tokens, RecordFile() if records is None else records, collecting)
     last = {} if keep_chunks else run.last_uses(samples)
     for number, sample in enumerate(samples):
         on_progress(number, len(samples), sample.question)
@@ -86,10 +88,11 @@ class _Run:
         settings: list[Setting],
         max_tokens: int,
         records: RecordFile,
+        collecting: PrecomputeOptions | None,
     ) -> None:
         self._engine, self._store, self._settings = engine, store, settings
         self._max_tokens, self._records = max_tokens, records
-        self._chunks = SampleChunks(engine, store, samples)
+        self._chunks = SampleChunks(engine, store, samples, collecting)
         facts: dict[str, Any] = {
             "model": engine.model.fingerprint,
             "dtype": str(engine.model.decoder.dtype),
@@ -98,12 +101,10 @@ class _Run:
             "codec": engine.collection().codec,
             "max_tokens": max_tokens,
         }
-        self._digests = {s.label: s.digest(facts | self._corpus_facts(s)) for s in settings}
+        self._digests = {
+            s.label: s.digest(facts | (self._chunks.facts(s.context) if s.reuses else {})) for s in settings
+        }
         self.results = Results(settings, {s.label: [] for s in settings})
-
-    def _corpus_facts(self, setting: Setting) -> dict[str, Any]:
-        """What a setting's chunks depend on beside the sample itself."""
-        return {"corpus": self._chunks.corpus_digest} if setting.reuses and setting.context == "neighbours" else {}
 
     def last_uses(self, samples: Sequence[Sample]) -> dict[bytes, int]:
         """Key of each chunk -> number of the last sample that needs it."""

@@ -93,4 +93,7 @@ def test_eval_measures_neighbours_and_knows_when_the_corpus_is_another(cli: Cli,
     assert (sink["label"], neighbours["label"]) == ("reuse, sink", "reuse, neighbours")
     assert sink["kl"]["value"] != neighbours["kl"]["value"]
     assert "0 records written" in cli("eval", "one.json", *flags).err
+    assert "0 records written" in cli("eval", "one.json", *flags, "--neighbours", "3", "--window", "2048").err
+    assert "1 records written" in cli("eval", "one.json", *flags, "--neighbours", "2").err
+    assert "1 records written" in cli("eval", "one.json", *flags, "--window", "30").err
     assert "5 records written" in cli("eval", "two.json", *flags).err  # the first question's neighbours are others now

@@ -101,6 +101,8 @@ def test_contexts_live_side_by_side_and_the_same_run_again_changes_nothing(corpu
         assert (report.unchanged, report.new, report.replaced, report.removed) == (6, 0, 0, 0)
     assert {m.key: m for m in corpus.store.chunks(prefixes=True)} == before
     assert corpus.store.verify().ok
+    again = corpus.engine.recheck(corpus.store, 100)
+    assert (again.checked, again.mismatches) == (len(before), [])
 
 
 def test_neighbours_do_not_depend_on_the_order_of_the_run(corpus: Corpus) -> None:
