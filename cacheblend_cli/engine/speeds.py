@@ -58,7 +58,8 @@ class SpeedFile:
         device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]
         if decoder.device.type == "cuda":
             device.append(torch.cuda.get_device_name(decoder.device))
-        told = [FORMAT, model.fingerprint, decoder.kernels.name, codec, torch.get_num_threads(), *device]
+        pool = "auto" if decoder.kv_scales is None else "float8"
+        told = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
         name = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
         return cls(user_cache_path("cacheblend") / "speeds" / f"{name}.json")
 
