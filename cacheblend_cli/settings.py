@@ -43,6 +43,11 @@ class Settings:
     deviation: str = "k"
     check_layer: int = 1
     block: int = 1
+    nucleus: float = 0.0
+    gradual: str = ""
+    probe_layers: str = ""
+    draft_tokens: int = 8
+    mean_shift: bool = False
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0

@@ -76,9 +76,8 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
 
 def _explain(answer: Answer, output: Output) -> None:
     for layer in answer.layers:
-        deviation = "" if layer.mean_deviation is None else f", mean deviation {layer.mean_deviation:.4g}"
         output.note(
-            f"layer {layer.layer:>2}  {layer.status.name:<11} {layer.rows} rows, {layer.fresh} of them reusable{deviation}"
+            f"layer {layer.layer:>2}  {layer.status.name:<11} {layer.rows} rows, {layer.fresh} of them reusable"
         )
     if answer.auto:
         _explain_auto(answer.auto, answer, output)

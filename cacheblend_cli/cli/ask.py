@@ -51,10 +51,20 @@ def ask(
     ratio_floor: Annotated[
         float | None, typer.Option(help="The least that --ratio auto recomputes.", show_default="0.15")
     ] = None,
-    selector: Annotated[str | None, typer.Option(help="hkvd, first, random, all or none.", show_default="hkvd")] = None,
-    deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
-    check_layer: Annotated[int | None, typer.Option(help="The layer at which hkvd compares.", show_default="1")] = None,
-    block: Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help="hkvd, first, query, draft, perturb, random, all or none; or first:4+query.", show_default="hkvd"
+        ),
+    ] = None,
+    deviation: options.Deviation = None,
+    check_layer: options.CheckLayer = None,
+    gradual: options.Gradual = None,
+    block: options.Block = None,
+    nucleus: options.Nucleus = None,
+    probe_layers: options.ProbeLayers = None,
+    draft_tokens: options.DraftTokens = None,
+    mean_shift: options.MeanShift = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of the answer at most.", show_default="128")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="0")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.", show_default="1")] = None,
@@ -107,8 +117,10 @@ def ask(
 
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, context=context, mode=mode, ratio=ratio, ratio_floor=ratio_floor, selector=selector, deviation=deviation, check_layer=check_layer,
-        block=block, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
+        model=model, store=store, context=context, mode=mode, ratio=ratio, ratio_floor=ratio_floor,
+        selector=selector, deviation=deviation, check_layer=check_layer,
+        gradual=gradual, block=block, nucleus=nucleus, probe_layers=probe_layers, draft_tokens=draft_tokens, mean_shift=mean_shift,
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
         min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
         kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout, gpu_memory_utilization=gpu_memory_utilization,
         eager=eager, kv_pool_dtype=kv_pool_dtype,
@@ -173,14 +185,25 @@ def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
 def blend_config(settings: Settings) -> BlendConfig:
     """How the settings blend; with --ratio auto, at the floor. Raises UsageError."""
     from cacheblend_cli.api import BlendConfig
+    from cacheblend_cli.engine.config import parse_checks, parse_layers
     from cacheblend_cli.engine.selectors import make_selector
 
     make_selector(settings.selector)
     ratio = settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio
     return BlendConfig(
-        settings.mode, ratio, settings.selector, settings.deviation, settings.check_layer, settings.block,
-        settings.seed or 0,
-    )  # fmt: skip
+        mode=settings.mode,
+        ratio=ratio,
+        selector=settings.selector,
+        deviation=settings.deviation,
+        check_layer=settings.check_layer,
+        block=settings.block,
+        seed=settings.seed or 0,
+        checks=parse_checks(settings.gradual),
+        nucleus=settings.nucleus,
+        probe_layers=parse_layers(settings.probe_layers),
+        draft_tokens=settings.draft_tokens,
+        mean_shift=settings.mean_shift,
+    )
 
 
 def _sampling(settings: Settings, stop: tuple[str, ...], logprobs: int | None) -> SamplingParams:

@@ -50,9 +50,13 @@ def evaluate(
     ] = None,
     window: options.Window = None,
     neighbours: options.Neighbours = None,
-    deviation: Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")] = None,
-    check_layer: Annotated[int | None, typer.Option(help="The layer at which hkvd compares.", show_default="1")] = None,
-    block: Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")] = None,
+    deviation: options.Deviation = None,
+    check_layer: options.CheckLayer = None,
+    block: options.Block = None,
+    nucleus: options.Nucleus = None,
+    probe_layers: options.ProbeLayers = None,
+    draft_tokens: options.DraftTokens = None,
+    mean_shift: options.MeanShift = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The first questions only.", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = _MAX_TOKENS,
     out: Annotated[
@@ -89,8 +93,10 @@ def evaluate(
     """
     output = Output(quiet=quiet)
     settings = options.settings_of(
-        model=model, store=store, ratio_floor=ratio_floor, window=window, neighbours=neighbours, deviation=deviation, check_layer=check_layer, block=block, seed=seed, device=device,
-        dtype=dtype, attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
+        model=model, store=store, ratio_floor=ratio_floor, window=window, neighbours=neighbours,
+        deviation=deviation, check_layer=check_layer, block=block, nucleus=nucleus,
+        probe_layers=probe_layers, draft_tokens=draft_tokens, mean_shift=mean_shift, seed=seed, device=device, dtype=dtype,
+        attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
     )  # fmt: skip
     path = _record_path(out, resume)
     from cacheblend_cli.engine.auto import AutoPrefill

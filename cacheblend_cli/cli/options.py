@@ -58,6 +58,33 @@ PoolDtype = Annotated[
     ),
 ]
 Eager = Annotated[bool | None, typer.Option("--eager", help="Decode without CUDA graphs.", show_default=False)]
+Deviation = Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")]
+CheckLayer = Annotated[int | None, typer.Option(help="The layer at which hkvd and perturb choose.", show_default="1")]
+Gradual = Annotated[
+    str | None,
+    typer.Option(
+        help="Several check layers, each keeping a smaller share: LAYER:RATIO,... such as 1:0.3,4:0.15.",
+        show_default=False,
+    ),
+]
+Block = Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")]
+Nucleus = Annotated[
+    float | None,
+    typer.Option(help="Stop when this share of the scores' sum is covered; 0 is off.", show_default="0"),
+]
+ProbeLayers = Annotated[
+    str | None,
+    typer.Option(help="Layers whose attention query and draft follow: FIRST-LAST.", show_default="the middle half"),
+]
+DraftTokens = Annotated[int | None, typer.Option(help="Answer tokens that draft looks ahead.", show_default="8")]
+MeanShift = Annotated[
+    bool | None,
+    typer.Option(
+        "--mean-shift/--no-mean-shift",
+        help="Move what is not recomputed of a chunk by the mean change of what is.",
+        show_default="no-mean-shift",
+    ),
+]
 LockTimeout = Annotated[
     float | None, typer.Option(help="Seconds to wait for another writer of the store.", show_default="30")
 ]

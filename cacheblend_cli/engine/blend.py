@@ -14,19 +14,21 @@ position, never by row number. Exact spans are never rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.corrections import MeanShift
 from cacheblend_cli.engine.device import upload
+from cacheblend_cli.engine.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.engine.forward import attend, write_kv
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import Rows, rows_of
-from cacheblend_cli.engine.selectors import Candidates, Selector, budget, choose
+from cacheblend_cli.engine.selectors import Candidates, Evidence, Selector, budget, select
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 
@@ -42,13 +44,32 @@ class Status(IntEnum):
 class BlendPolicy:
     """What to recompute. checks: (layer, ratio) pairs, layers rising and ratios falling (gradual filtering); a selector
     that needs no check layer uses the ratio of the first one before layer 0. deviation: "v", "k" or "kv".
+    block, nucleus: see `selectors.choose`. probe_layers, draft_tokens: where a selector that follows the question's
+    attention looks, and how many tokens of the answer it drafts. mean_shift: see `corrections.MeanShift`.
     layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless codec)."""
 
     selector: Selector
     checks: tuple[tuple[int, float], ...]
     deviation: str = "k"
     block: int = 1
+    nucleus: float = 0.0
+    probe_layers: tuple[int, ...] = (0,)
+    draft_tokens: int = 0
+    mean_shift: bool = False
     layer0_exact: bool = True
+
+    @property
+    def needs_check_layer(self) -> bool:
+        """False for ratios 0 and 1 too: there is nothing to choose, so no layer is spent on checking."""
+        trivial = all(ratio in (0.0, 1.0) for _, ratio in self.checks) and (
+            self.nucleus == 0 or self.checks[-1][1] == 0
+        )
+        return self.selector.needs_check_layer and not trivial
+
+    def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence) -> Tensor:
+        """Indexes of the candidates to recompute: a share `ratio` of all `total` there were."""
+        count = budget(ratio, total)
+        return select(self.selector, candidates, evidence, count, block=self.block, nucleus=self.nucleus)
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,6 @@ class LayerReport:
     status: Status
     rows: int
     fresh: int
-    mean_deviation: float | None = None
 
 
 @dataclass
@@ -90,24 +110,28 @@ def blended_prefill(
     With no cached segment in the plan this is a full prefill. Raises BadChunk when stored KV cannot be used.
     """
     state = _RowState.start(decoder, sequence, plan, policy)
+    if not policy.needs_check_layer:
+        state.choose_before(
+            BeforeLayers(decoder, pool, sequence, plan, loader, policy.probe_layers, policy.draft_tokens)
+        )
     last = len(decoder.layers) - 1
     if output_positions is None:
         output_positions = torch.full((1,), plan.num_tokens - 1, device=decoder.device)
     delta, residual = decoder.embed(state.token_ids), None
     reports: list[LayerReport] = []
-    deviations: dict[int, Tensor] = {}
     for layer in decoder.layers:
         loader.wait(layer.index)
         h, residual = decoder.input_norm(layer, delta, residual)
         del delta  # whatever is not needed any more goes before the MLP: activations are most of a prefill's memory
-        status, rows, deviation = state.status(layer.index), len(state.rows), None
-        fresh = state.num_fresh
+        status, rows, fresh = state.status(layer.index), len(state.rows), state.num_fresh
         if status is Status.CHECK:
             k, v = layer.project_kv(h)
-            score = _deviation(layer, k, v, pool, state, policy.deviation)
-            write_kv(layer, k, v, pool, state.rows)
-            deviation = score.mean() if len(score) else None
-            keep = state.choose(layer.index, score)
+            index = (state.candidate_index, state.suffix_index)
+            evidence = AtCheckLayer(layer, h, k, v, pool, sequence, state.rows, *index, policy.deviation)
+            own, checked = state.fresh_index, state.rows
+            write_kv(layer, k[own], v[own], pool, state.subset(own))  # the suffix attends to itself too
+            keep = state.choose(layer.index, evidence)
+            write_kv(layer, k, v, pool, checked)
             h, residual = h[keep], residual[keep]
             q = layer.project_q(h)
         elif layer.index == 0 and policy.layer0_exact and len(state.candidates):
@@ -118,10 +142,12 @@ def blended_prefill(
                 write_kv(layer, k, v, pool, state.subset(own))
         elif layer.index == last:
             k, v = layer.project_kv(h)
+            state.correct(layer, k, v)
             write_kv(layer, k, v, pool, state.rows)
             q = None
         else:
             q, k, v = layer.project_qkv(h)
+            state.correct(layer, k, v)
             write_kv(layer, k, v, pool, state.rows)
         current = state.rows
         if layer.index == last:  # only the rows whose logits are asked for go on
@@ -137,36 +163,8 @@ def blended_prefill(
         delta, residual = layer.finish(attended, residual)
         del attended
         reports.append(LayerReport(layer.index, status, rows, fresh))
-        if deviation is not None:
-            deviations[layer.index] = deviation
     assert residual is not None
-    logits = decoder.logits(delta, residual)
-    return PrefillResult(logits, state.candidates.positions, _with_deviations(reports, deviations))
-
-
-def _with_deviations(reports: list[LayerReport], means: dict[int, Tensor]) -> list[LayerReport]:
-    """The reports with the mean deviations, fetched from the device at once, after everything is queued."""
-    if not means:
-        return reports
-    found = dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
-    return [replace(report, mean_deviation=found.get(report.layer)) for report in reports]
-
-
-def _deviation(layer: DecoderLayer, k: Tensor, v: Tensor, pool: KVPool, state: _RowState, kind: str) -> Tensor:
-    """Deviation [num_candidates] fp32 of fresh from old KV, before the old is overwritten."""
-    index = state.candidate_index
-    rows = state.rows
-    k_rotated = layer.kernels.rope(k[index], rows.cos[index], rows.sin[index])
-    return layer.kernels.kv_deviation(
-        k_rotated,
-        v[index],
-        pool.k[layer.index],
-        pool.v[layer.index],
-        rows.slots[index],
-        kind=kind,
-        k_scale=pool.k_scales[layer.index],
-        v_scale=pool.v_scales[layer.index],
-    )
+    return PrefillResult(decoder.logits(delta, residual), state.candidates.positions, reports)
 
 
 class _RowState:
@@ -182,8 +180,9 @@ class _RowState:
         fresh: Tensor,
     ) -> None:
         self._decoder, self._sequence, self._plan, self._policy = decoder, sequence, plan, policy
-        self._total = len(candidates)
-        self._ratios = dict(policy.checks) if policy.selector.needs_check_layer and self._total else {}
+        self._all, self._total = candidates, len(candidates)
+        self._shift: MeanShift | None = None
+        self._ratios = dict(policy.checks) if policy.needs_check_layer and self._total else {}
         self._last_check = max(self._ratios, default=-1)
         self._fresh = fresh
         inexact = [s for s in plan.segments if s.status != "exact" and s.start < s.end]
@@ -192,15 +191,7 @@ class _RowState:
 
     @classmethod
     def start(cls, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, policy: BlendPolicy) -> _RowState:
-        device = decoder.device
-        candidates, fresh = _split(plan, device)
-        state = cls(decoder, sequence, plan, policy, candidates, fresh)
-        if not policy.selector.needs_check_layer or _trivial(policy):
-            scores = _no_check_scores(policy, candidates)
-            kept = choose(scores, budget(policy.checks[0][1], len(candidates)), candidates, policy.block)
-            state._ratios, state._last_check = {}, -1
-            state._set(candidates.take(kept))
-        return state
+        return cls(decoder, sequence, plan, policy, *_split(plan, decoder.device))
 
     def _set(self, candidates: Candidates) -> None:
         self.candidates = candidates
@@ -210,6 +201,9 @@ class _RowState:
         self.rows: Rows = rows_of(self._decoder, self._sequence, positions, num_tokens, num_tokens, dense)
         self.candidate_index = torch.searchsorted(positions, candidates.positions)
         self.fresh_index = torch.searchsorted(positions, self._fresh)
+        self.suffix_index = self.fresh_index[-len(self._plan.segments[-1].token_ids) :]
+        if self._policy.mean_shift and 0 < len(candidates) < self._total:
+            self._shift = MeanShift(self._decoder, self._sequence, num_tokens, self._all, candidates)
 
     @property
     def token_ids(self) -> Tensor:
@@ -224,13 +218,23 @@ class _RowState:
             return Status.CHECK
         return Status.PREFILL if layer < self._last_check else Status.AFTER_CHECK
 
-    def choose(self, layer: int, score: Tensor) -> Tensor:
+    def choose_before(self, evidence: Evidence) -> None:
+        """Narrow the candidates before layer 0."""
+        self._set(
+            self.candidates.take(self._policy.select(self._policy.checks[0][1], self._total, self.candidates, evidence))
+        )
+
+    def choose(self, layer: int, evidence: Evidence) -> Tensor:
         """Narrow the candidates to the layer's ratio. Returns the indexes of the kept rows among the rows before."""
         before = self.rows.positions
-        scores = self._policy.selector.scores(self.candidates, lambda: score)
-        kept = choose(scores, budget(self._ratios[layer], self._total), self.candidates, self._policy.block)
+        kept = self._policy.select(self._ratios[layer], self._total, self.candidates, evidence)
         self._set(self.candidates.take(kept))
         return torch.searchsorted(before, self.rows.positions)
+
+    def correct(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
+        """Correct the layer's old KV by what its fresh K (before RoPE) and V of the rows say, before they are written."""
+        if self._shift is not None and layer.index > 0:
+            self._shift.apply(layer, k[self.candidate_index], v[self.candidate_index])
 
     def subset(self, index: Tensor) -> Rows:
         return rows_of(
@@ -240,21 +244,6 @@ class _RowState:
             self._plan.num_tokens,
             self._plan.num_tokens,
         )
-
-
-def _trivial(policy: BlendPolicy) -> bool:
-    """Ratio 0 or 1: nothing to choose, so no layer is spent on checking."""
-    return all(ratio in (0.0, 1.0) for _, ratio in policy.checks)
-
-
-def _no_check_scores(policy: BlendPolicy, candidates: Candidates) -> Tensor:
-    if policy.selector.needs_check_layer:
-        return torch.zeros(len(candidates), device=candidates.positions.device)
-
-    def no_deviation() -> Tensor:
-        raise AssertionError("a selector without a check layer has no deviation")
-
-    return policy.selector.scores(candidates, no_deviation)
 
 
 def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:

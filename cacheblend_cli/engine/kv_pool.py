@@ -43,6 +43,20 @@ class KVPool:
         """A pool to answer in: of the decoder's dtype, or float8 where it has scales."""
         return cls(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
 
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]."""
+        k, v = (c[layer].view(-1, *c[layer].shape[2:])[slots].float() for c in (self.k, self.v))
+        return _times(k, self.k_scales[layer]), _times(v, self.v_scales[layer])
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put K (rotated) and V, fp32 [n, num_kv_heads, head_dim], into slots [n] int64 of a layer."""
+        for cache, rows, scales in ((self.k, k, self.k_scales), (self.v, v, self.v_scales)):
+            scale = scales[layer]
+            if scale is not None:
+                most = torch.finfo(self.dtype).max
+                rows = (rows / scale[:, None]).clamp(-most, most)
+            cache[layer].view(-1, *rows.shape[1:])[slots] = rows.to(self.dtype)
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
@@ -59,6 +73,10 @@ class KVPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _times(rows: Tensor, scale: Tensor | None) -> Tensor:
+    return rows if scale is None else rows * scale[:, None]
 
 
 def bytes_per_token(decoder: Decoder) -> float:

@@ -1,12 +1,12 @@
 """Which of the reusable, inexact tokens to recompute. A policy is a class of a few lines that scores tokens.
 
-To add one: write the class, name it in SELECTORS and make_selector.
+To add one: write the class and name it in SELECTORS. docs/selectors.md shows how, on an example.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,13 +34,22 @@ class Candidates:
         return Candidates(self.positions[keep], self.chunk[keep], self.offset[keep])
 
 
+class Evidence(Protocol):
+    """What a selector may ask for; each is computed when it is asked for, [n] fp32 of the candidates."""
+
+    def deviation(self, candidates: Candidates) -> Tensor: ...
+    def attention(self, candidates: Candidates) -> Tensor: ...
+    def draft(self, candidates: Candidates) -> Tensor: ...
+    def perturbation(self, candidates: Candidates) -> Tensor: ...
+
+
 class Selector(Protocol):
-    """`needs_check_layer`: the scores compare fresh with old KV, so tokens are chosen at the check layer, else before layer 0."""
+    """`needs_check_layer`: it compares fresh with old KV, so tokens are chosen at the check layer, else before layer 0."""
 
     needs_check_layer: bool
 
-    def scores(self, candidates: Candidates, deviation: Callable[[], Tensor]) -> Tensor:
-        """[n] fp32, higher is recomputed first. `deviation()` is the KV deviation [n] at the check layer."""
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        """[n] fp32, not negative; higher is recomputed first."""
         ...
 
 
@@ -49,8 +58,8 @@ class HighestDeviation:
 
     needs_check_layer = True
 
-    def scores(self, candidates: Candidates, deviation: Callable[[], Tensor]) -> Tensor:
-        return deviation()
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        return evidence.deviation(candidates)
 
 
 class FirstOfChunk:
@@ -58,8 +67,40 @@ class FirstOfChunk:
 
     needs_check_layer = False
 
-    def scores(self, candidates: Candidates, deviation: Callable[[], Tensor]) -> Tensor:
-        return -candidates.offset.float()
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        return 1 / (1 + candidates.offset.float())
+
+
+class QueryAttention:
+    """`query`: the tokens the question attends to (ProphetKV, arXiv 2602.02579; FusionRAG, arXiv 2601.12904)."""
+
+    needs_check_layer = False
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        return evidence.attention(candidates)
+
+
+class DraftAttention:
+    """`draft`: the tokens a draft of the answer attends to, and with falling weight the two before each, which they are
+    read with (after Lookahead Q-Cache, arXiv 2505.20334)."""
+
+    needs_check_layer = False
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        weights = evidence.draft(candidates)
+        scores = weights.clone()
+        for back in (1, 2):
+            scores[:-back] = torch.maximum(scores[:-back], 0.5**back * weights[back:])
+        return scores
+
+
+class Perturbation:
+    """`perturb`: the tokens whose repair changes the question's attention output most, to first order."""
+
+    needs_check_layer = True
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        return evidence.perturbation(candidates)
 
 
 class RandomTokens:
@@ -67,35 +108,97 @@ class RandomTokens:
 
     needs_check_layer = False
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def scores(self, candidates: Candidates, deviation: Callable[[], Tensor]) -> Tensor:
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.rand(len(candidates), generator=generator).to(candidates.positions.device)
 
 
-SELECTORS = ("hkvd", "first", "random", "all", "none")
+class Combined:
+    """`first:4+query`: the best `count` tokens of every chunk by each of `parts`, then the rest of the budget by `last`."""
+
+    def __init__(self, parts: Sequence[tuple[Selector, int]], last: Selector) -> None:
+        self.parts, self.last = parts, last
+        self.needs_check_layer = any(s.needs_check_layer for s in (*(s for s, _ in parts), last))
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        return self.last.scores(candidates, evidence)
+
+    def required(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        """[n] bool: what the parts want."""
+        wanted = torch.zeros(len(candidates), dtype=torch.bool, device=candidates.positions.device)
+        for selector, count in self.parts:
+            wanted |= _rank_in_chunk(selector.scores(candidates, evidence), candidates) < count
+        return wanted
+
+
+SELECTORS: dict[str, Callable[[int], Selector]] = {
+    "hkvd": lambda seed: HighestDeviation(),
+    "first": lambda seed: FirstOfChunk(),
+    "query": lambda seed: QueryAttention(),
+    "draft": lambda seed: DraftAttention(),
+    "perturb": lambda seed: Perturbation(),
+    "random": RandomTokens,
+    "all": lambda seed: FirstOfChunk(),  # ratio 1 of any
+    "none": lambda seed: FirstOfChunk(),  # ratio 0 of any
+}
 
 
 def make_selector(name: str, seed: int = 0) -> Selector:
-    """The selector of that name; `all` and `none` are ratios 1 and 0 of any. Raises UsageError."""
-    if name == "hkvd":
-        return HighestDeviation()
-    if name in ("first", "all", "none"):
-        return FirstOfChunk()
-    if name == "random":
-        return RandomTokens(seed)
-    raise UsageError(f"unknown selector {name!r}", f"known: {', '.join(SELECTORS)}")
+    """The selector of that name, or a combination such as `first:4+query`. Raises UsageError."""
+    *heads, last = name.split("+")
+    parts = []
+    for head in heads:
+        policy, _, count = head.partition(":")
+        if not count.isdecimal() or policy in ("all", "none"):
+            raise UsageError(f"{head!r} in the selector {name!r} is not NAME:COUNT", "for example first:4+query")
+        parts.append((_named(policy, seed), int(count)))
+    if parts and last in ("all", "none"):
+        raise UsageError(f"{last!r} combines with nothing", "for example first:4+query")
+    return Combined(parts, _named(last, seed)) if parts else _named(last, seed)
 
 
-def choose(scores: Tensor, count: int, candidates: Candidates, block: int = 1) -> Tensor:
-    """Indexes [<= count] of the tokens to recompute, sorted.
+def _named(name: str, seed: int) -> Selector:
+    if name not in SELECTORS:
+        raise UsageError(f"unknown selector {name!r}", f"known: {', '.join(SELECTORS)}; combined as first:4+query")
+    return SELECTORS[name](seed)
+
+
+def select(
+    selector: Selector,
+    candidates: Candidates,
+    evidence: Evidence,
+    count: int,
+    *,
+    block: int = 1,
+    nucleus: float = 0.0,
+) -> Tensor:
+    """Indexes [<= count] of the candidates to recompute, sorted. See `choose`."""
+    if count == 0 or (count >= len(candidates) and nucleus == 0):
+        return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
+    required = selector.required(candidates, evidence) if isinstance(selector, Combined) else None
+    scores = selector.scores(candidates, evidence)
+    return choose(scores, count, candidates, block=block, nucleus=nucleus, required=required)
+
+
+def choose(
+    scores: Tensor,
+    count: int,
+    candidates: Candidates,
+    *,
+    block: int = 1,
+    nucleus: float = 0.0,
+    required: Tensor | None = None,
+) -> Tensor:
+    """Indexes [<= count] of the tokens with the highest scores, sorted. Ties go to the earlier token.
 
     block > 1 averages the scores over runs of `block` tokens of a chunk and takes whole runs: a token recomputed
-    among stale neighbours is repaired worse than a run (arXiv 2609.17983). Ties go to the earlier token.
+    among stale neighbours is repaired worse than a run (arXiv 2609.17983). nucleus > 0 stops when that share of the
+    scores' sum is covered. required [n] bool: these come before the others.
     """
-    count = min(count, scores.shape[0])
+    most = count = min(count, scores.shape[0])
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     if block > 1:
@@ -105,9 +208,27 @@ def choose(scores: Tensor, count: int, candidates: Candidates, block: int = 1) -
         size = torch.bincount(run).clamp_min(1)
         scores = (total / size)[run]
     order = torch.argsort(scores, descending=True, stable=True)
+    if nucleus > 0:
+        covered = scores[order].double().cumsum(0)
+        count = min(count, int((covered < nucleus * covered[-1]).sum()) + 1)
+    if required is not None:
+        order = order[torch.argsort(required[order].int(), descending=True, stable=True)]
+        count = min(most, max(count, int(required.sum())))
     return order[:count].sort().values
 
 
 def budget(ratio: float, num_candidates: int) -> int:
     """How many tokens a ratio is worth: rounded up, so that any ratio above 0 repairs something."""
     return min(num_candidates, math.ceil(ratio * num_candidates - 1e-9))
+
+
+def _rank_in_chunk(scores: Tensor, candidates: Candidates) -> Tensor:
+    """[n] int64: how many tokens of the same chunk have a higher score."""
+    order = torch.argsort(scores, descending=True, stable=True)
+    by_chunk = order[torch.argsort(candidates.chunk[order], stable=True)]
+    chunk = candidates.chunk[by_chunk]
+    place = torch.arange(len(candidates), device=scores.device)
+    start = torch.searchsorted(chunk, chunk)  # the first place of each chunk
+    rank = torch.empty_like(place)
+    rank[by_chunk] = place - start
+    return rank

@@ -1,0 +1,210 @@
+"""Selectors: what each takes, whatever its evidence; and that the evidence is what it says, on a random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+from torch import Tensor
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine.ask import Prefilled, prefill
+from cacheblend_cli.engine.config import parse_checks, parse_layers
+from cacheblend_cli.engine.corrections import MeanShift
+from cacheblend_cli.engine.selectors import SELECTORS, Candidates, choose, make_selector, select
+from cacheblend_cli.errors import UsageError
+
+QUESTION = "where does Mara work?"
+CANDIDATES = Candidates(
+    torch.arange(12) + 3, torch.tensor([1] * 6 + [2] * 6), torch.tensor([*range(6), *range(6)])
+)  # two chunks of six tokens
+
+
+class Told:
+    """Evidence that is what it was told."""
+
+    def __init__(self, **values: list[float]) -> None:
+        self._values = values
+
+    def deviation(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["deviation"])
+
+    def attention(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["attention"])
+
+    def draft(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["draft"])
+
+    def perturbation(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["perturbation"])
+
+
+def taken(name: str, count: int, evidence: Told | None = None, **options: float) -> list[int]:
+    selector = make_selector(name)
+    return select(selector, CANDIDATES, evidence or Told(), count, **options).tolist()  # type: ignore[arg-type]
+
+
+def peaks(*at: int) -> list[float]:
+    """Falling scores at these tokens, none elsewhere."""
+    return [float(len(at) - at.index(i)) if i in at else 0.0 for i in range(12)]
+
+
+def test_each_selector_follows_its_evidence() -> None:
+    evidence = Told(deviation=peaks(4, 9), attention=peaks(1, 8), perturbation=peaks(5, 6), draft=peaks(11))
+    assert taken("hkvd", 2, evidence) == [4, 9]
+    assert taken("query", 2, evidence) == [1, 8]
+    assert taken("perturb", 2, evidence) == [5, 6]
+    assert taken("first", 4) == [0, 1, 6, 7]
+    assert taken("draft", 3, evidence) == [9, 10, 11], "with the two tokens it is read with"
+    assert taken("random", 5) == taken("random", 5)
+    assert (
+        make_selector("random", 1).scores(CANDIDATES, Told()).tolist()
+        != make_selector("random", 2).scores(CANDIDATES, Told()).tolist()
+    )
+
+
+def test_a_combination_takes_its_parts_first_and_the_rest_by_its_last() -> None:
+    evidence = Told(attention=peaks(9, 3, 4, 6), deviation=[0.0] * 12)
+    assert taken("first:1+query", 4, evidence) == [0, 3, 6, 9]
+    assert taken("first:1+query", 1, evidence) == [6], "within the parts, the higher score of the last"
+    assert taken("query:1+hkvd", 3, evidence) == [0, 3, 9]
+    assert make_selector("first:1+hkvd").needs_check_layer
+    assert not make_selector("first:1+query").needs_check_layer
+
+
+def test_a_nucleus_stops_when_its_share_is_covered() -> None:
+    scores = torch.tensor([8.0, 4.0, 2.0, 1.0] + [0.0] * 8)
+    assert choose(scores, 12, CANDIDATES, nucleus=0.5).tolist() == [0]
+    assert choose(scores, 12, CANDIDATES, nucleus=0.8).tolist() == [0, 1]
+    assert choose(scores, 12, CANDIDATES, nucleus=0.81).tolist() == [0, 1, 2]
+    assert choose(scores, 1, CANDIDATES, nucleus=0.9).tolist() == [0], "never more than the ratio allows"
+
+
+@pytest.mark.parametrize("name", ["best", "first+query", "first:x+query", "all:2+query", "first:2+none", "first:4+"])
+def test_an_unknown_selector_says_what_is_known(name: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make_selector(name)
+    assert "known" in error.value.hint or "for example" in error.value.hint
+
+
+def test_check_layers_and_probe_layers_are_read() -> None:
+    assert parse_checks("1:0.3,4:.15") == ((1, 0.3), (4, 0.15))
+    assert parse_checks("") == ()
+    assert (parse_layers("2-4"), parse_layers("3"), parse_layers("")) == ((2, 4), (3, 3), None)
+    for wrong in ("1", "1:x", "0.3:1", "1:.3;2:.1"):
+        with pytest.raises(UsageError):
+            parse_checks(wrong)
+    with pytest.raises(UsageError):
+        parse_layers("a-b")
+    with pytest.raises(UsageError):
+        BlendConfig(checks=((4, 0.3), (1, 0.1)))
+    with pytest.raises(UsageError):
+        BlendConfig(selector="query", probe_layers=(2, 9)).policy(4, True)
+    assert BlendConfig(selector="query").policy(28, True).probe_layers == tuple(range(9, 23))
+    assert BlendConfig(selector="query").policy(1, True).probe_layers == (0,)
+
+
+class Bench:
+    """A random model, a store of some chunks, and prefills of a prompt over them."""
+
+    def __init__(self, root: Path) -> None:
+        write_checkpoint(root / "model", "llama-gqa")
+        self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16))
+        docs = root / "docs"
+        docs.mkdir()
+        for d in range(3):
+            text = " ".join(WORDS[(d * 3 + p) % len(WORDS)] for p in range(24))
+            (docs / f"{d}.md").write_text(text + ".\n")
+        self.store = ChunkStore.open(root / "store", mode="write")
+        self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
+        self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
+
+    def prefill(self, blend: BlendConfig, room: int = 16) -> Prefilled:
+        notes: list[str] = []
+        collection, request = self.engine.request(
+            self.store, QUESTION, self.keys, blend, SamplingParams(max_tokens=room), "", notes
+        )
+        return prefill(self.engine.model, collection, self.store, request, 16, notes, room=room)
+
+    def kv_error(self, blend: BlendConfig) -> float:
+        """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
+        ours, full = self.prefill(blend), self.prefill(BlendConfig(mode="full"))
+        slots = torch.arange(ours.plan.num_tokens)
+        pairs = [(ours.pool.k, full.pool.k), (ours.pool.v, full.pool.v)]
+        return sum(
+            float((a.flatten(0, 1)[slots] - b.flatten(0, 1)[slots]).square().sum())
+            for mine, theirs in pairs
+            for a, b in zip(mine[1:], theirs[1:], strict=True)
+        )
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+EVERY = [*(n for n in SELECTORS if n not in ("all", "none")), "first:2+query", "random:1+draft", "first:1+perturb"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench: Bench, name: str) -> None:
+    full = bench.prefill(BlendConfig(mode="full"))
+    some, whole = (bench.prefill(BlendConfig(selector=name, ratio=ratio)) for ratio in (0.25, 1.0))
+    inexact = some.plan.cached_tokens - some.plan.exact_tokens
+    assert len(some.result.chosen) == -(-inexact // 4)
+    assert len(whole.result.chosen) == inexact
+    assert (whole.result.logits - full.result.logits).abs().max() <= 1e-4
+    assert torch.isfinite(some.result.logits).all()
+    shifted = bench.prefill(BlendConfig(selector=name, ratio=1.0, mean_shift=True))
+    assert torch.equal(shifted.result.logits, whole.result.logits), "there is nothing left to shift"
+
+
+@pytest.mark.parametrize("name", ["query", "draft", "perturb", "first:2+draft"])
+def test_looking_leaves_nothing_behind(bench: Bench, name: str) -> None:
+    """What a probe writes to the pool is written again: without any token to repair the logits are those of reuse."""
+    reuse = bench.prefill(BlendConfig(mode="reuse"))
+    twice = [bench.prefill(BlendConfig(selector=name, ratio=0.2)) for _ in range(2)]
+    assert torch.equal(twice[0].result.logits, twice[1].result.logits)
+    assert torch.equal(twice[0].result.chosen, twice[1].result.chosen)
+    same = bench.prefill(BlendConfig(selector=name, ratio=0.0))
+    assert torch.equal(same.result.logits, reuse.result.logits)
+    hand = bench.prefill(BlendConfig(selector=name, ratio=0.2), room=1)
+    assert len(hand.result.chosen) == len(twice[0].result.chosen), "a draft has the room it finds"
+
+
+def test_perturb_sees_the_suffix_attend_to_itself(bench: Bench) -> None:
+    """The suffix's own K of the check layer is in the pool when attention is measured: what was there before is not."""
+    first = bench.prefill(BlendConfig(selector="perturb", ratio=0.2, check_layer=2))
+    for pool in (*first.pool.k, *first.pool.v):
+        pool.fill_(float("nan"))
+    first.sequence.release()
+    again = bench.prefill(BlendConfig(selector="perturb", ratio=0.2, check_layer=2))
+    assert torch.equal(first.result.chosen, again.result.chosen)
+
+
+def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
+    found = bench.prefill(BlendConfig(selector="hkvd", checks=((1, 0.5), (2, 0.25))))
+    fresh = [report.fresh for report in found.result.layers]
+    inexact = found.plan.cached_tokens - found.plan.exact_tokens
+    assert fresh[:2] == [inexact, inexact]
+    assert fresh[2] == -(-inexact // 2)
+    assert fresh[3:] == [-(-inexact // 4)] * (len(fresh) - 3)
+
+
+def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(bench: Bench) -> None:
+    every = Candidates(torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.arange(8))
+    sequence = bench.prefill(BlendConfig(mode="full")).sequence
+    shift = MeanShift(bench.engine.model.decoder, sequence, 8, every, every.take(torch.tensor([1, 3, 5])))
+    same = torch.full((3, 2, 4), 2.0)
+    assert torch.allclose(shift._mean(same), torch.full((5, 2, 4), 2.0))
+    opposite = torch.stack((torch.full((2, 4), 3.0), torch.full((2, 4), -3.0), torch.zeros(2, 4)))
+    assert torch.equal(shift._mean(opposite), torch.zeros(5, 2, 4))
+
+
+def test_the_mean_shift_brings_reused_kv_nearer(bench: Bench) -> None:
+    plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3))
+    shifted = bench.kv_error(BlendConfig(selector="random", ratio=0.3, mean_shift=True))
+    assert shifted < plain
