@@ -40,17 +40,21 @@ from cacheblend_store.filesystem import (
     sync_file,
     system_errors,
 )
+from cacheblend_store.forks import detach_lock_table
 from cacheblend_store.pages import PageReader
 
 MAX_READERS = 2048
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
 MAKING = "making.tmp"
 _SMALLEST_MAP = 1 << 30
+_FORK_WAIT = 5.0  # seconds
 _TRIES = 64  # at what others can make fail again and again
 _FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 _shared: dict[str, Environment] = {}
 _inherited: list[Environment] = []  # the parent's
+_gated: dict[int, list[Environment]] = {}  # by thread that is forking: those in which no other thread writes
+_lost: set[str] = set()  # paths of stores that another thread of the parent was writing to
 _registry = threading.RLock()
 
 
@@ -61,6 +65,7 @@ class Environment:
         self.path, self.pid, self.users = path, os.getpid(), 1
         self._map_size, self._timeout = map_size, lock_timeout
         self._changed = threading.Condition()
+        self.gate = threading.RLock()  # held by the thread that writes
         self._open_transactions = self._waiting_to_remap = 0
         self._free_list_checked = False
         self._share: int | None = None
@@ -72,6 +77,8 @@ class Environment:
     def _open(self) -> None:
         writable = os.access(self.path / DATA, os.W_OK) and os.access(self.path, os.W_OK)
         self.readonly = not writable
+        # nobody's reader slot keeps this user's snapshots: then pages are read by hand, and LMDB's map is left alone
+        self.unlocked = self.readonly and not os.access(self.path / "lock.mdb", os.W_OK)
         if self._share is None:
             self._share = locks.share(self.path, self._timeout, create=writable)
         check_file(self.path / DATA)
@@ -140,17 +147,31 @@ class Environment:
                     transaction = self._begin(write=False)
             else:
                 raise StoreIOError(f"the store at {self.path} changes too fast to be read", "try again")
-            with translated(self.path):
-                yield transaction, pages
+            try:
+                with translated(self.path):
+                    yield transaction, pages
+            except StoreCorrupt as error:
+                if self.unlocked and self._is_overwritten(pages.meta.txnid):
+                    raise StoreIOError(
+                        f"the store at {self.path} was changed by its owner while it was read", "try again"
+                    ) from error
+                raise
         finally:
             if transaction is not None:
                 self._end(transaction)
 
+    def _is_overwritten(self, txnid: int) -> bool:
+        """Whether a snapshot that no reader slot protects may have lost pages: its second successor takes them."""
+        with suppress(StoreCorrupt):
+            return read_meta(self._file, self.path / DATA).txnid > txnid + 1
+        return True
+
     @contextmanager
     def writing(self, lock_timeout: float) -> Iterator[tuple[Any, PageReader]]:
         """A write transaction under the writer lock, and the checked pages it starts from. Durable at the end."""
-        with locks.writer_lock(self.path, lock_timeout):
+        with locks.writer_lock(self.path, lock_timeout), self.gate:
             self._follow_file(write=True)
+            self.lmdb.reader_check()  # a reader that was killed would keep every page freed since, for as long as we write
             transaction = self._begin(write=True)
             try:
                 with translated(self.path):
@@ -313,8 +334,15 @@ def acquire(path: Path, *, write: bool, create: bool, force: bool, map_size: int
         if key in _shared:
             _shared[key].users += 1
             return _shared[key]
-        while _inherited:  # py-lmdb forgets them and leaves the parent's locks and reader slots alone
-            _inherited.pop().lmdb.close()
+        while _inherited:
+            inherited = _inherited.pop()
+            detach_lock_table(inherited.path)
+            inherited.lmdb.close()
+        if key in _lost:
+            raise StoreError(
+                f"this process was forked while a thread of its parent wrote to the store at {path}",
+                "fork when nothing is being written, or start workers with spawn or forkserver",
+            )
         if not (path / DATA).exists():
             make_store(path, lock_timeout)
         _shared[key] = Environment(path, map_size, lock_timeout)
@@ -453,17 +481,35 @@ def _inode(file: int | Path) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
+def _wait_for_writers() -> None:
+    """Before a fork: a write transaction of another thread could never be ended in the child."""
+    deadline = time.monotonic() + _FORK_WAIT
+    _gated[threading.get_ident()] = [
+        e for e in list(_shared.values()) if e.gate.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    ]
+
+
+def _let_writers_go() -> None:
+    for environment in _gated.pop(threading.get_ident(), ()):
+        environment.gate.release()
+
+
 def _forget_after_fork() -> None:
     """A forked child leaves its parent's environments alone: their locks and reader slots are the parent's."""
     global _registry
     _registry = threading.RLock()
-    for environment in _shared.values():
+    gated = _gated.get(threading.get_ident(), [])
+    for key, environment in _shared.items():
         with suppress(OSError):
             os.close(environment._file)
         environment._file = -1
         environment._unshare()
-        _inherited.append(environment)
+        if environment in gated:
+            _inherited.append(environment)
+        else:
+            _lost.add(key)
     _shared.clear()
+    _gated.clear()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(before=_wait_for_writers, after_in_parent=_let_writers_go, after_in_child=_forget_after_fork)

