@@ -30,7 +30,7 @@ from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import Rows, rows_of
 from cacheblend_cli.engine.selectors import Candidates, Evidence, Selector, budget, select
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
-from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
 
 class Status(IntEnum):
@@ -248,20 +248,17 @@ class _RowState:
 
 def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
     """The candidates of the plan and the positions that are fresh whatever is chosen."""
-    positions: list[int] = []
-    chunk: list[int] = []
-    offset: list[int] = []
-    fresh: list[int] = []
-    for index, segment in enumerate(plan.segments):
-        span = range(segment.start, segment.end)
-        if segment.status == "blended":
-            positions += span
-            chunk += [index] * len(span)
-            offset += range(len(span))
-        elif segment.status == "computed":
-            fresh += span
+    blended = [(i, s) for i, s in enumerate(plan.segments) if s.status == "blended"]
+    computed = [s for s in plan.segments if s.status == "computed"]
 
-    def tensor(values: Sequence[int]) -> Tensor:
-        return upload(values, device)
+    def positions(segments: Sequence[Segment]) -> Tensor:
+        return _joined([torch.arange(s.start, s.end) for s in segments], device)
 
-    return Candidates(tensor(positions), tensor(chunk), tensor(offset)), tensor(fresh)
+    chunk = _joined([torch.full((len(s.token_ids),), i) for i, s in blended], device)
+    offset = _joined([torch.arange(len(s.token_ids)) for _, s in blended], device)
+    return Candidates(positions([s for _, s in blended]), chunk, offset), positions(computed)
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Runs of int64 on the host as one tensor on the device."""
+    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)

@@ -125,6 +125,7 @@ class KVLoader:
             thread.join()
         if self._transfer is not None:
             self._transfer.close()
+            self._buffers, self._places = [], []  # whoever keeps the loader for its figures keeps no memory
 
     @property
     def load_s(self) -> float:
@@ -157,6 +158,7 @@ class KVLoader:
         self._alone.wait()
         self._work()
 
+    @torch.inference_mode()  # it holds for a thread, and the pool may have been made in it
     def _work(self) -> None:
         assert self._store is not None
         try:
@@ -199,6 +201,7 @@ class KVLoader:
         self._count(sum(target.nbytes for target in targets.values()))
         self._ring.filled(number)
 
+    @torch.inference_mode()
     def _submit(self, transfer: Transfer) -> None:
         """Queue batch after batch; a layer is done, for the computing thread, when all of it is queued."""
         assert self._ring is not None

@@ -111,7 +111,7 @@ class Transfer(Protocol):
         ...
 
     def close(self) -> None:
-        """The compute stream waits for whatever was sent: buffers may go."""
+        """The compute stream waits for whatever was sent, and the buffers go."""
         ...
 
     def seconds(self) -> tuple[float, float]:
@@ -145,7 +145,7 @@ class HostTransfer:
         self._stall += time.perf_counter() - self._arrived
 
     def close(self) -> None:
-        return
+        self.host = []
 
     def seconds(self) -> tuple[float, float]:
         return self._last - self._started, self._stall
@@ -208,8 +208,11 @@ class CudaTransfer:
         self._waits.append((self._arrived, self._timed(self._compute)))
 
     def close(self) -> None:
+        """The device buffers were taken on the compute stream: who gets them next there comes after what is waited for
+        here. Of the pinned ones PyTorch keeps events behind the copies that read them."""
         self._compute.wait_stream(self._copy)
         self._compute.wait_stream(self._place)
+        self.host, self._staged = [], []
 
     def seconds(self) -> tuple[float, float]:
         if self._started is None or not self._layers:
