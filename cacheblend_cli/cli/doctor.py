@@ -24,9 +24,9 @@ def doctor(
     """Check versions, device, store and model. Exits with the code of the first thing that is broken."""
     output = Output()
     settings = options.settings_of(model=model, store=store, device=device)
-    facts: dict[str, Any] = {"versions": _versions(), "device": _device()}
+    facts: dict[str, Any] = {"versions": _versions()}
     errors: list[Exception] = []
-    for name, check in (("store", _store), ("model", _model)):
+    for name, check in (("device", _device), ("backends", _backends), ("store", _store), ("model", _model)):
         try:
             facts[name] = check(settings)
         except Exception as error:
@@ -56,16 +56,48 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _device() -> dict[str, Any]:
+def _device(settings: Any) -> dict[str, Any]:
     import torch
 
+    from cacheblend_cli.model.loading import resolve_device
+
+    device = resolve_device(settings.device)
     facts: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "used": str(device),
+        "cuda": _why_no_cuda(),
     }
-    facts["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        facts[f"cuda:{index}"] = (
+            f"{found.name}, compute capability {found.major}.{found.minor}, {free:.1f} of {total:.1f} GiB free"
+        )
     return facts
+
+
+def _why_no_cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"none: torch {torch.__version__} is built without it"
+    if not torch.cuda.is_available():
+        return f"none: torch is built for CUDA {torch.version.cuda}, and finds no GPU or no driver"
+    return torch.version.cuda
+
+
+def _backends(settings: Any) -> dict[str, Any]:
+    """What can run attention on the device that is used, and why the rest cannot."""
+    from cacheblend_kernels import missing_for, select_backend
+
+    from cacheblend_cli.model.loading import resolve_device
+
+    device = resolve_device(settings.device)
+    reasons = missing_for(device)
+    facts = {name: "runs" if reason is None else f"does not run: {reason}" for name, reason in reasons.items()}
+    return {**facts, "auto": select_backend("auto", device).name}
 
 
 def _store(settings: Any) -> dict[str, Any]:

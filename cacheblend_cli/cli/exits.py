@@ -78,6 +78,8 @@ def _library_code(error: BaseException) -> tuple[ExitCode, str | None] | None:
 
         if isinstance(error, torch.OutOfMemoryError):
             return ExitCode.DEVICE, less
+        if isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "CUDA driver error")):
+            return ExitCode.DEVICE, "see what cacheblend doctor says of the GPU, or use --device cpu"
     return (ExitCode.DEVICE, less) if isinstance(error, MemoryError) else None
 
 

@@ -135,7 +135,7 @@ def prefill(
             notes.append(f"stored KV {bad.key.hex()[:12]} is not used, it is computed: {bad.reason}")
         except torch.OutOfMemoryError as error:
             sequence.release()
-            raise out_of_memory(model.decoder.device, plan.num_tokens, memory) from error
+            raise out_of_memory(error, model.decoder.device, plan.num_tokens, memory) from error
         except BaseException:
             sequence.release()
             raise

@@ -15,6 +15,7 @@ from torch import Tensor
 from cacheblend_cli.engine.forward import forward
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import packed_rows
+from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.decoder import Decoder
 
 PACK_TOKENS = {"cpu": 512}
@@ -66,7 +67,7 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int,
     prefix = PrefixKV((), ChunkKV(key))
     if prefix_ids:
         sequence = CollectSequence(tuple(prefix_ids), (Capture(key, 0, len(prefix_ids)),))
-        [kv] = _collect_pack(decoder, prefix, [sequence], block_size)
+        [kv] = _collect_what_fits(decoder, prefix, [sequence], block_size)
         prefix = PrefixKV(tuple(prefix_ids), kv)
     return prefix
 
@@ -75,11 +76,11 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int,
 def collect(
     decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence], block_size: int
 ) -> Iterator[ChunkKV]:
-    """The KV of every capture, in order."""
+    """The KV of every capture, in order. Raises DeviceError when the device has no room for a sequence even alone."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
-        yield from _collect_pack(decoder, prefix, pack, block_size)
+        yield from _collect_what_fits(decoder, prefix, pack, block_size)
 
 
 def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
@@ -94,6 +95,23 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
         total, current = total + len(sequence.token_ids), regime
     if pack:
         yield pack
+
+
+def _collect_what_fits(
+    decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence], block_size: int
+) -> list[ChunkKV]:
+    """The whole pack at once, or in halves where the device has too little memory for it."""
+    try:
+        return _collect_pack(decoder, prefix, pack, block_size)
+    except torch.OutOfMemoryError as error:
+        if len(pack) == 1:
+            count = len(prefix.token_ids) + len(pack[0].token_ids)
+            raise DeviceError(
+                f"{decoder.device} ran out of memory computing the KV of {count} tokens that stand together",
+                "use a smaller --chunk-tokens (or --window), end what else uses the GPU, or use --device cpu",
+            ) from error
+    halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]  # the error is gone, and with it what its frames held
+    return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half, block_size)]
 
 
 def _collect_pack(

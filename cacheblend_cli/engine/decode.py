@@ -16,6 +16,7 @@ from torch import Tensor
 from cacheblend_cli.engine.device import upload
 from cacheblend_cli.engine.forward import DecodeRows, decode_step, next_rows
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.rope import LENGTH_DEPENDENT
 
@@ -89,10 +90,16 @@ class GraphRunner:
 
     @torch.inference_mode()
     def graph(self, num_seqs: int, kv_len: int) -> DecodeGraph:
-        """The graph of the bucket, captured now if it was not yet."""
+        """The graph of the bucket, captured now if it was not yet. Raises DeviceError when memory is too short for it."""
         key = (bucket(num_seqs, 1), bucket(kv_len, LEAST_KV_BUCKET))
         if key not in self._graphs:
-            self._graphs[key] = DecodeGraph(self._decoder, self._pool, self._spare, *key, self._capture)
+            try:
+                self._graphs[key] = DecodeGraph(self._decoder, self._pool, self._spare, *key, self._capture)
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"{self._decoder.device} has no memory left for a decode graph of {key[0]} rows and {key[1]} positions",
+                    "use --eager, or lower --gpu-memory-utilization, which leaves more room beside the pool",
+                ) from error
         return self._graphs[key]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from traceback import clear_frames
 from typing import Protocol
 
 import torch
@@ -137,9 +138,12 @@ def runner_of(decoder: Decoder, memory: DeviceMemory | None, pool: KVPool) -> De
     return memory.runner if memory is not None else EagerRunner(decoder, pool)
 
 
-def out_of_memory(device: torch.device, num_tokens: int, memory: DeviceMemory | None) -> DeviceError:
+def out_of_memory(
+    error: BaseException, device: torch.device, num_tokens: int, memory: DeviceMemory | None
+) -> DeviceError:
     """The error for a prefill that ran out of memory, with what would fit now."""
     hint = "ask with fewer chunks, or use --device cpu"
+    clear_frames(error.__traceback__)  # they hold the tensors of the prefill that failed
     if memory is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         fits = max(0, int((torch.cuda.mem_get_info(device)[0] - memory.profile.fixed) // memory.profile.per_row))

@@ -164,7 +164,8 @@ class CudaTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy, self._place = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # the write into the pool goes before the blocks of a layer that is computed: the next layer needs it soon
+        self._copy, self._place = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
         self._compute = torch.cuda.current_stream(device)
         self.host: list[Tensor] = []
         self._staged: list[Tensor] = []
@@ -189,7 +190,8 @@ class CudaTransfer:
             if placed is not None:
                 self._copy.wait_event(placed)
             staged.copy_(self.host[slot][:num_bytes], non_blocking=True)
-        copied = self._copy.record_event()
+        copied = torch.cuda.Event(blocking=True)  # threads wait for it, and a core that spins is one that loads nothing
+        copied.record(self._copy)
         with torch.cuda.stream(self._place):
             self._place.wait_event(copied)
             place(staged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.spec import ModelSpec, read_spec
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weights import load_weights, weights_digest
+from cacheblend_cli.model.weights import expected_shapes, load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
@@ -48,6 +49,9 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
         kernels = select_backend(attention_backend, device)
     except KernelError as error:
         raise DeviceError(error.message, error.hint) from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams, events and graphs that name no device are this one's
+        check_room(spec, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
     try:
         weights = load_weights(spec, path, compute_dtype, device)
     except torch.OutOfMemoryError as error:
@@ -95,9 +99,9 @@ def resolve_model(name: str) -> Path:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` takes CUDA when there is one. Raises DeviceError or UsageError."""
+    """`auto` takes CUDA when there is one; a CUDA device comes with its index. Raises DeviceError or UsageError."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -106,7 +110,23 @@ def resolve_device(name: str) -> torch.device:
         raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"there is no {device}", f"this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
+    """Raises DeviceError when the weights alone are larger than the device's free bytes, before anything is copied."""
+    shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
+    needed = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
+    if needed > free:
+        name = str(dtype).removeprefix("torch.")
+        most = free // dtype.itemsize
+        raise DeviceError(
+            f"the weights take {needed / 2**30:.1f} GiB in {name}, and {free / 2**30:.1f} GiB are free on {device}",
+            f"up to about {most / 1e9:.1f} billion parameters would fit: use a smaller model, end what else uses the GPU, "
+            "or use --device cpu",
+        )
 
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dtype:

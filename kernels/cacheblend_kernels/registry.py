@@ -31,6 +31,18 @@ def select_backend(name: str, device: torch.device) -> KernelBackend:
         return TorchBackend()
 
 
+def missing_for(device: torch.device) -> dict[str, str | None]:
+    """Every backend's name, and why it cannot run on the device; None: it can."""
+    found: dict[str, str | None] = {}
+    for name in BACKENDS:
+        try:
+            select_backend(name, device)
+            found[name] = None
+        except KernelError as error:
+            found[name] = error.message
+    return found
+
+
 def _load(name: str, device: torch.device) -> KernelBackend:
     try:
         module = importlib.import_module(_MODULES[name])

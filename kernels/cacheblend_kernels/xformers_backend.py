@@ -74,6 +74,7 @@ class XformersBackend(TritonBackend):
                 "use --attention-backend triton",
             )
         self._bias: tuple[tuple[object, ...], Any] | None = None
+        self._captured: list[Any] = []
 
     @property
     def prefill_op(self) -> str | None:
@@ -152,11 +153,20 @@ class XformersBackend(TritonBackend):
         return apply_decode(self._fmha, inputs).reshape(q.shape)
 
     def _paged_bias(self, block_table: Tensor, kv_lens: Tensor, most: int, k_cache: Tensor) -> Any:
-        """The bias over these very tensors, kept from layer to layer: building one copies from the host."""
+        """The bias over these very tensors, kept from layer to layer: building one copies from the host. A captured
+        graph reads the bias's own tensors at every replay, so what is used in a capture is kept for good."""
         key = (block_table.data_ptr(), kv_lens.data_ptr(), block_table.shape, most, k_cache.shape[1])
         if self._bias is None or self._bias[0] != key:
             self._bias = (key, paged_bias(self._fmha, block_table, kv_lens, most, k_cache.shape[1]))
-        return self._bias[1]
+        bias = self._bias[1]
+        if capturing(block_table) and all(kept is not bias for kept in self._captured):
+            self._captured.append(bias)
+        return bias
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_full(q: Tensor, k_cache: Tensor, meta: AttentionMetadata) -> bool:

@@ -204,6 +204,16 @@ def test_doctor(cli: Cli, stored: list[str]) -> None:
     assert facts["ok"] is True
     assert facts["store"]["chunks"] == len(stored) + 1  # and the prefix
     assert facts["model"]["architecture"] == "Qwen2ForCausalLM"
+    assert facts["backends"]["torch"] == "runs"
+    assert facts["backends"]["auto"] == facts["model"]["attention_backend"]
+    if facts["device"]["used"] == "cpu":
+        assert facts["device"]["cuda"].startswith("none: ")
+        for name in ("triton", "xformers"):
+            assert facts["backends"][name].startswith("does not run: ")
+        [broken] = cli("doctor", "--json", "--device", "cuda").records  # what works is shown all the same
+        assert "CUDA" in broken["device"]["error"]
+        assert broken["store"] == facts["store"]
+        assert cli("doctor", "--device", "cuda").code == 5
     assert cli("doctor", "--model", "nowhere/at/all").code == 3
 
 

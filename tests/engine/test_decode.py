@@ -15,6 +15,7 @@ from cacheblend_cli.engine.forward import decode_one_token, forward
 from cacheblend_cli.engine.generate import Generation, generate
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import rows_of
+from cacheblend_cli.errors import DeviceError
 
 PROMPT = list(range(5, 42))
 
@@ -103,6 +104,16 @@ def test_every_runner_says_the_same(engine: Engine, params: SamplingParams) -> N
             assert facts(run(engine, pool, params, runner, ahead)[0]) == facts(plain)
     assert replays.captured == (1 if params.max_tokens > 1 else 0)  # kept from question to question
     assert replays.replayed == 4 * (params.max_tokens - 1)
+
+
+def test_no_memory_for_a_graph_names_the_flag(engine: Engine) -> None:
+    def full(function: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pool = pool_of(engine)
+    with pytest.raises(DeviceError, match="no memory left for a decode graph of 1 rows") as caught:
+        run(engine, pool, SamplingParams(max_tokens=4), GraphRunner(engine.model.decoder, pool, full), False)
+    assert "--eager" in str(caught.value.hint)
 
 
 def test_steps_ahead_end_where_the_plain_loop_ends(engine: Engine) -> None:

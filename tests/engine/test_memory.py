@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
-from cacheblend_cli.engine import ask
+from cacheblend_cli.engine import ask, collect
 from cacheblend_cli.engine.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve
 from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.model.loading import check_room
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -104,14 +107,57 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.hint is not None
     assert "--gpu-memory-utilization" in caught.value.hint
 
+    held: list[weakref.ref[torch.Tensor]] = []
+
     def out_of_memory(*args: object, **kwargs: object) -> None:
+        activations = torch.zeros(8)
+        held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ask, "blended_prefill", out_of_memory)
-    with pytest.raises(DeviceError, match="ran out of memory"):
+    with pytest.raises(DeviceError, match="ran out of memory") as caught:
         engine.ask(None, "where?", [], BlendConfig(), GREEDY)
+    assert caught.value.__cause__ is not None
+    assert held[0]() is None  # or what would fit were counted too low
     assert engine._memory is not None
     assert engine._memory.pool.allocator.num_used == 0
+
+
+def test_packs_that_do_not_fit_are_halved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = engine.model.decoder
+    prefix = collect.collect_prefix(decoder, [1, 2, 3], 16)
+    sequences = [
+        collect.CollectSequence(tuple(range(5, 5 + n)), (collect.Capture(bytes([n]), 0, n),)) for n in (7, 9, 4, 12, 6)
+    ]
+    whole = list(collect.collect(decoder, prefix, sequences, 16))
+    plain, sizes = collect._collect_pack, []
+
+    def tight(decoder: Any, prefix: Any, pack: Any, block_size: int) -> Any:
+        sizes.append(len(pack))
+        if sum(len(s.token_ids) for s in pack) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(decoder, prefix, pack, block_size)
+
+    monkeypatch.setattr(collect, "_collect_pack", tight)
+    most = 16
+    found = list(collect.collect(decoder, prefix, sequences, 16))
+    assert sizes == [5, 2, 3, 1, 2, 1, 1]
+    assert [kv.key for kv in found] == [kv.key for kv in whole]
+    for ours, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(ours.k, theirs.k)
+        torch.testing.assert_close(ours.v, theirs.v)
+    most = 11
+    with pytest.raises(DeviceError, match="15 tokens that stand together") as caught:
+        list(collect.collect(decoder, prefix, sequences, 16))
+    assert "--chunk-tokens" in str(caught.value.hint)
+
+
+def test_weights_that_cannot_fit_are_told_before_they_are_read(engine: Engine) -> None:
+    decoder = engine.model.decoder
+    check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), decoder.num_bytes)
+    with pytest.raises(DeviceError, match=r"the weights take 0\.0 GiB in float32") as caught:
+        check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), decoder.num_bytes - 1)
+    assert "parameters would fit" in str(caught.value.hint)
 
 
 def test_no_room_at_all(engine: Engine) -> None:

@@ -5,6 +5,7 @@ The operators themselves run on a GPU only; `numeric/test_xformers_backend.py` r
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_decode_inputs_mean_paged_attention(heads: tuple[int, int], head_dim: in
     mask = bias.materialize((3, meta.block_table.shape[0] * meta.block_table.shape[1] * 64))
     mask = torch.nn.functional.pad(mask, (0, slots - mask.shape[1]), value=-torch.inf)
     assert_close(attend(inputs, mask, scale), attention_reference(case, scale), torch.float16)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_a_graph_reads_lives_as_long_as_the_backend(
+    captured: bool, fmha: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = xb.XformersBackend.__new__(xb.XformersBackend)
+    backend._fmha, backend._bias, backend._captured = fmha, None, []
+    monkeypatch.setattr(xb, "capturing", lambda tensor: captured)
+    first, second = (attention_case([[9]], [10], block_size=64, dtype=torch.float16) for _ in range(2))
+    bias = backend._paged_bias(first.meta.block_table, first.meta.kv_lens, 64, first.k_cache)
+    assert backend._paged_bias(first.meta.block_table, first.meta.kv_lens, 64, first.k_cache) is bias
+    starts = weakref.ref(bias.k_seqinfo.seqstart)
+    del bias
+    backend._paged_bias(second.meta.block_table, second.meta.kv_lens, 64, second.k_cache)
+    assert (starts() is not None) is captured
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
