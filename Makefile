@@ -31,6 +31,7 @@ lint: install
 
 bench: install
 	$(BIN)/python benchmarks/prefill.py
+	$(BIN)/python benchmarks/store.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cacheblend_store.blob import parse_blob
 from cacheblend_store.errors import BadBlob, StoreCorrupt
-from cacheblend_store.layouts import blob_spec
+from cacheblend_store.layouts import blob_layout
 from cacheblend_store.pages import PageReader
 from cacheblend_store.records import (
     ChunkManifest,
@@ -48,11 +47,7 @@ class StoreReader:
         blob = self.blob(manifest, layer)
         if verify and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
-        spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
-        try:
-            return parse_blob(blob, spec)
-        except BadBlob as error:
-            raise bad_blob(manifest, layer, f"does not read: {error.message}") from error
+        return _parts(manifest, layer, blob)
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of one layer's blob to `targets`, each of just its size. Raises BadBlob as `layer` does.
@@ -63,11 +58,7 @@ class StoreReader:
         import numpy as np  # here: listing chunks does without it
 
         blob = self.blob(manifest, layer)
-        spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
-        try:
-            parts = parse_blob(blob, spec)
-        except BadBlob as error:
-            raise bad_blob(manifest, layer, f"does not read: {error.message}") from error
+        parts = _parts(manifest, layer, blob)
         digest = blob_hasher(manifest.key, layer, manifest.num_tokens)
         digest.update(blob[: len(blob) - sum(len(part) for part in parts.values())])
         for name, part in parts.items():
@@ -140,6 +131,13 @@ class StoreReader:
         if manifest is None:
             raise BadBlob(f"chunk {chunk.hex()[:12]} is not there", key=chunk, reason="is not there")
         return manifest
+
+
+def _parts(manifest: ChunkManifest, layer: int, blob: memoryview) -> dict[str, memoryview]:
+    try:
+        return blob_layout(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim).parse(blob)
+    except BadBlob as error:
+        raise bad_blob(manifest, layer, f"does not read: {error.message}") from error
 
 
 def bad_blob(manifest: ChunkManifest, layer: int, reason: str) -> BadBlob:
