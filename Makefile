@@ -28,6 +28,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/test_hygiene.py
 
 bench: install
 	$(BIN)/python benchmarks/prefill.py

@@ -46,7 +46,7 @@ from cacheblend_store.pages import PageReader
 MAX_READERS = 2048
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
 MAKING = "making.tmp"
-_SMALLEST_MAP = 1 << 30
+_SMALLEST_MAP, _SMALLEST_PAGE = 1 << 30, 4096
 _FORK_WAIT = 5.0  # seconds
 _TRIES = 64  # at what others can make fail again and again
 _FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
@@ -265,9 +265,12 @@ class Environment:
     def _follow_file(self, *, write: bool) -> None:
         """Open anew when data.mdb is another file now. A reader goes on with the old one while others are open."""
         try:
-            same = _inode(self.path / DATA) == self._inode
+            info = os.stat(self.path / DATA)
+            same = (info.st_dev, info.st_ino) == self._inode
         except FileNotFoundError as error:
             raise StoreCorrupt(f"the store at {self.path} has lost its data.mdb", again_hint(self.path)) from error
+        if info.st_size < 2 * _SMALLEST_PAGE:  # LMDB would look at the meta pages in its map, and be ended by SIGBUS
+            check_file(self.path / DATA)
         if self._file < 0 or (not same and (write or self._open_transactions == 0)):
             self.reopen()
 

@@ -233,20 +233,13 @@ def test_the_blob_parser_trusts_nothing(data: st.DataObject) -> None:
     assert {n: len(v) for n, v in parts.items()} == {n: t.num_bytes for n, t in SPEC.items()}
 
 
-def test_truncation_at_every_page_is_an_error_and_no_signal(store: ChunkStore) -> None:
-    for seed in range(6):
-        store.put_chunk(*make_chunk(seed, num_tokens=40))
+def test_a_store_that_lost_its_file_is_no_new_store(store: ChunkStore) -> None:
+    store.put_chunk(*make_chunk(1))
     store.close()
-    data = store.path / "data.mdb"
-    whole = data.read_bytes()
-    for size in (*range(0, len(whole), 4096), len(whole) - 1):
-        data.write_bytes(whole[:size])
-        with pytest.raises((StoreCorrupt, StoreFormat)):
-            ChunkStore.open(store.path)
-        assert data.stat().st_size == size  # and no new, empty store in its place
-    data.unlink()
-    with pytest.raises(StoreCorrupt):
-        ChunkStore.open(store.path)
+    (store.path / "data.mdb").unlink()
+    for mode in ("read", "write"):
+        with pytest.raises(StoreCorrupt):
+            ChunkStore.open(store.path, mode=mode)
 
 
 def test_foreign_paths_are_refused(tmp_path: Path) -> None:
