@@ -24,7 +24,7 @@ class Settings:
     """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed; ratio: a
     number or "auto", which is ratio_floor at least.
 
-    max_size "": the quota the store has."""
+    max_size "": the quota the store has. force_store: accept a store on a network filesystem, or of another owner."""
 
     model: str = ""
     store: str = ""
@@ -56,6 +56,7 @@ class Settings:
     min_p: float = 0.0
     seed: int | None = None
     lock_timeout: float = 30.0
+    force_store: bool = False
     max_size: str = ""
     salt: str = ""
     threads: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,5 +29,8 @@ def test_no_code_from_data(path: Path) -> None:
 
 def test_store_and_kernels_folders_are_not_importable(tmp_path: Path) -> None:
     code = "import importlib.util as u; print([n for n in ('store', 'kernels') if u.find_spec(n)])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

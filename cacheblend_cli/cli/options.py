@@ -134,4 +134,5 @@ def open_store(
         create=create,
         max_bytes=max_bytes,
         lock_timeout=settings.lock_timeout,
+        force=settings.force_store,
     )

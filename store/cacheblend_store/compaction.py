@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_store import locks
-from cacheblend_store.environment import translated
 from cacheblend_store.filesystem import DATA, check_file, check_space
+from cacheblend_store.translation import translated
 
 if TYPE_CHECKING:
     from cacheblend_store.store import ChunkStore

@@ -31,10 +31,8 @@ from cacheblend_store.filesystem import (
     DATA,
     DATABASES,
     again_hint,
-    bad_disk,
     check_file,
     check_path,
-    full_disk,
     no_store,
     read_meta,
     sync_file,
@@ -42,14 +40,13 @@ from cacheblend_store.filesystem import (
 )
 from cacheblend_store.forks import detach_lock_table
 from cacheblend_store.pages import PageReader
+from cacheblend_store.translation import MAX_READERS, MapOutgrown, Panic, translated
 
-MAX_READERS = 2048
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
 MAKING = "making.tmp"
 _SMALLEST_MAP, _SMALLEST_PAGE = 1 << 30, 4096
 _FORK_WAIT = 5.0  # seconds
 _TRIES = 64  # at what others can make fail again and again
-_FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 _shared: dict[str, Environment] = {}
 _inherited: list[Environment] = []  # the parent's
@@ -213,7 +210,7 @@ class Environment:
             try:
                 with translated(self.path):
                     return self.lmdb.begin(write=write, buffers=True)
-            except _MapOutgrown:
+            except MapOutgrown:
                 self._end(None)
                 self._remap(0)
             except BaseException:
@@ -325,10 +322,6 @@ class _Overtaken(Exception):
     """Two commits happened between the begin of a read transaction and the reading of its meta page."""
 
 
-class _MapOutgrown(Exception):
-    """Another process grew the file beyond this process's map."""
-
-
 def acquire(path: Path, *, write: bool, create: bool, force: bool, map_size: int, lock_timeout: float) -> Environment:
     """The environment of the store at `path`: this process's own, or a new one. Raises a StoreError."""
     with _registry:
@@ -428,47 +421,6 @@ def read_older_meta(handle: int, page_size: int, txnid: int) -> Any:
 
     meta = parse_meta(os.pread(handle, 4096, (txnid & 1) * page_size))
     return meta if meta is not None and meta.txnid == txnid else None
-
-
-@contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """LMDB's errors as ours."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except lmdb.MapResizedError as error:
-        raise _MapOutgrown from error
-    except lmdb.MapFullError as error:
-        raise MapFull(
-            f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks prune"
-        ) from error
-    except lmdb.ReadersFullError as error:
-        raise StoreIOError(f"the store at {path} has {MAX_READERS} readers already", "end some of them") from error
-    except (
-        lmdb.CorruptedError,
-        lmdb.PageNotFoundError,
-        lmdb.InvalidError,
-        lmdb.BadTxnError,
-        lmdb.CursorFullError,
-    ) as error:
-        raise StoreCorrupt(
-            f"the store at {path} is damaged: {error}", "run: cacheblend chunks verify --repair"
-        ) from error
-    except lmdb.PanicError as error:
-        raise Panic(f"an earlier write to the store at {path} failed", "check the disk, then try again") from error
-    except lmdb.Error as error:
-        if any(text in str(error) for text in _FULL_DISK):
-            raise full_disk(path) from error
-        raise bad_disk(path, error) from error
-
-
-class MapFull(StoreFull):
-    """The map is full, which `grow` mends."""
-
-
-class Panic(StoreIOError):
-    """LMDB refuses the environment after a failed commit, which `reopen` mends."""
 
 
 def fresh_folder(path: Path) -> Path:

@@ -52,7 +52,8 @@ def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     kind = filesystem_type(path)
     if kind in _NETWORK and not force:
         raise StoreFormat(
-            f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold", "use a local disk"
+            f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold",
+            "use a local disk; or, where no other machine opens it, set CACHEBLEND_FORCE_STORE=1",
         )
     if write and not os.access(path, os.W_OK):
         raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")

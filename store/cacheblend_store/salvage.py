@@ -21,7 +21,6 @@ from cacheblend_store.environment import (
     open_environment,
     open_lmdb,
     put_in_place,
-    translated,
 )
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError, StoreLocked
 from cacheblend_store.filesystem import DATA, again_hint, check_space
@@ -29,6 +28,7 @@ from cacheblend_store.keys import KEY_BYTES
 from cacheblend_store.pages import NO_PAGE, Branch, Leaf, Meta, Node, PageReader, Tree, parse_meta
 from cacheblend_store.records import ChunkManifest, blob_digest, decode_document, decode_manifest, document_key
 from cacheblend_store.state import read_identity, read_state, recount, state_value, write_identity, write_state
+from cacheblend_store.translation import translated
 
 _BATCH_BYTES = 64 << 20
 Progress = Callable[[int, int], None]

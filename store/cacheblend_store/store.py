@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from cacheblend_store.compaction import compact
-from cacheblend_store.environment import MAP_SIZE, Environment, MapFull, Panic, acquire, release
+from cacheblend_store.environment import MAP_SIZE, Environment, acquire, release
 from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.filesystem import check_space
 from cacheblend_store.heap import keep_freed_memory
@@ -24,6 +24,7 @@ from cacheblend_store.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.salvage import SalvageReport, salvage
 from cacheblend_store.state import read_identity
 from cacheblend_store.stats import StoreStats, collect_stats
+from cacheblend_store.translation import MapFull, Panic
 from cacheblend_store.verify import Progress, VerifyReport, verify
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
 

@@ -174,3 +174,13 @@ def test_sizes_and_ages() -> None:
             parse_size(text, "--x")
     with pytest.raises(UsageError, match="an age"):
         parse_age("30", "--x")
+
+
+def test_a_networks_disk_is_refused_unless_forced(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_store.filesystem.filesystem_type", lambda path: "nfs4")
+    refused = cli("chunks", "ls")
+    assert refused.code == 4
+    assert "network filesystem (nfs4)" in refused.err
+    assert "CACHEBLEND_FORCE_STORE=1" in refused.err
+    monkeypatch.setenv("CACHEBLEND_FORCE_STORE", "1")
+    assert len(cli("chunks", "ls", "--json").records) == len(stored)

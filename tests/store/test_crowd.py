@@ -97,8 +97,14 @@ def _die_reading(path: Path) -> Callable[[Acknowledge], None]:
     return work
 
 
-@pytest.mark.parametrize("num_readers", [100, pytest.param(1000, marks=pytest.mark.torture)])
-@pytest.mark.parametrize("writer", ["stays", "opens anew"])
+@pytest.mark.parametrize(
+    ("writer", "num_readers"),
+    [
+        ("stays", 100),
+        pytest.param("stays", 1000, marks=pytest.mark.torture),
+        pytest.param("opens anew", 1000, marks=pytest.mark.torture),
+    ],
+)
 def test_killed_readers_keep_no_space(tmp_path: Path, writer: str, num_readers: int, ledger: Ledger) -> None:
     """Readers die inside a transaction, each holding a snapshot, while chunks are replaced again and again."""
     path, seeds = tmp_path / "store", range(120)
