@@ -2,20 +2,24 @@
 
     python benchmarks/kernel_resources.py [--arch 80 --arch 90] [--family decode_attention] [--core] [--jobs 2]
 
-Writes benchmarks/results/kernel_resources.json (every variant) and .md (a table a family) unless a filter is given;
-exits 1 when a kernel does not fit its architecture.
+Writes benchmarks/results/kernel_resources.json (every variant) and .md (a table a family). With --arch or --family only
+their rows are compiled anew, and others stay as they are if toolchain and kernel sources are still the same; --core
+writes nothing. Exits 1 when a kernel does not fit its architecture.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import cacheblend_kernels.triton_backend
 import torch
 import triton
 from cacheblend_kernels.triton_backend.resources import KernelResources, compile_variant
@@ -30,7 +34,7 @@ def compile_index(task: tuple[int, int]) -> KernelResources:
     return compile_variant(list(all_variants(arch))[index], arch)
 
 
-def markdown(rows: list[KernelResources], toolchain: dict[str, str]) -> str:
+def markdown(rows: list[KernelResources], toolchain: dict[str, str], num_variants: int) -> str:
     spilling = [r for r in rows if r.spill_bytes]
     lines = [
         "# What each kernel takes on each architecture",
@@ -39,7 +43,7 @@ def markdown(rows: list[KernelResources], toolchain: dict[str, str]) -> str:
         + ", ".join(f"{name} {version}" for name, version in toolchain.items())
         + ".",
         "",
-        f"{len(rows)} variants; {len(spilling)} spill; {sum(not r.fits for r in rows)} do not fit.",
+        f"{len(rows)} of {num_variants} variants; {len(spilling)} spill; {sum(not r.fits for r in rows)} do not fit.",
         "",
         "| kernel | arch | variants | registers, most | spilling variants | spill bytes, most | shared bytes, most | matrix instruction |",
         "|---|---|---|---|---|---|---|---|",
@@ -68,6 +72,31 @@ def markdown(rows: list[KernelResources], toolchain: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def provenance() -> dict[str, str]:
+    """Versions of everything between a kernel and its registers, and a digest of the kernels' sources."""
+    found = {"torch": torch.__version__, "triton": triton.__version__}
+    for name, tool in (("ptxas", triton.knobs.nvidia.ptxas), ("ptxas-blackwell", triton.knobs.nvidia.ptxas_blackwell)):
+        text = subprocess.run([tool.path, "--version"], capture_output=True, text=True, check=True).stdout
+        found[name] = text.split("release ")[1].split(",")[0]
+    sources = sorted(Path(cacheblend_kernels.triton_backend.__path__[0]).glob("*.py"))
+    found["sources"] = hashlib.blake2b(b"".join(p.read_bytes() for p in sources), digest_size=8).hexdigest()
+    return found
+
+
+def write(rows: list[KernelResources], toolchain: dict[str, str], archs: set[int], families: set[str]) -> None:
+    """Rows of these architectures and families, beside those that stand."""
+    path = RESULTS / "kernel_resources.json"
+    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if old.get("toolchain") == toolchain:
+        kept = [KernelResources(**row) for row in old["kernels"]]
+        rows = [r for r in kept if not (r.arch in archs and r.family in families)] + rows
+    order = {(arch, v.name): i for arch in ARCHS for i, v in enumerate(all_variants(arch))}
+    rows.sort(key=lambda r: (r.arch, order[r.arch, f"{r.family} {r.label}"]))
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"toolchain": toolchain, "kernels": [asdict(row) for row in rows]}, indent=1) + "\n")
+    (RESULTS / "kernel_resources.md").write_text(markdown(rows, toolchain, len(order)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="only this architecture (repeatable)")
@@ -91,18 +120,9 @@ def main() -> int:
                 f"{row.spill_bytes} B spilled, {row.shared_bytes} B shared{mark}",
                 file=sys.stderr,
             )
-    if not (args.arch or args.family or args.core):
-        toolchain = {"torch": torch.__version__, "triton": triton.__version__}
-        for name, tool in (
-            ("ptxas", triton.knobs.nvidia.ptxas),
-            ("ptxas-blackwell", triton.knobs.nvidia.ptxas_blackwell),
-        ):
-            text = subprocess.run([tool.path, "--version"], capture_output=True, text=True, check=True).stdout
-            toolchain[name] = text.split("release ")[1].split(",")[0]
-        data = {"toolchain": toolchain, "kernels": [asdict(row) for row in rows]}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "kernel_resources.json").write_text(json.dumps(data, indent=1) + "\n")
-        (RESULTS / "kernel_resources.md").write_text(markdown(rows, toolchain))
+    if not args.core:
+        families = {args.family} if args.family else {r.family for r in rows}
+        write(rows, provenance(), set(args.arch or ARCHS), families)
     return 0 if all(row.fits for row in rows) else 1
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels.triton_backend.configs import (
     SHARED_MEMORY,
     TileConfig,
+    arch_of,
     num_context_splits,
     pick_prefill_config,
     prefill_configs,
@@ -67,6 +68,14 @@ def test_every_tile_a_launch_may_pick_is_among_the_compiled(arch: int, head_dim:
                 picked = pick_prefill_config(configs, group, num_rows, num_kv_heads, 132)
                 assert picked.block_m >= group
                 assert (picked.block_m, picked.block_n, picked.num_warps) in compiled
+
+
+def test_every_gpu_has_tiles_that_fit_it() -> None:
+    found = {c: arch_of(c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))}
+    assert [c for c, arch in found.items() if arch == 90] == [(9, 0)]
+    assert [c for c, arch in found.items() if arch == 100] == [(10, 0), (10, 3)]
+    assert SHARED_MEMORY[80] == 99 * 1024  # of 8.6, 8.9 and 12.x
+    assert not any(config.tma for config in prefill_configs(80, 128, 2))
 
 
 def test_wide_tiles_for_many_rows_narrow_ones_for_few() -> None:

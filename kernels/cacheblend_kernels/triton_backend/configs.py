@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory one block may use, by compute capability (CUDA C++ programming guide, table 'Technical
-Specifications per Compute Capability')."""
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory one block may use (CUDA C++ programming guide, table 'Technical Specifications per Compute
+Capability'). 80 stands for 8.x and 12.x, which run the same tiles: the least of them, though 8.0 itself has 163 KiB."""
 
 MAX_SPLITS = 64
 MIN_KEYS_PER_SPLIT = 256
@@ -42,9 +42,9 @@ def padded(n: int) -> int:
 
 
 def arch_of(capability: tuple[int, int]) -> int:
-    """The table's key for a compute capability: 80, 90 or 100; newer and odd ones use the nearest below."""
-    number = capability[0] * 10 + capability[1]
-    return max((arch for arch in SHARED_MEMORY if arch <= number), default=80)
+    """The table's key for a compute capability: 80, 90 or 100. What is neither Hopper nor a data centre's Blackwell has
+    the matrix instructions and the shared memory of 8.x."""
+    return {9: 90, 10: 100}.get(capability[0], 80)
 
 
 def prefill_configs(arch: int, head_dim: int, element_size: int) -> tuple[TileConfig, ...]:
@@ -54,7 +54,7 @@ def prefill_configs(arch: int, head_dim: int, element_size: int) -> tuple[TileCo
     """
     dim = padded(head_dim)
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
-        return (TileConfig(32, 32, 8, 1),) if dim <= 128 else (TileConfig(16, 16, 8, 1),)
+        return (TileConfig(32, 16, 8, 1),) if dim <= 128 else (TileConfig(16, 16, 8, 1),)
     tma = arch >= 90
     if dim <= 64:
         return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 64, 4, 3, tma), TileConfig(16, 64, 4, 3)
@@ -62,9 +62,9 @@ def prefill_configs(arch: int, head_dim: int, element_size: int) -> tuple[TileCo
         if arch < 90:  # deeper pipelines spill
             return TileConfig(128, 64, 8, 3), TileConfig(64, 32, 4, 2), TileConfig(16, 32, 4, 3)
         return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 32, 4, 3, tma), TileConfig(16, 64, 4, 3)
-    if tma:
-        return TileConfig(128, 32, 8, 2, tma), TileConfig(64, 32, 4, 2, tma), TileConfig(16, 32, 4, 2)
-    return TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
+    # Pairs of tiles this wide have no registers left for a window's mask.
+    wide = () if arch < 90 else (TileConfig(128, 32, 8, 2),)
+    return *wide, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
 
 
 def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:
