@@ -38,8 +38,6 @@ class AttentionMetadata:
     cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
     block_table: [num_seqs, max_blocks] int32, block of each run of block_size positions.
     kv_lens: [num_seqs] int32, number of positions of the sequence whose K and V are in the pool.
-    host_positions: the positions again on the host, so that no launch waits for the device; None on CPU
-        tensors, where `positions` itself is on the host.
     contiguous_slot: first slot of the sequence when there is one sequence and its blocks are adjacent in
         the pool (the keys are then a view), else -1.
     dense: positions are one run p, p+1, ..., p+n-1 (one sequence).
@@ -193,7 +191,8 @@ class KernelBackend(ABC):
         """Per-row squared L2 distance of fresh K and/or V from what the pool holds, fp32.
 
         k (rotated), v: [num_rows, num_kv_heads, head_dim]; kind: "k", "v" or "kv" (the sum). k_scale, v_scale:
-        [num_kv_heads] fp32 of a float8_e4m3fn pool, whose values are codes times them. Returns [num_rows] fp32. K may be compared rotated: the rotation keeps distances. CacheBlend (arXiv 2405.16444), section 4.3.
+        [num_kv_heads] fp32 of a float8_e4m3fn pool, whose values are codes times them. Returns [num_rows] fp32. K may be
+        compared rotated: the rotation keeps distances. CacheBlend (arXiv 2405.16444), section 4.3.
         """
 
     @abstractmethod

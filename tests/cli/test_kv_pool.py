@@ -1,0 +1,40 @@
+"""`--kv-pool-dtype`: what KV is kept in while a question is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+
+
+@pytest.mark.parametrize("mode", ["blend", "full", "reuse"])
+def test_a_float8_pool_answers(cli: Cli, stored: list[str], mode: str) -> None:
+    asked = (
+        "ask",
+        "who leads billing?",
+        "--chunks",
+        ",".join(stored[:3]),
+        "--mode",
+        mode,
+        "--max-tokens",
+        "4",
+        "--json",
+    )
+    plain, float8 = (cli(*asked, "--verify", "--kv-pool-dtype", name) for name in ("auto", "float8_e4m3"))
+    assert float8.code == 0, float8.err
+    ours, reference = float8.records[0], plain.records[0]
+    assert ours["kv_bytes_loaded"] == reference["kv_bytes_loaded"]  # the store holds what it held
+    assert ours["prompt_tokens"] == reference["prompt_tokens"]
+    assert ours["generated_tokens"] == 4
+
+
+def test_it_is_a_setting_and_an_unknown_value_is_refused(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cacheblend.toml").write_text('kv_pool_dtype = "int4"\n')
+    refused = cli("ask", "who?", "--chunks", stored[0])
+    assert refused.code == 2
+    assert "unknown KV pool dtype 'int4'" in refused.err
+    assert "float8_e4m3" in refused.err
