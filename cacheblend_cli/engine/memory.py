@@ -13,13 +13,15 @@ import torch
 
 from cacheblend_cli.engine.blend import BlendPolicy, blended_prefill
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, make_runner
+from cacheblend_cli.engine.kv_batch import Place, Rows, place_kv
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.engine.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
-from cacheblend_cli.prompt.plan import plan_prompt
+from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
+WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
 
 
@@ -81,7 +83,44 @@ def reserve(
             f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} any more",
             "end what else uses the GPU, or lower --gpu-memory-utilization",
         ) from error
+    if pool.allocator.num_free * block_size >= sum(WARM_UP):
+        warm_up(decoder, pool)
     return DeviceMemory(pool, make_runner(decoder, pool, eager), profile)
+
+
+class _ZeroLoader(KVLoader):
+    """Places zeros for what a plan takes for cached."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, sequence: PagedSequence, plan: PromptPlan) -> None:
+        super().__init__(decoder, None, pool, sequence, (), plan.num_tokens)
+        spec, codec = decoder.spec, str(decoder.dtype).removeprefix("torch.")
+        self._zeros = [
+            (
+                Place.of(decoder, sequence, [Rows(s.start, s.end, codec)], plan.num_tokens),
+                torch.zeros(
+                    len(s.token_ids), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=pool.device
+                ),
+            )
+            for s in plan.chunks
+        ]
+
+    def wait(self, layer: int) -> None:
+        for place, zeros in self._zeros:
+            place_kv(self._decoder, self._pool, layer, {"k": zeros, "v": zeros}, place)
+
+
+@torch.inference_mode()
+def warm_up(decoder: Decoder, pool: KVPool) -> None:
+    """A small blend: it compiles what the profile's full prefills do not launch, before loader threads launch it too."""
+    *chunks, suffix = WARM_UP
+    inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
+    plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
+    sequence = pool.new_sequence(plan.num_tokens)
+    try:
+        policy = BlendPolicy(make_selector("hkvd" if decoder.spec.num_layers > 1 else "none"), ((1, 0.5),))
+        blended_prefill(decoder, pool, sequence, plan, policy, _ZeroLoader(decoder, pool, sequence, plan))
+    finally:
+        sequence.release()
 
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:

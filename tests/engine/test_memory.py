@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.engine import ask, collect
-from cacheblend_cli.engine.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve
+from cacheblend_cli.engine.kv_pool import KVPool
+from cacheblend_cli.engine.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.model.loading import check_room
 
@@ -95,6 +96,25 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, on_text=broken)
     assert memory.pool.allocator.num_used == 0
+
+
+def test_the_warm_up_runs_what_loading_and_checking_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves the pool as it was: empty."""
+    launched: list[str] = []
+    kernels = engine.model.decoder.kernels
+    for name in ("load_kv", "kv_deviation", "rope_and_cache", "prefill_attention"):
+        plain = getattr(kernels, name)
+
+        def counted(*args: Any, name: str = name, plain: Any = plain, **kwargs: Any) -> Any:
+            launched.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(kernels, name, counted)
+    pool = KVPool.of(engine.model.decoder, 4, 16)
+    warm_up(engine.model.decoder, pool)
+    assert set(launched) == {"load_kv", "kv_deviation", "rope_and_cache", "prefill_attention"}
+    assert launched.count("load_kv") == 2 * engine.model.spec.num_layers
+    assert pool.allocator.num_used == 0
 
 
 def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
