@@ -40,7 +40,8 @@ def main(arguments: list[str]) -> int:
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for line in lines:
         entry = json.loads(line)
-        results[entry.pop("what")] = {**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware()}
+        what = entry.pop("what")
+        results[what] = {**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware()}
     path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (RESULTS / "torture.md").write_text(table(results), encoding="utf-8")
     return code

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model and enough documents to be killed among them."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(0)
     write_checkpoint(folder / "model", "qwen2", max_position_embeddings=1024)
-    (folder / "docs").mkdir()
     for n in range(20):
+        (folder / "docs" / str(n % 4)).mkdir(parents=True, exist_ok=True)
         text = "\n\n".join(" ".join(rng.choices(WORDS, k=30)) for _ in range(8))
-        (folder / "docs" / f"{n:02}.md").write_text(f"# Document {n}\n\n{text}\n")
+        (folder / "docs" / str(n % 4) / f"{n:02}.md").write_text(f"# Document {n}\n\n{text}\n")
     return folder
 
 
-def _command(corpus: Path, store: Path) -> list[str]:
+def _command(corpus: Path, store: Path, part: str = "") -> list[str]:
+    """part: the documents of one of four writers, all by default."""
     flags = [
         "--model",
         str(corpus / "model"),
@@ -42,7 +44,7 @@ def _command(corpus: Path, store: Path) -> list[str]:
         "1",
         "--json",
     ]
-    return [sys.executable, "-c", CLI, "precompute", str(corpus / "docs"), *flags]
+    return [sys.executable, "-c", CLI, "precompute", str(corpus / "docs" / part), *flags]
 
 
 def _environment() -> dict[str, str]:
@@ -84,6 +86,44 @@ def test_precompute_killed_keeps_what_it_reported(tmp_path: Path, corpus: Path, 
         assert {r["id"] for r in records} == _stored(store) >= reported
         assert {r["id"] for r in records if r["status"] == "unchanged"} >= reported  # none is computed twice
     ledger.add("SIGKILL of cacheblend precompute", kills=kills, lost=0, torn=0)
+
+
+def _reported(file: Path) -> set[str]:
+    """Ids in what a command printed before it was killed; its last line may be cut."""
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return {json.loads(line)["id"] for line in whole.splitlines()}
+
+
+@pytest.mark.parametrize("num_kills", [pytest.param(40, marks=pytest.mark.torture)])
+def test_four_precomputes_killed_keep_what_they_reported(
+    tmp_path: Path, corpus: Path, num_kills: int, ledger: Ledger
+) -> None:
+    rng, round_, kills, everything = random.Random(num_kills), 0, 0, set[str]()
+    store, reported = tmp_path / "store-0", set[str]()
+    while kills < num_kills:
+        outs = [tmp_path / f"{round_}-{part}.jsonl" for part in range(4)]
+        writers = []
+        for part, out in enumerate(outs):
+            with out.open("w") as stream:
+                command = _command(corpus, store, str(part))
+                writers.append(subprocess.Popen(command, stdout=stream, env=_environment()))
+        wanted, watched = rng.randrange(1, 30), rng.randrange(4)
+        while len(_reported(outs[watched])) < wanted and writers[watched].poll() is None:
+            time.sleep(0.005)
+        rng.shuffle(writers)
+        for writer in writers:
+            writer.kill()
+            time.sleep(rng.uniform(0, 0.02))
+        kills += sum(writer.wait() == -9 for writer in writers)
+        assert all(writer.returncode in (0, -9) for writer in writers)
+        new = set[str]().union(*map(_reported, outs))
+        reported, everything = reported | new, everything | new
+        assert reported <= _stored(store)
+        round_ += 1
+        if any(writer.returncode == 0 for writer in writers):
+            store, reported = tmp_path / f"store-{round_}", set()
+    assert everything
+    ledger.add("SIGKILL of four cacheblend precompute at once", kills=kills, lost=0, torn=0)
 
 
 def test_precompute_on_a_full_disk_exits_with_4_and_keeps_what_it_reported(
