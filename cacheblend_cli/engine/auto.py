@@ -22,6 +22,8 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.plan import PromptPlan
 
+_LOAD_AGAIN = 16  # full prefills in a row
+
 
 @dataclass(frozen=True)
 class AutoReport:
@@ -104,15 +106,19 @@ class Controller:
         self._speeds = self._file.read()
 
     def ready(self, collection: Collection, store: ChunkStore | None, request: Request) -> None:
-        """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine."""
+        """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine.
+
+        Full prefills say nothing about loading, so after some of them in a row it is measured again: a bad first
+        measure would otherwise stand for ever.
+        """
         speeds = self._speeds
         if speeds is None:
             self._say(f"--ratio auto: measuring how fast this machine is with {self._model.name}, once")
             speeds = measure_compute(self._model.decoder, self._block_size)
-        if math.isinf(speeds.bytes_per_s) and store is not None:
+        if store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
             plan = plan_of(self._model, collection, request)
             found = measure_loading(self._model.decoder, store, plan, self._block_size, self._memory)
-            speeds = replace(speeds, bytes_per_s=found)
+            speeds = replace(speeds, bytes_per_s=found, not_loaded=0)
         if speeds != self._speeds:
             self._keep(speeds)
 

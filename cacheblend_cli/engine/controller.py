@@ -29,7 +29,8 @@ FULL, BLEND = "full", "blend"
 class Speeds:
     """What a machine takes for a model. Seconds: of a layer whatever its rows, of a row, of a row's look at one key, of
     the output head, and from the prefill's end to the first token. bytes_per_s: of KV from the store into the pool, read,
-    checked and placed; inf when there was nothing to measure it with. prefills: how many it has learnt from."""
+    checked and placed; inf when there was nothing to measure it with. prefills: how many it has learnt from; not_loaded:
+    how many of them in a row loaded nothing, so that nothing was learnt about loading."""
 
     layer_s: float
     row_s: float
@@ -38,6 +39,7 @@ class Speeds:
     rest_s: float = 0.0
     bytes_per_s: float = math.inf
     prefills: int = 0
+    not_loaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def learn(speeds: Speeds, predicted_s: float, computed_s: float, kv_bytes: int, 
         rest_s=max(0.0, (1 - share) * speeds.rest_s + share * rest_s),
         bytes_per_s=bytes_per_s,
         prefills=speeds.prefills + 1,
+        not_loaded=0 if kv_bytes else speeds.not_loaded + 1,
     )
 
 

@@ -25,7 +25,7 @@ from platformdirs import user_cache_path
 
 from cacheblend_cli.engine.controller import Speeds
 from cacheblend_cli.engine.forward import forward
-from cacheblend_cli.engine.kv_loader import KVLoader
+from cacheblend_cli.engine.kv_loader import BadChunk, KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool
 from cacheblend_cli.engine.memory import DeviceMemory, new_sequence
 from cacheblend_cli.engine.rows import rows_of
@@ -152,7 +152,8 @@ def measure_loading(
 ) -> float:
     """Bytes of KV a second from the store into a pool, of the first cached segments; inf when there are none.
 
-    They are read as they are, from the disk or from its cache: so are those of the prefill that follows.
+    The best of three: what is too high is put right by the next prefill that loads, what is too low can end in full
+    prefills, which never load.
     """
     cached = [s for s in plan.segments if s.cached and s.token_ids]
     sizes = [len(s.token_ids) * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) for s in cached]
@@ -161,15 +162,20 @@ def measure_loading(
     ]
     if not some:
         return math.inf
+    found = []
     sequence = new_sequence(decoder, memory, plan.num_tokens, block_size)
     try:
-        with KVLoader(decoder, store, sequence.pool, sequence, some, plan.num_tokens) as loader:
-            for layer in range(decoder.spec.num_layers):
-                loader.wait(layer)
-        _synchronize(decoder)
-        return loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf
+        for _ in range(3):
+            with KVLoader(decoder, store, sequence.pool, sequence, some, plan.num_tokens) as loader:
+                for layer in range(decoder.spec.num_layers):
+                    loader.wait(layer)
+            _synchronize(decoder)
+            found.append(loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf)
+    except BadChunk:
+        pass  # the prefill that follows says so, and computes it
     finally:
         sequence.release()
+    return max(found, default=math.inf)
 
 
 def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[], Any]:

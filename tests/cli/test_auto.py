@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_store import ChunkStore
 
 Cli = Callable[..., Any]
 MEASURING = "measuring how fast this machine is"
@@ -69,6 +70,20 @@ def test_slow_loading_is_a_full_prefill_and_fast_loading_the_floor(cli: Cli, sto
     assert fast["recomputed_tokens"] == -(-inexact // 4)
 
 
+def test_loading_is_measured_again_after_some_full_prefills(cli: Cli, stored: list[str]) -> None:
+    """A full prefill says nothing of loading: a bad first measure must not stand for ever."""
+    ask(cli, stored, "--ratio", "auto")
+    set_speeds(bytes_per_s=1.0, not_loaded=0)
+    for i in range(1, 3):
+        ask(cli, stored, "--ratio", "auto")
+        assert json.loads(speed_file().read_text())["not_loaded"] == i
+    set_speeds(not_loaded=16, layer_s=1.0)
+    again = ask(cli, stored, "--ratio", "auto", "--json").records[0]
+    assert again["auto"]["load_bytes_per_s"] > 1000
+    assert again["mode"] == "blend"
+    assert json.loads(speed_file().read_text())["not_loaded"] == 0
+
+
 def test_what_was_predicted_and_what_came_is_said(cli: Cli, stored: list[str]) -> None:
     result = ask(cli, stored, "--ratio", "auto", "--explain")
     assert "by --ratio auto" in result.err
@@ -99,6 +114,27 @@ def test_a_damaged_speed_file_is_measured_anew(cli: Cli, stored: list[str]) -> N
     speed_file().write_text('{"format": 1, "row_s": ')
     assert MEASURING in ask(cli, stored, "--ratio", "auto").err
     assert json.loads(speed_file().read_text())["row_s"] > 0
+
+
+def test_a_damaged_chunk_is_computed_and_teaches_nothing(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    def damage() -> None:
+        with ChunkStore.open(tmp_path / "store", mode="write") as store, store._writing() as (txn, dbs):
+            name = bytes.fromhex(stored[1]) + (1).to_bytes(4, "big")
+            blob = bytearray(txn.get(name, db=dbs["blobs"]))
+            blob[-7] ^= 1
+            txn.put(name, bytes(blob), db=dbs["blobs"])
+
+    damage()
+    first = ask(cli, stored, "--ratio", "auto", "--json")  # it is measured with the damaged chunk
+    assert first.records[0]["auto"]["mode"] == "blend"
+    assert "does not match its digest" in first.err
+    assert first.records[0]["chunks"][1]["status"] == "computed"
+    ask(cli, stored, "--ratio", "auto")
+    set_speeds(bytes_per_s=1e15, layer_s=1.0)
+    before = speed_file().read_text()
+    damage()
+    assert "does not match its digest" in ask(cli, stored, "--ratio", "auto").err
+    assert speed_file().read_text() == before
 
 
 def test_a_full_prefill_by_estimate_stores_nothing_and_holes_are_stored(cli: Cli, stored: list[str]) -> None:

@@ -155,7 +155,9 @@ def test_speeds_are_learnt_from_what_happened() -> None:
     assert speeds.row_s == pytest.approx(true.row_s, rel=0.05)
     assert speeds.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.1)
     assert speeds.rest_s == pytest.approx(0.003, rel=0.05)
-    assert speeds.prefills == 60
+    assert (speeds.prefills, speeds.not_loaded) == (60, 0)
+    full = learn(speeds, 1.0, 1.0, 0, 0.0, 0.0)
+    assert (full.not_loaded, full.bytes_per_s) == (1, speeds.bytes_per_s)
     odd = once(speeds, slower=100.0)
     assert odd.row_s < 1.2 * speeds.row_s
     first = learn(replace(SPEEDS, bytes_per_s=math.inf), 1.0, 1.0, 1000, 0.1, 0.0)
