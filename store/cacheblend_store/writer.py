@@ -115,16 +115,21 @@ class StoreWriter:
                 if node.key > last:
                     break
                 self._pages.check_extent(node)
-        existed, cursor = False, self._txn.cursor(db=self._dbs["blobs"])
-        if cursor.set_range(key):
-            while (name := bytes(cursor.key())).startswith(key) and name:
-                size = len(cursor.value())
-                self._uncount(name, size)
-                self.state = self.state.add(live=-size)
-                existed = True
-                if not cursor.delete():
-                    break
-        return existed
+        there = self._there(key)
+        for name, size in there:  # not by the cursor: py-lmdb's delete ends in a SystemError when the page after is bad
+            self._txn.delete(name, db=self._dbs["blobs"])
+            self._uncount(name, size)
+            self.state = self.state.add(live=-size)
+        return bool(there)
+
+    def _there(self, key: bytes) -> list[tuple[bytes, int]]:
+        """Name and size of each blob of a chunk, those of this transaction among them."""
+        cursor, found = self._txn.cursor(db=self._dbs["blobs"]), []
+        more = cursor.set_range(key)
+        while more and (name := bytes(cursor.key())).startswith(key):
+            found.append((name, len(cursor.value())))
+            more = cursor.next()
+        return found
 
     def incoming_bytes(self, manifest: ChunkManifest) -> int:
         """What a chunk will take of the quota."""
