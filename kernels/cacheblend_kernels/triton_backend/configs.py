@@ -47,24 +47,27 @@ def arch_of(capability: tuple[int, int]) -> int:
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
-def prefill_configs(arch: int, head_dim: int, element_size: int) -> tuple[TileConfig, ...]:
+def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = False) -> tuple[TileConfig, ...]:
     """Every tile prefill attention may use, widest first.
 
-    Wide tiles reuse each key the most; narrow ones fill the device when there are few rows.
+    Wide tiles reuse each key the most; narrow ones fill the device when there are few rows. element_size: of the queries;
+    float8: of the pool. What is smaller or shallower than its neighbours spilled registers otherwise (`variants.py`).
     """
     dim = padded(head_dim)
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
         return (TileConfig(32, 16, 8, 1),) if dim <= 128 else (TileConfig(16, 16, 8, 1),)
     tma = arch >= 90
     if dim <= 64:
-        return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 64, 4, 3, tma), TileConfig(16, 64, 4, 3)
+        narrow = TileConfig(16, 64, 4, 3) if arch >= 90 else TileConfig(16, 32, 4, 3)
+        return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 64, 4, 3, tma), narrow
     if dim <= 128:
-        if arch < 90:  # deeper pipelines spill
-            return TileConfig(128, 64, 8, 3), TileConfig(64, 32, 4, 2), TileConfig(16, 32, 4, 3)
+        if arch < 90:
+            wide = TileConfig(128, 32, 8, 3) if float8 or dim != head_dim else TileConfig(128, 64, 8, 3)
+            return wide, TileConfig(64, 32, 4, 2), TileConfig(16, 32, 4, 3)
         return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 32, 4, 3, tma), TileConfig(16, 64, 4, 3)
     # Pairs of tiles this wide have no registers left for a window's mask.
-    wide = () if arch < 90 else (TileConfig(128, 32, 8, 2),)
-    return *wide, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
+    widest = () if arch < 90 else (TileConfig(128, 32, 8, 2),)
+    return *widest, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
 
 
 def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:

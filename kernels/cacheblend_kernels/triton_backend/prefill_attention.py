@@ -327,8 +327,9 @@ def prefill_attention(
     if num_rows == 0:
         return out
     group = num_heads // num_kv_heads
+    fp8 = k_cache.dtype == torch.float8_e4m3fn
     config = config or pick_prefill_config(
-        prefill_configs(arch, head_dim, q.element_size()), group, num_rows, num_kv_heads, num_sms
+        prefill_configs(arch, head_dim, q.element_size(), fp8), group, num_rows, num_kv_heads, num_sms
     )
     contiguous = meta.contiguous_slot >= 0
     tma = q.dtype == k_cache.dtype and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
@@ -338,7 +339,6 @@ def prefill_attention(
         tiles * num_kv_heads, _most_keys(meta, block_size, sliding_window), num_sms
     )
     part, lse = split_buffers(q, splits)
-    fp8 = k_cache.dtype == torch.float8_e4m3fn
     with device_guard(q):
         prefill_attention_kernel[(num_kv_heads, tiles, splits)](
             q,

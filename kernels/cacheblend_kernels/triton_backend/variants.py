@@ -152,13 +152,12 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
     }
     for dtype in SIZES:
         for head_dim in HEAD_DIMS:
-            configs = prefill_configs(arch, head_dim, SIZES[dtype])
             if dtype == "bf16":
                 cases = {**plain, **special} if head_dim in (64, 128, 256) else {**plain, "paged split": {"SPLITS": 8}}
             else:
                 cases = {"paged": {}}
-            for config in configs:
-                for label, options in cases.items():
+            for label, options in cases.items():
+                for config in prefill_configs(arch, head_dim, SIZES[dtype], "FP8" in options):
                     core = dtype == "bf16" and head_dim == 128 and label == "paged"
                     yield _attention(
                         "prefill_attention", prefill_attention_kernel, dtype, head_dim, config, label, options, core
