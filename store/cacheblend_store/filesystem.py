@@ -72,19 +72,29 @@ def check_file(data: Path) -> Meta:
         raise StorePermission(f"cannot read {data}: {error.strerror}", "use a store of your own") from error
     try:
         for attempt in range(8):  # a commit of another process between two reads looks like damage: look again
-            before = os.pread(handle, 4096, 0)[:4096], os.fstat(handle).st_size
+            before = _moment(handle)
             try:
                 return _check_pages(handle, data)
             except StoreCorrupt:
-                if attempt == 7 or (before == (os.pread(handle, 4096, 0)[:4096], os.fstat(handle).st_size) and attempt):
+                if attempt == 7 or (attempt and before == _moment(handle)):
                     raise
         raise AssertionError("unreachable")
     finally:
         os.close(handle)
 
 
+def _moment(handle: int) -> tuple[bytes, bytes, int]:
+    """What every commit changes."""
+    return os.pread(handle, 4096, 0), os.pread(handle, 4096, os.sysconf("SC_PAGE_SIZE")), os.fstat(handle).st_size
+
+
 def read_meta(handle: int, data: Path) -> Meta:
     """The newest of the two meta pages, both checked against each other and against the size of the file."""
+    return max(read_metas(handle, data), key=lambda meta: meta.txnid)
+
+
+def read_metas(handle: int, data: Path) -> tuple[Meta, Meta]:
+    """Both meta pages, checked as by `read_meta`."""
     size = os.fstat(handle).st_size
     if size == 0:
         raise StoreCorrupt(f"{data} is empty: it was truncated", restore_hint(data.parent))
@@ -112,12 +122,14 @@ def read_meta(handle: int, data: Path) -> Meta:
             f"{data} has {size} bytes, and its index names {newest.next_pgno * newest.page_size}: it was truncated",
             restore_hint(data.parent),
         )
-    return newest
+    return first, second
 
 
 def _check_pages(handle: int, data: Path) -> Meta:
-    meta = read_meta(handle, data)
-    pages = PageReader(handle, meta, str(data.parent))
+    metas = read_metas(handle, data)
+    for meta in sorted(metas, key=lambda meta: meta.txnid):
+        pages = PageReader(handle, meta, str(data.parent))
+        pages.check_age()
     if meta.main.root != NO_PAGE:
         names = [node.key for node in pages.nodes(meta.main)]
         if not any(name.encode() in names for name in DATABASES):

@@ -178,6 +178,26 @@ class PageReader:
         if depth != tree.depth:
             raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
 
+    def check_age(self) -> None:
+        """The meta page is of the commit it says it is of, and not of the one before.
+
+        Every commit frees the pages it replaced, under its own number, so that is the last key of the free list. A meta
+        page whose number is damaged can pass for the newest, or let the other pass for it, and a commit would be lost.
+        """
+        if self.meta.txnid > 2 and self.last_freed() != self.meta.txnid:
+            raise self._bad(self.meta.txnid & 1, "it is not of the commit it says it is of")
+
+    def last_freed(self) -> int:
+        """The commit that freed pages last, 0 when none has."""
+        tree = self.meta.free
+        pgno, depth = tree.root, 0
+        while pgno != NO_PAGE and depth < MAX_DEPTH:
+            page, depth = self.page_at(pgno, tree), depth + 1
+            if isinstance(page, Leaf):
+                return int.from_bytes(page.keys[-1], "little")
+            pgno = page.children[-1]
+        return 0
+
     def check_free_list(self) -> None:
         """The list of free pages, from which a write takes its pages: page numbers in range, in order, none twice."""
         tree, seen = self.meta.free, 0

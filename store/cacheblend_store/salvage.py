@@ -107,10 +107,13 @@ class _Source:
         page_size = sizes[0] if sizes else 4096
         pages = os.fstat(handle).st_size // page_size
         self.trees: dict[str, Tree] = {}
-        for meta in sorted(metas, key=lambda m: -m.txnid):
+        readers = []
+        for meta in metas:
             sane = meta._replace(page_size=page_size, next_pgno=pages)
             sane = sane._replace(free=meta.free._replace(flags=8), main=meta.main._replace(flags=0))
-            self.pages = PageReader(handle, sane, str(data.parent))
+            readers.append(PageReader(handle, sane, str(data.parent)))
+        for self.pages in sorted(readers, key=_age, reverse=True):
+            sane = self.pages.meta
             self.trees = self._find_trees(sane)
             if "chunks" in self.trees:
                 return
@@ -170,6 +173,14 @@ class _Source:
             if node.key == key:
                 return self.pages.value(node)
         return None
+
+
+def _age(pages: PageReader) -> tuple[int, int]:
+    """Which commit a meta page is of, by what that commit freed where it reads."""
+    try:
+        return pages.last_freed(), pages.meta.txnid
+    except StoreError:
+        return 0, pages.meta.txnid
 
 
 _NO_TREE = Tree(0, 1, 0, 0, 0)

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreError
+from cacheblend_store import ChunkStore, StoreCorrupt, StoreError
 from children import Ended, outcomes
 from page_map import page_map
 from small_chunks import Contents, Operation, key_of, make_chunk, read_chunk
@@ -139,6 +139,30 @@ def test_a_flipped_bit_is_found_or_harmless(
     assert not bad, f"{len(bad)} of {num_flips}:\n" + "\n".join(map(str, bad[:10]))
     assert totals["detected"] > num_flips // 4
     ledger.add("single-bit flips", flips=num_flips, wrong_data=0, signals=0, hangs=0, **totals)
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_meta_page_cannot_pass_for_a_newer_one(tmp_path: Path, whole: tuple[Path, Contents], page: int) -> None:
+    """Its number changed so that the older of the two seems to be the newest: the last commit would be lost."""
+    source, contents = whole
+    path = tmp_path / "store"
+    shutil.copytree(source, path)
+    _, page_size = page_map(path / "data.mdb")
+    with (path / "data.mdb").open("r+b") as stream:
+        numbers = []
+        for at in (144, page_size + 144):
+            stream.seek(at)
+            numbers.append(int.from_bytes(stream.read(8), "little"))
+        older = numbers[page] < numbers[1 - page]
+        stream.seek(page * page_size + 144)
+        stream.write((numbers[page] + (2 if older else -2)).to_bytes(8, "little"))
+    for mode in ("read", "write"):
+        with pytest.raises(StoreCorrupt, match="not of the commit"):
+            ChunkStore.open(path, mode=mode)
+    ChunkStore.repair(path)
+    with ChunkStore.open(path, mode="write") as store:
+        assert store.verify().ok
+        assert read_chunks(store) == (contents.chunks, 0)
 
 
 def test_a_branch_that_leads_past_a_chunk_is_found_and_mended(tmp_path: Path, whole: tuple[Path, Contents]) -> None:
