@@ -126,6 +126,7 @@ def evaluate(
         contexts=context or (settings.context,),
         noise_floor=noise_floor,
         auto=auto if "auto" in ratios else None,
+        floor=settings.ratio_floor,
     )
     samples = _read(data, limit)
     with RecordFile(path) as records:

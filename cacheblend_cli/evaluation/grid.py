@@ -19,12 +19,13 @@ def grid(
     contexts: Sequence[str],
     noise_floor: bool = True,
     auto: Prefill | None = None,
+    floor: float = 0.15,
 ) -> list[Setting]:
     """Every combination once, labelled by what tells it apart; full prefill first, plain reuse
     next, the noise floor last.
 
     blend: everything the combinations do not say. auto: a prefill that chooses the ratio itself, one setting more a
-    selector, blend.ratio being its floor. A selector that fixes the ratio (`all`, `none`) is taken once.
+    selector, with `floor` as the least. A selector that fixes the ratio (`all`, `none`) is taken once.
     Raises UsageError for a value that is none.
     """
     for mode in modes:
@@ -41,6 +42,6 @@ def grid(
                     config = replace(blend, mode="blend", selector=selector, ratio=ratio)
                     settings.append(Setting(name, config, context))
             if auto is not None and selector not in ("all", "none"):
-                config = replace(blend, mode="blend", selector=selector)
-                settings.append(Setting(f"{selector} auto{suffix}", config, context, auto))
+                config = replace(blend, mode="blend", selector=selector, ratio=floor)
+                settings.append(Setting(f"{selector} auto{suffix}", config, context, auto, auto=True))
     return [*settings, NOISE_FLOOR] if noise_floor else settings

@@ -82,6 +82,7 @@ def _series(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     several = len({s.setting["context"] for s in summaries if s.setting["mode"] == "blend"}) > 1
     for s in summaries:
         if s.setting["mode"] == "blend":
-            name = s.setting["selector"] + (f", {s.setting['context']}" if several else "")
+            auto = " auto" if s.setting.get("auto") else ""  # one point, at its mean ratio
+            name = s.setting["selector"] + auto + (f", {s.setting['context']}" if several else "")
             found.setdefault(name, []).append(s)
     return {name: sorted(series, key=lambda s: s.ratio) for name, series in found.items()}

@@ -35,13 +35,15 @@ class Prefill(Protocol):
 class Setting:
     """label names it in tables and must be its own. context: how its chunks are collected, see engine/contexts.py.
 
-    prefill: None for the engine's own; a variant is told apart by the label alone.
+    prefill: None for the engine's own; a variant is told apart by the label alone. auto: it chooses the ratio itself, and
+    blend.ratio is only its floor.
     """
 
     label: str
     blend: BlendConfig
     context: str = "sink"
     prefill: Prefill | None = field(default=None, compare=False, repr=False)
+    auto: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -54,7 +56,7 @@ class Setting:
         return self.blend.mode != "full"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"label": self.label, "context": self.context, **asdict(self.blend)}
+        return {"label": self.label, "context": self.context, "auto": self.auto, **asdict(self.blend)}
 
     def digest(self, run: dict[str, Any]) -> str:
         """Names the setting within a run (model, dtype, answer length): 64 bits. The label tells variants apart only."""

@@ -21,7 +21,7 @@ class Summary:
     norm_f1 also needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None
     for full prefill itself: top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer;
     kl_worst: the largest KL within each answer, averaged.
-    Errors are mean relative RMSEs, one a layer. ratio: as asked. recomputed: tokens recomputed over tokens that are
+    Errors are mean relative RMSEs, one a layer. ratio: as asked, or the mean of what --ratio auto chose. recomputed: tokens recomputed over tokens that are
     reusable and inexact. budget: fresh token-layers over layers x reusable tokens. Seconds are medians.
     """
 
@@ -117,7 +117,7 @@ def _summary(
         k_error=_layers([r.k_error for r in records]),
         v_error=_layers([r.v_error for r in records]),
         attention_error=_layers([r.attention_error for r in records]),
-        ratio=setting.blend.effective_ratio(),
+        ratio=_mean_ratio(records) if setting.auto else setting.blend.effective_ratio(),
         recomputed=_share([r.recomputed_tokens for r in records], [r.cached_tokens - r.exact_tokens for r in records]),
         budget=fmean(r.recompute_fraction for r in records) if records else 0.0,
         ttft_s=median(r.ttft_s for r in records) if records else 0.0,
@@ -127,6 +127,15 @@ def _summary(
 
 def _layers(errors: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(column) for column in zip(*(e for e in errors if e), strict=True)]
+
+
+def _mean_ratio(records: list[Record]) -> float:
+    """A prompt that reused nothing was computed whole; one without an inexact token needed nothing."""
+    ratios = [
+        r.recomputed_tokens / inexact if (inexact := r.cached_tokens - r.exact_tokens) else float(not r.cached_tokens)
+        for r in records
+    ]
+    return fmean(ratios) if ratios else 0.0
 
 
 def _share(parts: Sequence[int], wholes: Sequence[int]) -> float:
