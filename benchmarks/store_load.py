@@ -16,23 +16,25 @@ from typing import Any, cast
 import torch
 from cacheblend_kernels import select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
-from cacheblend_store.codecs import CODECS, encode_kv
+from cacheblend_store.codecs import CODECS, encode_kv, is_lossless
 from cacheblend_store.layouts import blob_spec
-from prefill import ROOT, SUFFIX_TOKENS, fill, write_checkpoint
+from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 
+from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.engine.ask import Request, prefill
+from cacheblend_cli.engine.collect import Capture, CollectSequence, collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool
-from cacheblend_cli.engine.precompute import Collection
+from cacheblend_cli.engine.precompute import Collection, PlannedChunk, store_chunk
 from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec, spec_from_config
-from cacheblend_cli.prompt.plan import Segment
+from cacheblend_cli.prompt.plan import ChunkInput, Segment
 
-TOKENS, CHUNK_TOKENS, BLOCK_SIZE = 2048, 512, 64
+TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
 CPU = torch.device("cpu")
 Chunk = tuple[ChunkManifest, list[bytes]]
 
@@ -229,13 +231,27 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
         torch.randint(5, model.spec.vocab_size, (CHUNK_TOKENS,), generator=generator).tolist()
         for _ in range(TOKENS // CHUNK_TOKENS)
     ]
-    prefix = torch.randint(5, 1000, (4,), generator=generator).tolist()
+    prefix_ids = torch.randint(5, 1000, (4,), generator=generator).tolist()
     suffix = tuple(torch.randint(5, 1000, (SUFFIX_TOKENS,), generator=generator).tolist())
+    prefix = collect_prefix(model.decoder, prefix_ids, BLOCK_SIZE)
+    sequences = [CollectSequence(tuple(i), (Capture(b"", 0, len(i)),)) for i in ids]
+    kvs = list(collect(model.decoder, prefix, sequences, BLOCK_SIZE))
     rows = []
     with ChunkStore.open(folder / "stall", mode="write") as store:
         for codec in CODECS:
-            collection = Collection.of(model, prefix, codec, "")
-            request = Request(suffix, fill(model, collection, store, ids), BlendConfig(), SamplingParams(), True)
+            collection = Collection.of(model, prefix_ids, codec, "")
+            planned = [
+                PlannedChunk(collection.key(i), "bench", TextChunk(n, "", tuple(i), 0, 0), (), "sink")
+                for n, i in enumerate(ids)
+            ]
+            head = PlannedChunk(
+                collection.prefix_key, "(prefix)", TextChunk(0, "", tuple(prefix_ids), 0, 0), (), "prefix"
+            )
+            for own, kv in zip((head, *planned), (prefix.kv, *kvs), strict=True):
+                store_chunk(store, collection, own, kv)
+            chunks = tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
+            lossless = is_lossless(codec, torch.float32)
+            request = Request(suffix, chunks, BlendConfig(ratio=RATIO), SamplingParams(), True, lossless)
             found = []
             for _ in range(rounds + 1):
                 done = prefill(model, collection, store, request, BLOCK_SIZE, [])
@@ -251,4 +267,4 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
                     "share": stall_s / prefill_s,
                 }
             )
-    return {"tokens": TOKENS, "ratio": BlendConfig().ratio, "rows": rows}
+    return {"tokens": TOKENS, "ratio": RATIO, "rows": rows}
