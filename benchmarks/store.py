@@ -3,15 +3,16 @@
     python benchmarks/store.py [--only load,write,stall,many,codecs] [--rounds 9] [--out benchmarks/results/store.json]
 
 Loads and writes are compared in turn with the plainest thing that moves the same bytes on this machine, under the same
-conditions; medians over rounds after a warm-up. The parts:
+conditions; the best of some rounds after a warm-up, and medians. The parts:
 
 load    2048 tokens of Qwen2.5-0.5B's shape in fp32 from the page cache, every digest checked: into the pool with K
-        rotated (`KVLoader`), and into host buffers as for a GPU (`copy_layer`), beside a copy out of a mapped flat file
+        rotated (`KVLoader`), and into host buffers as for a GPU (`copy_layer`), beside a copy out of a mapped flat file;
+        and into the pool from every --kv-dtype
 write   groups of chunks as `precompute` commits them, durable on return, beside write and one fsync; and one chunk a
         commit beside write and fsync of each
 stall   what a blend of those tokens waits for its KV, by codec
 many    100,000 chunks: opening, look-ups, one page of `chunks ls`, ids by prefix
-codecs  for each --kv-dtype: bytes, load, error of K and V and answers of the demo model
+codecs  for each --kv-dtype: error of K and V and answers of the demo model (no times: it needs no quiet machine)
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
             "write": lambda: measure_write(folder, arguments.rounds),
             "stall": lambda: measure_stall(folder, max(3, arguments.rounds // 3)),
             "many": lambda: measure_many(folder, arguments.chunks),
-            "codecs": lambda: measure_codecs(folder, arguments.rounds, arguments.questions),
+            "codecs": lambda: measure_codecs(folder, arguments.questions),
         }
         for part in PARTS:
             if part in parts:

@@ -1,4 +1,4 @@
-"""What each codec costs and keeps: bytes and load time in a 0.5B model's shape, errors and answers of the demo model."""
+"""What each codec keeps: the errors of the demo model's KV and the answers it gives with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.blob import parse_blob
 from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
 from cacheblend_store.layouts import blob_spec
-from store_load import TOKENS, Prompt, medians, timed
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.corpus.chunker import cut
@@ -25,38 +24,21 @@ from cacheblend_cli.evaluation.summary import summarise
 SETTINGS = (FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("blend", BlendConfig(ratio=0.15)))
 
 
-def measure_codecs(folder: Path, rounds: int, questions: int) -> dict[str, Any]:
+def measure_codecs(folder: Path, questions: int) -> dict[str, Any]:
+    """No times: what else runs on the machine does not matter."""
     kvs = handbook_kv()
     return {
-        "tokens": TOKENS,
         "questions": questions,
         "handbook_chunks": len(kvs),
         "rows": [
             {
                 "codec": codec,
-                **_load(folder, codec, rounds),
                 **_errors(kvs, codec),
                 **_answers(folder, codec, questions),
             }
             for codec in CODECS
         ],
     }
-
-
-def _load(folder: Path, codec: str, rounds: int) -> dict[str, float]:
-    """Into an fp32 pool that has been used before, with one thread."""
-    with ChunkStore.open(folder / f"load-{codec}", mode="write") as store:
-        prompt = Prompt(store, codec)
-        pool = prompt.pool()
-        seconds = medians({"load": lambda: timed(lambda: prompt.load(pool, 1))}, rounds)["load"]
-        spec = prompt.spec
-        values = 2 * spec.num_layers * TOKENS * spec.num_kv_heads * spec.head_dim
-        return {
-            "bytes_per_token": prompt.num_bytes / TOKENS,
-            "bits_per_value": 8 * prompt.num_bytes / values,
-            "load_ms": seconds * 1000,
-            "load_gb_per_s": prompt.num_bytes / seconds / 1e9,
-        }
 
 
 def handbook_kv() -> list[ChunkKV]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import statistics
+import sys
 import threading
 import time
 import warnings
@@ -146,15 +148,16 @@ class FlatFile:
 
 
 class Fresh:
-    """Seconds of `work` on memory that no process has touched yet: what was used before is held."""
+    """Seconds of `work` on memory that the process has to take from the system page by page, as a new process does."""
 
     def __init__(self, make: Callable[[], Any], work: Callable[[Any, int], Any], threads: int) -> None:
         self._make, self._work, self._threads = make, work, threads
-        self._held: list[Any] = []
 
     def __call__(self) -> float:
-        self._held.append(self._make())
-        return timed(lambda: self._work(self._held[-1], self._threads))
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back to the system
+        memory = self._make()
+        return timed(lambda: self._work(memory, self._threads))
 
 
 def in_threads(tasks: Sequence[Any], threads: int, work: Callable[[Callable[[], Any]], None]) -> None:
@@ -181,34 +184,41 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def medians(cases: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each case, all of them in turn in every round, after a round that does not count."""
+def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each case, all of them in turn in every round, after a round that does not count.
+
+    The best of the rounds is what ratios are made of: it is least bent by whatever else runs on the machine.
+    """
     found: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, case in cases.items():
             seconds = case()
             if number:
                 found[name].append(seconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {n: min(values) for n, values in found.items()}, {n: statistics.median(v) for n, v in found.items()}
 
 
 def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
     with ChunkStore.open(folder / "load", mode="write") as store:
         prompt = Prompt(store)
         flat = FlatFile(folder / "flat", prompt)
-        result: dict[str, Any] = {"tokens": TOKENS, "chunk_tokens": CHUNK_TOKENS, "bytes": prompt.num_bytes, "rows": []}
-        used: list[Fresh] = []
+        result: dict[str, Any] = {
+            "tokens": TOKENS,
+            "chunk_tokens": CHUNK_TOKENS,
+            "bytes": prompt.num_bytes,
+            "rounds": rounds,
+            "rows": [],
+        }
         for threads in (1, 2):
             pool, buffers = prompt.pool(), flat.buffers()
             targets = prompt.targets(flat.buffers())
-            used += [Fresh(prompt.pool, prompt.load, threads), Fresh(flat.buffers, flat.copy, threads)]
-            seconds = medians(
+            seconds, median = best_and_median(
                 {
                     "pool": lambda p=pool, n=threads: timed(lambda: prompt.load(p, n)),
                     "staging": lambda t=targets, n=threads: timed(lambda: prompt.copy_verified(t, n)),
                     "copy": lambda b=buffers, n=threads: timed(lambda: flat.copy(b, n)),
-                    "fresh_pool": used[-2],
-                    "fresh_copy": used[-1],
+                    "fresh_pool": Fresh(prompt.pool, prompt.load, threads),
+                    "fresh_copy": Fresh(flat.buffers, flat.copy, threads),
                 },
                 rounds,
             )
@@ -217,8 +227,26 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
                 "staging": seconds["copy"] / seconds["staging"],
                 "fresh_pool": seconds["fresh_copy"] / seconds["fresh_pool"],
             }
-            result["rows"].append({"threads": threads, "seconds": seconds, "ratio": ratios})
+            result["rows"].append({"threads": threads, "seconds": seconds, "median_seconds": median, "ratio": ratios})
+    result["codecs"] = [_codec(folder, codec, rounds) for codec in CODECS]
     return result
+
+
+def _codec(folder: Path, codec: str, rounds: int) -> dict[str, Any]:
+    """Into an fp32 pool that was used before, with one thread."""
+    with ChunkStore.open(folder / f"load-{codec}", mode="write") as store:
+        prompt = Prompt(store, codec)
+        pool = prompt.pool()
+        seconds = best_and_median({"load": lambda: timed(lambda: prompt.load(pool, 1))}, rounds)[0]["load"]
+        spec = prompt.spec
+        values = 2 * spec.num_layers * TOKENS * spec.num_kv_heads * spec.head_dim
+        return {
+            "codec": codec,
+            "bytes_per_token": prompt.num_bytes / TOKENS,
+            "bits_per_value": 8 * prompt.num_bytes / values,
+            "load_ms": seconds * 1000,
+            "load_gb_per_s": prompt.num_bytes / seconds / 1e9,
+        }
 
 
 def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
