@@ -104,7 +104,7 @@ def steps(
 
     def end_to_end(name: str) -> None:
         if budget.allows(0 if tiny else 40, f"{name} from question to answer"):
-            found = measure_end_to_end(name, scenario, device, result["ceilings"], folder, budget)
+            found = measure_end_to_end(name, scenario, device, result["ceilings"], folder, budget, result["faults"])
             result["end_to_end"].append(found)
 
     def kernels(family: str) -> None:

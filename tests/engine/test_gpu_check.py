@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cacheblend_cli.engine.blend import LayerReport, Status
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu_check  # noqa: E402
+import gpu_end_to_end  # noqa: E402
 from gpu_budget import Budget  # noqa: E402
 from gpu_cost import Ceilings, prefill_floor  # noqa: E402
 from gpu_model import read_config  # noqa: E402
@@ -76,6 +79,23 @@ def test_what_does_not_fit_its_time_is_left_out_and_said(tmp_path: Path) -> None
     assert "tiny from question to answer" in result["skipped"]
     assert "left out" in stderr
     assert "Left out:" in (tmp_path / "none.md").read_text()
+
+
+def test_what_raises_leaves_the_rest_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(bench: Any, length: int) -> list[dict[str, Any]]:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(gpu_end_to_end, "load", load)
+    scenario = replace(gpu_end_to_end.TINY, lengths=(96,))
+    ceilings = {"matmul_tflop_s": 0.1, "device_copy_gb_s": 10.0, "host_to_device_gb_s": 10.0}
+    faults: list[str] = []
+    result = gpu_end_to_end.measure_end_to_end(
+        "tiny", scenario, torch.device("cpu"), ceilings, tmp_path, Budget(600), faults
+    )
+    assert faults == ["tiny N=96, load: RuntimeError: CUDA error: misaligned address"]
+    assert result["load"] == []
+    assert len(result["times"]) == 8
+    assert len(result["decode"]) == 2
 
 
 def test_wheels_are_put_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

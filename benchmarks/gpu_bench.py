@@ -1,0 +1,214 @@
+"""A model with random weights, a store of its chunks and prompts over them, as `gpu_end_to_end.py` measures them.
+
+The prompts are what the tool makes: a prefix, chunks of 512 tokens, a suffix of 64. No chunk is taken for exact unless it
+is asked for: the first is repaired like the others, as the cost model has it (`gpu_cost.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cacheblend_store import ChunkStore
+from gpu_budget import Budget
+from gpu_cost import Ceilings
+from gpu_model import transformers_model
+from torch import Tensor
+
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.ask import Prefilled, Request, prefill
+from cacheblend_cli.engine.collect import collect, collect_prefix
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
+from cacheblend_cli.engine.kv_loader import KVLoader
+from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.precompute import Collection, PlannedChunk, collect_sequences, store_chunk
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+
+PREFIX_TOKENS = 16
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is measured. lengths: tokens of the prompts; reps: timed runs after a warm-up; utilization: of a GPU's memory."""
+
+    models: tuple[str, ...]
+    lengths: tuple[int, ...]
+    chunk_tokens: int
+    suffix: int
+    decode_tokens: int
+    reps: int
+    dtype: torch.dtype
+    utilization: float = 0.8
+
+
+FULL = Scenario(("llama-3.1-8b", "llama-3.2-1b"), (4096, 16384), 512, 64, 96, 5, torch.bfloat16)
+TINY = Scenario(("tiny",), (96, 160), 24, 8, 6, 1, torch.float32)
+
+
+class HostMeter:
+    """A CPU's memory is not metered: the pool takes what two of the model's contexts need."""
+
+    total = 1 << 40
+
+    def used(self) -> int:
+        return 0
+
+    def peak(self, run: Callable[[], None]) -> int:
+        run()
+        return 0
+
+
+class Bench:
+    """A model, a store of its chunks, and the runs over them that are timed."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: DeviceMemory,
+        scenario: Scenario,
+        ceilings: Ceilings,
+        folder: Path,
+        budget: Budget,
+    ) -> None:
+        self.model, self.memory, self.scenario, self.ceilings, self.budget = model, memory, scenario, ceilings, budget
+        self.device = model.decoder.device
+        generator = torch.Generator().manual_seed(1)
+
+        def draw(count: int) -> tuple[int, ...]:
+            return tuple(torch.randint(5, model.spec.vocab_size, (count,), generator=generator).tolist())
+
+        self.collection = Collection.of(model, draw(PREFIX_TOKENS), "auto", "")
+        self.suffix = draw(scenario.suffix)
+        self.chunks = {n: self._chunks(n, draw) for n in sorted(scenario.lengths)}
+        self.store = ChunkStore.open(folder / f"{model.name}-store", mode="write")
+        self.runners = self._runners()
+        self._twin: Any = None
+
+    def _runners(self) -> dict[str, DecodeRunner]:
+        """On a CPU the graph's function is run instead of replayed."""
+        decoder, pool = self.model.decoder, self.memory.pool
+        runners: dict[str, DecodeRunner] = {"eager": EagerRunner(decoder, pool)}
+        if self.device.type != "cuda":
+            runners["graphs"] = GraphRunner(decoder, pool, lambda function: function)
+        elif decoder.kernels.name in CAPTURABLE:
+            runners["graphs"] = GraphRunner(decoder, pool)
+        return runners
+
+    def _chunks(self, length: int, draw: Callable[[int], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        size, left = self.scenario.chunk_tokens, length - PREFIX_TOKENS - self.scenario.suffix
+        sizes = [size] * (left // size) + ([left % size] if left % size else [])
+        return tuple(draw(n) for n in sizes)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.store.close()
+
+    def fill(self) -> dict[str, float]:
+        """Collect and store the prefix and every chunk."""
+        start = time.perf_counter()
+        decoder, collection = self.model.decoder, self.collection
+        prefix = collect_prefix(decoder, collection.prefix_ids, BLOCK_SIZE, collection.prefix_key)
+        head = Chunk(0, "", tuple(collection.prefix_ids), 0, 0)
+        store_chunk(
+            self.store, collection, PlannedChunk(collection.prefix_key, "(prefix)", head, (), "prefix"), prefix.kv
+        )
+        planned = [
+            PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
+            for chunks in self.chunks.values()
+            for n, ids in enumerate(chunks)
+        ]
+        size = 0
+        for chunk, kv in zip(planned, collect(decoder, prefix, collect_sequences(planned), BLOCK_SIZE), strict=True):
+            size += store_chunk(self.store, collection, chunk, kv)[1]
+        return {
+            "tokens": sum(len(p.chunk.token_ids) for p in planned),
+            "bytes": size,
+            "seconds": time.perf_counter() - start,
+        }
+
+    def inputs(self, length: int, exact: bool = False) -> tuple[ChunkInput, ...]:
+        """exact: a chunk may be taken for what a full prefill would compute, where it is."""
+        return tuple(
+            ChunkInput(self.collection.key(ids), "bench", ids, same_regime=exact) for ids in self.chunks[length]
+        )
+
+    def prefill(
+        self, length: int, blend: BlendConfig, chunks: tuple[ChunkInput, ...] | None = None, room: int = 0
+    ) -> Prefilled:
+        """The tool's own prefill; it must have used everything that is stored."""
+        notes: list[str] = []
+        request = Request(self.suffix, chunks or self.inputs(length), blend, SamplingParams(), True)
+        done = prefill(
+            self.model, self.collection, self.store, request, BLOCK_SIZE, notes, room=room, memory=self.memory
+        )
+        if notes:
+            raise RuntimeError(f"stored KV was not used: {notes}")
+        return done
+
+    def run(self, length: int, blend: BlendConfig) -> tuple[float, Prefilled]:
+        """Seconds to the first token, which is then on the host."""
+        start = time.perf_counter()
+        done = self.prefill(length, blend)
+        done.result.logits[-1].argmax().item()
+        seconds = time.perf_counter() - start
+        done.sequence.release()
+        return seconds, done
+
+    @torch.inference_mode()
+    def run_theirs(self, length: int) -> tuple[float, Tensor]:
+        prompt = torch.tensor([self.prompt(length)], device=self.device)
+        if self._twin is None:
+            self._twin = transformers_model(self.model)
+        start = time.perf_counter()
+        logits: Tensor = self._twin(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits.argmax().item()
+        return time.perf_counter() - start, logits.float()
+
+    def prompt(self, length: int) -> list[int]:
+        return [*self.collection.prefix_ids, *(i for ids in self.chunks[length] for i in ids), *self.suffix]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Loaded:
+    """The stored KV of a prompt in the pool, as long as the context lasts; nothing is computed."""
+
+    def __init__(self, bench: Bench, length: int) -> None:
+        collection = bench.collection
+        self.plan = plan_prompt(
+            collection.prefix_ids,
+            bench.inputs(length),
+            bench.suffix,
+            prefix_key=collection.prefix_key,
+            reuse=True,
+        )
+        self.sequence = bench.memory.pool.new_sequence(length)
+        self._loader = KVLoader(
+            bench.model.decoder, bench.store, bench.memory.pool, self.sequence, self.plan.segments, length
+        )
+        self._num_layers = bench.model.spec.num_layers
+
+    def __enter__(self) -> Loaded:
+        with self._loader as loader:
+            for layer in range(self._num_layers):
+                loader.wait(layer)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sequence.release()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._loader.num_bytes
