@@ -37,8 +37,13 @@ from cacheblend_cli.model.loading import LoadedModel, load_model
 from cacheblend_cli.prompt.plan import ChunkInput
 
 ROOT = Path(__file__).parent.parent
-CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS = 8, 256, 32, 4
-RATIOS = (0.0, 0.05, 0.15, 0.30)
+CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32
+BLENDS = {
+    "reuse": BlendConfig(mode="reuse"),
+    **{f"hkvd {r:.2f}": BlendConfig(selector="hkvd", ratio=r) for r in (0.05, 0.15, 0.30)},
+    **{f"query {r:.2f}": BlendConfig(selector="query", ratio=r) for r in (0.05, 0.15, 0.30)},
+    "draft 0.05": BlendConfig(selector="draft", ratio=0.05),
+}
 
 
 def main() -> None:
@@ -88,7 +93,8 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
         prompt = torch.tensor([[*prefix, *(i for c in ids for i in c), *suffix]])
 
         def run(blend: BlendConfig) -> Prefilled:
-            done = prefill(ours, collection, store, Request(suffix, chunks, blend, SamplingParams(), True), 64, [])
+            request = Request(suffix, chunks, blend, SamplingParams(), True)
+            done = prefill(ours, collection, store, request, 64, [], room=ANSWER_TOKENS)
             done.result.logits.argmax()
             return done
 
@@ -103,8 +109,8 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
             "transformers": run_theirs,
             "full": lambda: run(BlendConfig(mode="full")),
         }
-        for ratio in RATIOS:
-            cases[f"blend {ratio:.2f}"] = lambda ratio=ratio: run(BlendConfig(ratio=ratio))
+        for name, blend in BLENDS.items():
+            cases[name] = lambda blend=blend: run(blend)
         times: dict[str, list[float]] = {name: [] for name in cases}
         loads: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
         for round_ in range(rounds + 1):
@@ -122,14 +128,12 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
         "all_seconds": times,
         "max_logit_difference_to_transformers": agree,
         "full_over_transformers": median["full"] / median["transformers"],
-        "speedup_over_full": {n: median["full"] / t for n, t in median.items() if n.startswith("blend")},
-        "ceiling": {f"blend {r:.2f}": ceiling(ours.spec.num_layers, r) for r in RATIOS},
+        "speedup_over_full": {n: median["full"] / t for n, t in median.items() if n in BLENDS},
+        "ceiling": {n: ceiling(ours.spec.num_layers, blend) for n, blend in BLENDS.items()},
         "store_share_of_ttft": {
-            n: statistics.median(s for s, _ in found) / median[n] for n, found in loads.items() if n.startswith("blend")
+            n: statistics.median(s for s, _ in found) / median[n] for n, found in loads.items() if n in BLENDS
         },
-        "load_seconds": {
-            n: statistics.median(t for _, t in found) for n, found in loads.items() if n.startswith("blend")
-        },
+        "load_seconds": {n: statistics.median(t for _, t in found) for n, found in loads.items() if n in BLENDS},
         "kv_bytes_loaded": size,
     }
 
@@ -147,15 +151,16 @@ def fill(model: LoadedModel, collection: Collection, store: ChunkStore, ids: lis
     return tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
 
 
-def ceiling(layers: int, ratio: float) -> float:
-    """The cost model: layer 0 on all rows, the check layer's K and V aside, the rest on the chosen rows and the suffix.
+def ceiling(layers: int, blend: BlendConfig) -> float:
+    """The cost model: with a check layer, layer 0 on all rows, its K and V aside, and the rest on the chosen rows and the
+    suffix; without one, all layers on those. What a selector does to choose is not in it.
 
     The first chunk is exact and no row of any layer.
     """
     reusable = (CHUNKS - 1) * CHUNK_TOKENS
     total = PREFIX_TOKENS + CHUNKS * CHUNK_TOKENS + SUFFIX_TOKENS
-    rows = ratio * reusable + SUFFIX_TOKENS
-    first = rows if ratio == 0 else reusable + SUFFIX_TOKENS
+    rows = blend.effective_ratio() * reusable + SUFFIX_TOKENS
+    first = reusable + SUFFIX_TOKENS if blend.policy(layers, True).needs_check_layer else rows
     return layers * total / (first + (layers - 1) * rows)
 
 

@@ -29,7 +29,7 @@ class Settings:
     model: str = ""
     store: str = ""
     chunk_tokens: int = 512
-    context: str = "sink"
+    context: str = "document"
     window: int = 2048
     neighbours: int = 3
     kv_dtype: str = "auto"
@@ -39,7 +39,7 @@ class Settings:
     mode: str = "blend"
     ratio: float | str = 0.15
     ratio_floor: float = 0.15
-    selector: str = "hkvd"
+    selector: str = "query"
     deviation: str = "k"
     check_layer: int = 1
     block: int = 1

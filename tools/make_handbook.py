@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.demo_model import world
 
-NUM_PAGES, NUM_CONTEXTS, QUESTIONS_A_CONTEXT = 36, 130, 5
+NUM_PAGES, NUM_CONTEXTS, QUESTIONS_A_CONTEXT = 36, 156, 5
 
 
 def write_handbook(out: Path, seed: int) -> None:

@@ -54,7 +54,7 @@ def ask(
     selector: Annotated[
         str | None,
         typer.Option(
-            help="hkvd, first, query, draft, perturb, random, all or none; or first:4+query.", show_default="hkvd"
+            help="hkvd, first, query, draft, perturb, random, all or none; or first:4+query.", show_default="query"
         ),
     ] = None,
     deviation: options.Deviation = None,
@@ -227,7 +227,9 @@ def _store_for_holes(settings: Settings, save: bool) -> ChunkStore:
     return options.open_store(settings, write=False)
 
 
-def find_chunks(store: ChunkStore, question: str, k: int, collections: list[str], context: str = "sink") -> list[bytes]:
+def find_chunks(
+    store: ChunkStore, question: str, k: int, collections: list[str], context: str = "document"
+) -> list[bytes]:
     """The k best chunks in reading order: documents by their best hit, chunks of one document by their place."""
     from cacheblend_cli.corpus.search import search
 

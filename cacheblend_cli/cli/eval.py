@@ -46,7 +46,9 @@ def evaluate(
     ] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="sink"),
+        typer.Option(
+            help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="document"
+        ),
     ] = None,
     window: options.Window = None,
     neighbours: options.Neighbours = None,

@@ -34,7 +34,7 @@ Context = Annotated[
     typer.Option(
         help="Where documents are stored in several contexts: sink, document or neighbours. A document without this one "
         "is taken in the first it has of document, neighbours, sink.",
-        show_default="sink",
+        show_default="document",
     ),
 ]
 Window = Annotated[

@@ -28,7 +28,7 @@ def precompute(
         typer.Option(
             help="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before "
             "it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
-            show_default="sink",
+            show_default="document",
         ),
     ] = None,
     window: options.Window = None,

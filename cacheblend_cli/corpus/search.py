@@ -45,7 +45,9 @@ class Hit:
         return self.key.hex()
 
 
-def search(store: ChunkStore, query: str, k: int, collection: str | None = None, context: str = "sink") -> list[Hit]:
+def search(
+    store: ChunkStore, query: str, k: int, collection: str | None = None, context: str = "document"
+) -> list[Hit]:
     """The k best chunks for a free-text query, best first; nothing for a query without words.
 
     A chunk is found by its own words and by its document's path and first heading, since later paragraphs of a page

@@ -87,12 +87,12 @@ def _as_input(
             same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
         )
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
-    key = collection.key(token_ids)
-    own = store.get_chunk(key)
-    if own is not None:
-        return _as_input(model, collection, store, own, notes)
+    for left in dict.fromkeys((manifest.left_context_ids, ())):  # the same context first
+        own = store.get_chunk(collection.key(token_ids, left))
+        if own is not None:
+            return _as_input(model, collection, store, own, notes)
     notes.append(f"chunk {manifest.id[:12]} has no KV for this model and KV dtype: it is computed")
-    return ChunkInput(key, manifest.source, token_ids, cached=False)
+    return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
 
 
 def prefill(

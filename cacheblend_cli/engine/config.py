@@ -52,7 +52,7 @@ class BlendConfig:
 
     mode: str = "blend"
     ratio: float = 0.15
-    selector: str = "hkvd"
+    selector: str = "query"
     deviation: str = "k"
     check_layer: int = 1
     block: int = 1

@@ -47,7 +47,7 @@ class PrecomputeOptions:
     at most. neighbours: how many similar chunks `neighbours` takes."""
 
     chunk_tokens: int = 512
-    context: str = "sink"
+    context: str = "document"
     window: int = 2048
     neighbours: int = 3
     kv_dtype: str = "auto"

@@ -156,7 +156,12 @@ def test_another_models_chunks_are_computed_and_then_stored(cli: Cli, stored: li
 
 
 def test_ask_takes_the_codec_the_chunks_were_stored_in(cli: Cli, docs: Path) -> None:
-    ids = [r["id"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", "int8", "--json").records]
+    ids = [
+        r["id"]
+        for r in cli(
+            "precompute", "docs", "--chunk-tokens", "40", "--kv-dtype", "int8", "--context", "sink", "--json"
+        ).records
+    ]
     named = cli("ask", "alpha?", "--chunks", ",".join(ids[:2]), "--max-tokens", "2", "--json").records[0]
     assert [c["status"] for c in named["chunks"]] == ["exact", "blended"]
     found = cli("ask", "alpha?", "--max-tokens", "2", "--json").records[0]

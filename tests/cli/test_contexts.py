@@ -47,7 +47,7 @@ def test_search_finds_a_passage_once_and_in_the_context_that_was_asked_for(
 
 def test_a_document_without_the_context_is_found_in_another(cli: Cli, docs: Path) -> None:
     cli("precompute", "docs/alpha.md", *SMALL, "--context", "neighbours")
-    cli("precompute", "docs/beta.md", *SMALL)
+    cli("precompute", "docs/beta.md", *SMALL, "--context", "sink")
     listed = {r["id"]: r["context"] for r in cli("chunks", "ls", "--json").records}
     asked = cli("ask", "alpha beta", "-k", "20", "--context", "document", *SHORT)
     assert {listed[c["id"]] for c in asked.records[0]["chunks"]} == {"neighbours", "sink"}

@@ -66,7 +66,7 @@ def test_the_table_and_the_layers_are_plain_text_in_a_pipe(cli: Cli, data: str) 
     assert result.code == 0
     lines = result.out.splitlines()
     assert lines[0].split()[:4] == ["setting", "exact", "F1", "NormF1"]
-    assert [line.split()[0] for line in lines[1:4]] == ["full", "reuse", "hkvd"]
+    assert [line.split()[0] for line in lines[1:4]] == ["full", "reuse", "query"]
     assert "relative RMSE against full prefill, by layer:" in lines
     assert "\x1b" not in result.out
     assert "2 questions" in result.err
@@ -120,7 +120,7 @@ def test_a_run_is_resumed_and_not_overwritten(cli: Cli, data: str, tmp_path: Pat
     assert "4 were there" in again.err
     assert records.read_bytes().startswith(written)
     assert {json.loads(line)["label"] for line in records.read_text().splitlines()} == {
-        "full prefill", "reuse", "hkvd 0.15", "noise floor",
+        "full prefill", "reuse", "query 0.15", "noise floor",
     }  # fmt: skip
     assert cli("eval", data, "--out", "a", "--resume", "b").code == 2
 

@@ -81,7 +81,7 @@ def test_a_check_layer_reads_the_pool_in_its_own_units(
 
     monkeypatch.setattr(TorchBackend, "kv_deviation", kv_deviation)
     for engine in (setup.float8, setup.plain):
-        setup.prefill(engine, BlendConfig(ratio=0.4, deviation=deviation))
+        setup.prefill(engine, BlendConfig(ratio=0.4, selector="hkvd", deviation=deviation))
     ours, reference = seen
     assert (ours.sum() / reference.sum() - 1).abs() < 0.5
     assert torch.corrcoef(torch.stack((ours, reference)))[0, 1] > 0.7

@@ -83,14 +83,14 @@ def test_full_prefill_and_decode_match_transformers(setup: Setup) -> None:
 def test_ratio_one_is_full_prefill(setup: Setup, order: list[int], check_layer: int) -> None:
     keys = [setup.keys[i] for i in order]
     full = setup.logits(keys, BlendConfig(mode="full"), suffix_positions)
-    blended = setup.logits(keys, BlendConfig(ratio=1.0, check_layer=check_layer), suffix_positions)
+    blended = setup.logits(keys, BlendConfig(ratio=1.0, selector="hkvd", check_layer=check_layer), suffix_positions)
     assert (full - blended).abs().max() <= 1e-4
 
 
 def test_choosing_every_token_at_a_check_layer_is_full_prefill(setup: Setup) -> None:
     """The same through the state machine: a ratio just below 1 that still rounds up to every token."""
     full = setup.logits(setup.keys[:4], BlendConfig(mode="full"), suffix_positions)
-    blended = setup.logits(setup.keys[:4], BlendConfig(ratio=0.9999, check_layer=2), suffix_positions)
+    blended = setup.logits(setup.keys[:4], BlendConfig(ratio=0.9999, selector="hkvd", check_layer=2), suffix_positions)
     assert (full - blended).abs().max() <= 1e-4
 
 
@@ -115,7 +115,7 @@ def test_more_repair_is_closer(llama: Setup) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5])
-@pytest.mark.parametrize("selector", ["hkvd", "first", "first, shifted"])
+@pytest.mark.parametrize("selector", ["hkvd", "first", "query", "first, shifted"])
 def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> None:
     """Two prompts that differ in their last chunk only: at the same rows before it, nothing differs."""
     name, _, shifted = selector.partition(", ")
@@ -166,7 +166,7 @@ def test_ratio_one_is_full_prefill_with_any_codec(tmp_path: Path, codec: str, to
 
 
 def test_gradual_filtering_narrows(llama: Setup) -> None:
-    blend = BlendConfig(checks=((1, 0.5), (2, 0.2)))
+    blend = BlendConfig(selector="hkvd", checks=((1, 0.5), (2, 0.2)))
     answer = llama.engine.ask(llama.store, QUESTION, llama.keys[:5], blend, GREEDY)
     fresh = [report.fresh for report in answer.layers]
     inexact = answer.cached_tokens - answer.exact_tokens
