@@ -141,6 +141,32 @@ def test_a_flipped_bit_is_found_or_harmless(
     ledger.add("single-bit flips", flips=num_flips, wrong_data=0, signals=0, hangs=0, **totals)
 
 
+@pytest.mark.parametrize("fields", [range(136, 152), pytest.param(range(176), marks=pytest.mark.torture)])
+def test_every_bit_of_the_meta_pages(
+    tmp_path: Path, whole: tuple[Path, Contents], fields: range, ledger: Ledger
+) -> None:
+    """The last page and the number of the commit; in torture all that LMDB reads of them."""
+    source, contents = whole
+    original = (source / "data.mdb").read_bytes()
+    _, page_size = page_map(source / "data.mdb")
+
+    def work(flip: tuple[int, int]) -> dict[str, int]:
+        path = tmp_path / "store"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700)
+        image = bytearray(original)
+        image[flip[0]] ^= 1 << flip[1]
+        (path / "data.mdb").write_bytes(image)
+        return _use(path, contents, "nothing")
+
+    flips, totals = [(p * page_size + at, bit) for p in (0, 1) for at in fields for bit in range(8)], Counter[str]()
+    for flip, outcome in outcomes(work, flips, timeout=60):
+        assert not isinstance(outcome, Ended), (flip, outcome)
+        totals.update(outcome)
+    assert totals["detected"] > len(flips) // 4
+    ledger.add("every bit of the meta pages", flips=len(flips), wrong_data=0, signals=0, **totals)
+
+
 @pytest.mark.parametrize("page", [0, 1])
 def test_a_meta_page_cannot_pass_for_a_newer_one(tmp_path: Path, whole: tuple[Path, Contents], page: int) -> None:
     """Its number changed so that the older of the two seems to be the newest: the last commit would be lost."""
