@@ -3,8 +3,8 @@
     python benchmarks/kernel_resources.py [--arch 80 --arch 90] [--family decode_attention] [--core] [--jobs 2]
 
 Writes benchmarks/results/kernel_resources.json (every variant) and .md (a table a family). With --arch or --family only
-their rows are compiled anew, and others stay as they are if toolchain and kernel sources are still the same; --core
-writes nothing. Exits 1 when a kernel does not fit its architecture.
+their rows are compiled anew, and others stay as they are if toolchain and kernel sources are still the same; interrupted,
+it writes what it has; --core writes nothing. Exits 1 when a kernel does not fit its architecture.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def markdown(rows: list[KernelResources], toolchain: dict[str, str], num_variant
     for family in dict.fromkeys(r.family for r in rows):
         for arch in dict.fromkeys(r.arch for r in rows):
             some = [r for r in rows if r.family == family and r.arch == arch]
+            if not some:
+                continue
             matrix = ", ".join(sorted({r.matrix for r in some} - {""})) or "none"
             lines.append(
                 f"| {family} | sm_{arch} | {len(some)} | {max(r.registers for r in some)} | "
@@ -83,15 +85,15 @@ def provenance() -> dict[str, str]:
     return found
 
 
-def write(rows: list[KernelResources], toolchain: dict[str, str], archs: set[int], families: set[str]) -> None:
-    """Rows of these architectures and families, beside those that stand."""
+def write(rows: list[KernelResources], toolchain: dict[str, str]) -> None:
+    """These rows, and beside them those that stand."""
     path = RESULTS / "kernel_resources.json"
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    order = {(arch, v.family, v.label): (arch, i) for arch in ARCHS for i, v in enumerate(all_variants(arch))}
+    found = {(r.arch, r.family, r.label): r for r in rows}
     if old.get("toolchain") == toolchain:
-        kept = [KernelResources(**row) for row in old["kernels"]]
-        rows = [r for r in kept if not (r.arch in archs and r.family in families)] + rows
-    order = {(arch, v.name): i for arch in ARCHS for i, v in enumerate(all_variants(arch))}
-    rows.sort(key=lambda r: (r.arch, order[r.arch, f"{r.family} {r.label}"]))
+        found = {(row["arch"], row["family"], row["label"]): KernelResources(**row) for row in old["kernels"]} | found
+    rows = [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps({"toolchain": toolchain, "kernels": [asdict(row) for row in rows]}, indent=1) + "\n")
     (RESULTS / "kernel_resources.md").write_text(markdown(rows, toolchain, len(order)))
@@ -111,17 +113,20 @@ def main() -> int:
         if variant.family in (args.family or [variant.family]) and (variant.core or not args.core)
     ]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for row in pool.imap(compile_index, tasks):
-            rows.append(row)
-            mark = "" if row.fits else "  DOES NOT FIT"
-            print(
-                f"[{len(rows)}/{len(tasks)}] sm_{row.arch} {row.family} {row.label}: {row.registers} registers, "
-                f"{row.spill_bytes} B spilled, {row.shared_bytes} B shared{mark}",
-                file=sys.stderr,
-            )
+    try:
+        with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+            for row in pool.imap(compile_index, tasks):
+                rows.append(row)
+                mark = "" if row.fits else "  DOES NOT FIT"
+                print(
+                    f"[{len(rows)}/{len(tasks)}] sm_{row.arch} {row.family} {row.label}: {row.registers} registers, "
+                    f"{row.spill_bytes} B spilled, {row.shared_bytes} B shared{mark}",
+                    file=sys.stderr,
+                )
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(tasks) - len(rows)} variants are not compiled", file=sys.stderr)
     if not args.core:
-        write(rows, provenance(), set(args.arch or ARCHS), set(args.family or (r.family for r in rows)))
+        write(rows, provenance())
     return 0 if all(row.fits for row in rows) else 1
 
 
