@@ -7,6 +7,8 @@
 | AFTER_CHECK | the rest               | the chosen rows: fresh K and V overwrite their slots, they attend     |
 | DECODE      | generation             | one row a sequence (forward.decode_one_token)                         |
 
+A selector that needs no check layer chooses before layer 0, and every layer is AFTER_CHECK.
+
 Rows are positions, sorted. A row at position p sees the keys at positions <= p and no others: causality is by
 position, never by row number. Exact spans are never rows.
 """
