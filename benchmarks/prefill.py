@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,20 @@ import torch
 from cacheblend_store import ChunkStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.demo import model_dir
-from cacheblend_cli.engine.ask import Prefilled, Request, prefill
-from cacheblend_cli.engine.collect import collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.precompute import Collection, PlannedChunk, collect_sequences, store_chunk
-from cacheblend_cli.engine.sampling import SamplingParams
-from cacheblend_cli.model.loading import LoadedModel, load_model
-from cacheblend_cli.prompt.plan import ChunkInput
+from cacheblend_cli.engine.precompute import Collection
+from cacheblend_cli.evaluation.speed import (
+    FirstToken,
+    Layout,
+    SpeedPrompt,
+    ceiling,
+    device_name,
+    in_turn,
+    ordinary_ids,
+    random_ids,
+)
+from cacheblend_cli.model.loading import load_model
 
 ROOT = Path(__file__).parent.parent
 CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32
@@ -83,85 +88,45 @@ def write_checkpoint(path: Path, config: Path) -> Path:
 def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
     ours = load_model(checkpoint, "bench", torch.device("cpu"), "float32", "auto")
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(5, ours.spec.vocab_size, (CHUNK_TOKENS,), generator=generator).tolist() for _ in range(CHUNKS)]
-    prefix = torch.randint(5, 1000, (PREFIX_TOKENS,), generator=generator).tolist()
-    suffix = tuple(torch.randint(5, 1000, (SUFFIX_TOKENS,), generator=generator).tolist())
+    generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(ours)
+    ids = tuple(random_ids(ordinary, CHUNK_TOKENS, generator) for _ in range(CHUNKS))
+    prefix, suffix = (random_ids(ordinary, count, generator) for count in (PREFIX_TOKENS, SUFFIX_TOKENS))
     collection = Collection.of(ours, prefix, "auto", "")
     with ChunkStore.open(folder / "bench-store", mode="write") as store:
-        chunks = fill(ours, collection, store, ids)
-        prompt = torch.tensor([[*prefix, *(i for c in ids for i in c), *suffix]])
-
-        def run(blend: BlendConfig) -> Prefilled:
-            request = Request(suffix, chunks, blend, SamplingParams(), True)
-            done = prefill(ours, collection, store, request, 64, [], room=ANSWER_TOKENS)
-            done.result.logits.argmax()
-            return done
+        own = SpeedPrompt.stored(ours, collection, store, Layout(ids, suffix), ANSWER_TOKENS)
+        full = own.prefill(BlendConfig(mode="full"))
+        prompt = torch.tensor([full.plan.token_ids])
 
         @torch.inference_mode()
-        def run_theirs() -> torch.Tensor:
+        def their_logits() -> torch.Tensor:
             logits: torch.Tensor = theirs(prompt, use_cache=True, logits_to_keep=1).logits[0, -1]
-            logits.argmax()
             return logits
 
-        agree = float((run(BlendConfig(mode="full")).result.logits[-1] - run_theirs()).abs().max())
-        cases: dict[str, Callable[[], Any]] = {
-            "transformers": run_theirs,
-            "full": lambda: run(BlendConfig(mode="full")),
+        def their_first_token() -> FirstToken:
+            start = time.perf_counter()
+            int(their_logits().argmax())
+            return FirstToken(time.perf_counter() - start)
+
+        agree = float((full.result.logits[-1] - their_logits()).abs().max())
+        del full
+        cases: dict[str, Callable[[], FirstToken]] = {
+            "transformers": their_first_token,
+            "full": partial(own.first_token, BlendConfig(mode="full")),
+            **{name: partial(own.first_token, blend) for name, blend in BLENDS.items()},
         }
-        for name, blend in BLENDS.items():
-            cases[name] = lambda blend=blend: run(blend)
-        times: dict[str, list[float]] = {name: [] for name in cases}
-        loads: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-        for round_ in range(rounds + 1):
-            for name, case in cases.items():
-                start = time.perf_counter()
-                done = case()
-                if round_:
-                    times[name].append(time.perf_counter() - start)
-                    if isinstance(done, Prefilled):
-                        loads[name].append((done.loader.stall_s, done.loader.load_s))
-        size = run(BlendConfig()).loader.num_bytes
-    median = {name: statistics.median(t) for name, t in times.items()}
+        found = in_turn(cases, rounds)
+    median = {name: statistics.median(r.seconds for r in runs) for name, runs in found.items()}
     return {
         "seconds": median,
-        "all_seconds": times,
+        "all_seconds": {name: [r.seconds for r in runs] for name, runs in found.items()},
         "max_logit_difference_to_transformers": agree,
         "full_over_transformers": median["full"] / median["transformers"],
-        "speedup_over_full": {n: median["full"] / t for n, t in median.items() if n in BLENDS},
-        "ceiling": {n: ceiling(ours.spec.num_layers, blend) for n, blend in BLENDS.items()},
-        "store_share_of_ttft": {
-            n: statistics.median(s for s, _ in found) / median[n] for n, found in loads.items() if n in BLENDS
-        },
-        "load_seconds": {n: statistics.median(t for _, t in found) for n, found in loads.items() if n in BLENDS},
-        "kv_bytes_loaded": size,
+        "speedup_over_full": {n: median["full"] / median[n] for n in BLENDS},
+        "ceiling": {n: ceiling(own.plan(blend), ours.spec.num_layers, blend) for n, blend in BLENDS.items()},
+        "store_share_of_ttft": {n: statistics.median(r.stall_s for r in found[n]) / median[n] for n in BLENDS},
+        "load_seconds": {n: statistics.median(r.load_s for r in found[n]) for n in BLENDS},
+        "kv_bytes_loaded": found["reuse"][-1].kv_bytes,
     }
-
-
-def fill(model: LoadedModel, collection: Collection, store: ChunkStore, ids: list[list[int]]) -> tuple[ChunkInput, ...]:
-    """Collect and store prefix and chunks."""
-    prefix = collect_prefix(model.decoder, collection.prefix_ids, 64, collection.prefix_key)
-    head = Chunk(0, "", tuple(collection.prefix_ids), 0, 0)
-    store_chunk(store, collection, PlannedChunk(collection.prefix_key, "(prefix)", head, (), "prefix"), prefix.kv)
-    planned = [
-        PlannedChunk(collection.key(i), "bench", Chunk(n, "", tuple(i), 0, 0), (), "sink") for n, i in enumerate(ids)
-    ]
-    for p, kv in zip(planned, collect(model.decoder, prefix, collect_sequences(planned), 64), strict=True):
-        store_chunk(store, collection, p, kv)
-    return tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
-
-
-def ceiling(layers: int, blend: BlendConfig) -> float:
-    """The cost model: with a check layer, layer 0 on all rows, its K and V aside, and the rest on the chosen rows and the
-    suffix; without one, all layers on those. What a selector does to choose is not in it.
-
-    The first chunk is exact and no row of any layer.
-    """
-    reusable = (CHUNKS - 1) * CHUNK_TOKENS
-    total = PREFIX_TOKENS + CHUNKS * CHUNK_TOKENS + SUFFIX_TOKENS
-    rows = blend.effective_ratio() * reusable + SUFFIX_TOKENS
-    first = reusable + SUFFIX_TOKENS if blend.policy(layers, True).needs_check_layer else rows
-    return layers * total / (first + (layers - 1) * rows)
 
 
 def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
@@ -199,17 +164,9 @@ def peak(command: list[str]) -> dict[str, float]:
 
 
 def hardware() -> dict[str, Any]:
-    model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": model,
+        "cpu": device_name(torch.device("cpu")),
         "cores": os.cpu_count(),
         "memory_gib": round(memory, 1),
         "threads": torch.get_num_threads(),

@@ -25,7 +25,7 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
     columns += ["exact", "F1", "NormF1", "95 %", "ROUGE-L"] if referenced else ["F1 to full", "ROUGE-L to full"]
     columns += ["same answer", "top-1", "KL", "recomputed", "work", "first token"]
     rows = [_row(s, referenced) for s in summaries]
-    _table(columns, rows, output)
+    show_table(columns, rows, output)
     output.note(f"{summaries[0].samples} questions; top-1 and KL (nats a token) over full prefill's own answers")
 
 
@@ -40,7 +40,7 @@ def show_layers(summaries: Sequence[Summary], output: Output) -> None:
         for name, errors in (("K", s.k_error), ("V", s.v_error), ("attention", s.attention_error))
     ]
     output.text("\nrelative RMSE against full prefill, by layer:")
-    _table(["setting", "of", *(str(i) for i in range(len(compared[0].k_error)))], rows, output, left=2)
+    show_table(["setting", "of", *(str(i) for i in range(len(compared[0].k_error)))], rows, output, left=2)
 
 
 def auto_line(reports: Sequence[AutoReport]) -> str:
@@ -79,7 +79,7 @@ def _number(interval: Interval | None) -> str:
     return f"{interval.value:.3f}" if interval else ""
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], output: Output, left: int = 1) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], output: Output, left: int = 1) -> None:
     """Aligned text. What is too wide for a terminal goes into a further table below, the left columns repeated."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     limit = shutil.get_terminal_size().columns if output.out_tty else sum(widths) + 2 * len(widths)

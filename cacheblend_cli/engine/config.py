@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cacheblend_store.layouts import CODECS
+
 from cacheblend_cli.engine.blend import BlendPolicy
 from cacheblend_cli.engine.selectors import make_selector
 from cacheblend_cli.errors import UsageError
@@ -34,6 +36,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UsageError(f"block size {self.block_size} is no power of two", "64 fits every backend")
+        if self.kv_dtype != "auto" and self.kv_dtype not in CODECS:
+            raise UsageError(f"unknown KV dtype {self.kv_dtype!r}", f"known: auto, {', '.join(CODECS)}")
         if self.kv_pool_dtype not in POOL_DTYPES:
             raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -1,0 +1,107 @@
+"""cacheblend bench: how fast this machine is with this model, beside what the cost model allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.ask import blend_config
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.scores import show_table
+
+if TYPE_CHECKING:
+    from cacheblend_cli.evaluation.bench import BenchReport, Speed
+
+_COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/ceiling", "KV loaded", "load", "stall")
+
+
+def bench(
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the chunks together.", show_default="2048, or as many as fit"),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks they are cut into.")] = 8,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
+    ratio: Annotated[
+        list[float] | None, typer.Option(help="Ratio of blend (repeatable).", show_default="as ask")
+    ] = None,
+    selector: Annotated[
+        list[str] | None, typer.Option(help="Selector of blend (repeatable).", show_default="as ask, and hkvd")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting, after one that warms up.")] = 3,
+    decode_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 32,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    attention_backend: options.Backend = None,
+    kv_dtype: options.KvDtype = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Measure the time to the first token of full prefill, plain reuse and blending, and decoding, on this machine.
+
+    The prompt is random text in a store that goes when the run ends. The settings run in turn, in one process; stored KV
+    comes from the page cache, verification included. The ceiling is the cost model's: how many times fewer rows are
+    computed than in a full prefill, with loading hidden and choosing free.
+    """
+    output = Output()
+    settings = options.settings_of(
+        model=model, device=device, dtype=dtype, attention_backend=attention_backend, kv_dtype=kv_dtype, threads=threads
+    )
+    blend = replace(blend_config(settings), checks=())  # the ratio is what is named here
+    from cacheblend_cli.engine.selectors import make_selector
+    from cacheblend_cli.evaluation.bench import bench as measure
+    from cacheblend_cli.evaluation.bench import layout_of
+    from cacheblend_cli.evaluation.grid import grid
+
+    for name in selector or ():
+        make_selector(name)
+    asked = grid(
+        blend,
+        modes=("full", "reuse", "blend"),
+        selectors=selector or (settings.selector, "hkvd"),
+        ratios=ratio or (blend.ratio,),
+        contexts=("sink",),
+        noise_floor=False,
+    )
+    engine = options.load_engine(settings, output)
+    layout = layout_of(engine, tokens, chunks, question_tokens, decode_tokens)
+    with output.progress("bench") as bar:
+        report = measure(
+            engine, asked, layout,
+            question_tokens=question_tokens, rounds=rounds, decode_tokens=decode_tokens, on_run=bar,
+        )  # fmt: skip
+    for note in dict.fromkeys(report.notes):
+        output.warn(note)
+    if json:
+        output.json(report.to_dict())
+    else:
+        _show(report, output)
+
+
+def _show(report: BenchReport, output: Output) -> None:
+    output.note(
+        f"{report.model} on {report.device_name}, {report.threads} threads, {report.dtype}, attention by {report.attention_backend}, "
+        f"KV stored as {report.kv_dtype}; {report.prompt_tokens:,} tokens in {len(report.chunk_tokens)} chunks of "
+        f"{_lengths(report.chunk_tokens)} and a question of {report.question_tokens}; "
+        f"{'one round' if report.rounds == 1 else f'medians of {report.rounds} rounds'} after a warm-up"
+    )
+    show_table(_COLUMNS, [_row(speed) for speed in report.settings], output)
+    output.text(f"\ndecode: {report.decode_tokens_per_s:.1f} tokens/s over {report.decode_tokens} tokens")
+
+
+def _row(speed: Speed) -> list[str]:
+    cells = [speed.setting, f"{speed.ttft_s * 1000:.1f} ms"]
+    if speed.load_bytes_per_s is None:  # full prefill
+        return [*cells, *[""] * (len(_COLUMNS) - 2)]
+    cells += [f"{speed.speedup:.2f} x", f"{speed.ceiling:.2f} x", f"{speed.measured_over_ceiling:.0%}"]
+    cells += [f"{speed.kv_bytes_loaded / 2**20:.1f} MiB", f"{speed.load_bytes_per_s / 1e9:.2f} GB/s"]
+    return [*cells, f"{speed.kv_load_stall_s * 1000:.1f} ms"]
+
+
+def _lengths(tokens: list[int]) -> str:
+    shortest, longest = min(tokens), max(tokens)
+    return f"{longest}" if shortest == longest else f"{shortest} or {longest}"

@@ -1,0 +1,192 @@
+"""Time to the first token of a prompt of random ids whose chunks are in a store, beside the cost model's ceiling."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from cacheblend_store import ChunkStore
+from cacheblend_store.codecs import is_lossless
+from cacheblend_store.filesystem import check_space
+from torch import Tensor
+
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.ask import Prefilled, Request, plan_of, prefill, resolve_chunks
+from cacheblend_cli.engine.collect import collect
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.generate import generate
+from cacheblend_cli.engine.memory import DeviceMemory, runner_of
+from cacheblend_cli.engine.precompute import Collection, PlannedChunk, collect_sequences, ensure_prefix, store_chunk
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.plan import PromptPlan
+
+T = TypeVar("T")
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A prompt's token ids but its prefix, which is the collection's: the chunks, and the suffix behind them."""
+
+    chunks: tuple[Ids, ...]
+    suffix_ids: Ids
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """One run. seconds: from the known question to the first token: plan, KV load, rotation, prefill, argmax.
+
+    load_s: from the loader's start to its last layer; stall_s: how long computing waited for it.
+    """
+
+    seconds: float
+    load_s: float = 0.0
+    stall_s: float = 0.0
+    kv_bytes: int = 0
+
+
+@dataclass
+class SpeedPrompt:
+    """A prompt whose chunks are in the store, to be prefilled in any way any number of times.
+
+    room: tokens that can be decoded after it. memory: a GPU's, else every run has a pool of its own.
+    notes: what kept stored KV from being used; empty, or what was measured is not what was asked for.
+    """
+
+    model: LoadedModel
+    collection: Collection
+    store: ChunkStore
+    request: Request
+    room: int
+    block_size: int = 64
+    memory: DeviceMemory | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def stored(
+        cls,
+        model: LoadedModel,
+        collection: Collection,
+        store: ChunkStore,
+        layout: Layout,
+        room: int,
+        block_size: int = 64,
+        memory: DeviceMemory | None = None,
+    ) -> SpeedPrompt:
+        """Collect and store prefix and chunks. Raises StoreNoSpace, before anything is computed where that is clear."""
+        check_space(
+            store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
+        )
+        prefix = ensure_prefix(model, collection, store, block_size)
+        planned = [
+            PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
+            for n, ids in enumerate(layout.chunks)
+        ]
+        for p, kv in zip(planned, collect(model.decoder, prefix, collect_sequences(planned), block_size), strict=True):
+            store_chunk(store, collection, p, kv)
+        notes: list[str] = []
+        chunks = resolve_chunks(model, collection, store, [p.key for p in planned], notes)
+        lossless = is_lossless(collection.codec, model.decoder.dtype)
+        request = Request(layout.suffix_ids, chunks, BlendConfig(), SamplingParams(), True, lossless)
+        return cls(model, collection, store, request, room, block_size, memory, notes)
+
+    def plan(self, blend: BlendConfig) -> PromptPlan:
+        return plan_of(self.model, self.collection, replace(self.request, blend=blend))
+
+    def prefill(self, blend: BlendConfig) -> Prefilled:
+        """The caller releases the sequence."""
+        return prefill(
+            self.model, self.collection, self.store, replace(self.request, blend=blend), self.block_size, self.notes,
+            room=self.room, memory=self.memory,
+        )  # fmt: skip
+
+    def first_token(self, blend: BlendConfig) -> FirstToken:
+        start = time.perf_counter()
+        done = self.prefill(blend)
+        try:
+            int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
+            seconds = time.perf_counter() - start
+            return FirstToken(seconds, done.loader.load_s, done.loader.stall_s, done.loader.num_bytes)
+        finally:
+            done.sequence.release()
+
+    def decode(self, num_tokens: int) -> float:
+        """Tokens a second after the first of num_tokens (2 or more), greedily, over reused KV."""
+        done = self.prefill(BlendConfig(mode="reuse"))
+        try:
+            generation = generate(
+                self.model.decoder, done.pool, done.sequence, done.plan.num_tokens, done.result.logits[-1],
+                self.model.tokenizer, self.model.eos_ids, SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+                runner=runner_of(self.model.decoder, self.memory, done.pool),
+            )  # fmt: skip
+            return generation.tokens_per_s
+        finally:
+            done.sequence.release()
+
+
+def ordinary_ids(model: LoadedModel) -> Tensor:
+    """[n] int64: the ids that text can have, no special or added token and no padding of the vocabulary among them."""
+    ordinary = torch.ones(min(model.spec.vocab_size, model.tokenizer.vocab_size), dtype=torch.bool)
+    ordinary[[i for i in model.tokenizer.added_ids | model.eos_ids if i < len(ordinary)]] = False
+    return ordinary.nonzero().flatten()
+
+
+def random_ids(ordinary: Tensor, count: int, generator: torch.Generator) -> Ids:
+    """`count` of these ids, any as likely as any other."""
+    return tuple(ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist())
+
+
+def ceiling(plan: PromptPlan, layers: int, blend: BlendConfig) -> float:
+    """How many times faster than a full prefill the cost model lets this be: rows of a full prefill over rows computed.
+
+    Layers before the check layer compute all rows that are not exact (layer 0 without their K and V), it and those
+    behind it the chosen rows and the suffix; without a check layer, all layers these. That KV is loaded in time is taken
+    for granted, and what a selector does to choose, or the check layer's K and V cost, is not in it.
+    """
+    policy = blend.policy(layers, True)
+    checks = dict(policy.checks if policy.needs_check_layer else ((0, blend.effective_ratio()),))
+    ratio, computed = 1.0, 0.0
+    for layer in range(layers):
+        ratio = checks.get(layer, ratio)
+        computed += ratio * plan.inexact_tokens + plan.fresh_tokens
+    return layers * plan.num_tokens / computed
+
+
+def in_turn(
+    cases: Mapping[str, Callable[[], T]], rounds: int, on_run: Callable[[int, int, str], None] = lambda *told: None
+) -> dict[str, list[T]]:
+    """Run every case once a round, so that all see the same machine; what the first of rounds + 1 gave is dropped.
+
+    on_run: runs done, runs in all, and the case that is next.
+    """
+    found: dict[str, list[T]] = {name: [] for name in cases}
+    for round_ in range(rounds + 1):
+        for index, (name, case) in enumerate(cases.items()):
+            on_run(round_ * len(cases) + index, (rounds + 1) * len(cases), name)
+            result = case()
+            if round_:
+                found[name].append(result)
+    return found
+
+
+def even_lengths(total: int, parts: int) -> Sequence[int]:
+    """Lengths of `parts` chunks of `total` tokens, the first ones a token longer where it does not divide."""
+    size, longer = divmod(total, parts)
+    return [size + 1] * longer + [size] * (parts - longer)
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls the GPU or the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), platform.machine())
