@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.evaluation.bench import layout_of
+from cacheblend_cli.engine.memory import reserve
+from cacheblend_cli.evaluation.bench import bench, layout_of
+from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import ceiling, in_turn, ordinary_ids
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 
@@ -157,6 +159,22 @@ def test_random_ids_are_those_of_text(model: Path) -> None:
     assert len(set(layout.chunks)) == 3
     assert {i for ids in layout.chunks for i in ids} <= set(ordinary)
     assert layout == layout_of(engine, 600, 3, 40, 1)
+
+
+def test_a_lasting_pool_gets_its_blocks_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where one pool of a fixed size serves every run of every round."""
+    engine = Engine.load(EngineConfig(str(model), device="cpu"))
+    meter = SimpleNamespace(total=64 << 20, used=lambda: 0, peak=lambda run: 1 << 20)
+    memory = reserve(engine.model.decoder, 64, 0.9, meter=meter)
+    assert memory is not None
+    monkeypatch.setattr(engine, "memory", lambda: memory)
+    free, layout = memory.num_tokens, layout_of(engine, 600, 3, 8, 4)
+    settings = [Setting(mode, BlendConfig(mode=mode)) for mode in ("full", "reuse", "blend")]
+    assert free < 600 * 4 * 5  # without that, the runs would not fit
+    report = bench(engine, settings, layout, question_tokens=8, rounds=4, decode_tokens=4)
+    assert [s.setting for s in report.settings] == ["full", "reuse", "blend"]
+    assert memory.num_tokens == free
+    memory.pool.allocator.check_integrity()
 
 
 def test_the_ceiling_counts_rows() -> None:
