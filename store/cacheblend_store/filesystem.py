@@ -125,11 +125,27 @@ def read_metas(handle: int, data: Path) -> tuple[Meta, Meta]:
     return first, second
 
 
-def _check_pages(handle: int, data: Path) -> Meta:
-    metas = read_metas(handle, data)
-    for meta in sorted(metas, key=lambda meta: meta.txnid):
-        pages = PageReader(handle, meta, str(data.parent))
+def _check_older(pages: PageReader, newest: int) -> None:
+    """The older meta page is not the newest one with a damaged number: nothing else of it matters, it is not used.
+
+    A meta page that cannot be written is left by LMDB with the roots of the commit that failed and the number of the one
+    before last: pages behind its end, or a number that no single bit tells from the failed commit's, give it away.
+    """
+    try:
+        freed = pages.last_freed()
+    except StoreCorrupt:
+        return
+    older = pages.meta.txnid
+    failed = freed == newest + 1 and older == newest - 1 and ((newest + 1) ^ older).bit_count() > 1
+    if not failed:
         pages.check_age()
+
+
+def _check_pages(handle: int, data: Path) -> Meta:
+    older, meta = sorted(read_metas(handle, data), key=lambda meta: meta.txnid)
+    _check_older(PageReader(handle, older, str(data.parent)), meta.txnid)
+    pages = PageReader(handle, meta, str(data.parent))
+    pages.check_age()
     if meta.main.root != NO_PAGE:
         names = [node.key for node in pages.nodes(meta.main)]
         if not any(name.encode() in names for name in DATABASES):
