@@ -100,4 +100,5 @@ def _lines(axes: Any, rows: dict[str, dict[str, Any]], labels: list[str], keep: 
     for name, points in families.items():
         points = sorted((p for p in points if p["norm_f1"]), key=lambda p: p["budget"])
         values = [p["norm_f1"]["value"] for p in points]
-        axes.plot([p["budget"] for p in points], values, marker="o", markersize=4, label=name)
+        style = "--" if "document" in name else "-"
+        axes.plot([p["budget"] for p in points], values, linestyle=style, marker="o", markersize=4, label=name)
