@@ -57,7 +57,7 @@ def settings(ratio: float, contexts: Sequence[str] = CONTEXTS) -> list[Setting]:
     out = [FULL]
     for context in contexts:
         out.append(Setting(f"reuse, {context}", BlendConfig(mode="reuse"), context))
-        out.append(Setting(f"hkvd {ratio:g}, {context}", BlendConfig(ratio=ratio), context))
+        out.append(Setting(f"hkvd {ratio:g}, {context}", BlendConfig(ratio=ratio, selector="hkvd"), context))
     return out
 
 

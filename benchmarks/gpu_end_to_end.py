@@ -98,7 +98,7 @@ def times(bench: Bench, length: int) -> list[dict[str, Any]]:
         "transformers": partial(bench.run_theirs, length),
     }
     for ratio in RATIOS:
-        cases[f"blend {ratio:.2f}"] = partial(bench.run, length, BlendConfig(ratio=ratio))
+        cases[f"blend {ratio:.2f}"] = partial(bench.run, length, BlendConfig(ratio=ratio, selector="hkvd"))
     seconds: dict[str, list[float]] = {}
     stalls: dict[str, list[tuple[float, float]]] = {}
     done: dict[str, Prefilled] = {}
@@ -211,7 +211,10 @@ def checks(bench: Bench, length: int) -> list[dict[str, Any]]:
     full = bench.run(length, BlendConfig(mode="full"))[1].result.logits
     found = {
         "full prefill beside transformers'": (full, bench.run_theirs(length)[1][None]),
-        "blend at ratio 1 beside full prefill": (bench.run(length, BlendConfig(ratio=1.0))[1].result.logits, full),
+        "blend at ratio 1 beside full prefill": (
+            bench.run(length, BlendConfig(ratio=1.0, selector="hkvd"))[1].result.logits,
+            full,
+        ),
         "prefix and one chunk from the store beside full prefill": _one_chunk(bench, length),
     }
     rows = [_check(bench, length, case, row_error(*pair), allowed) for case, pair in found.items()]

@@ -21,7 +21,11 @@ from cacheblend_cli.evaluation.evaluate import FULL, evaluate
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
 
-SETTINGS = (FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("blend", BlendConfig(ratio=0.15)))
+SETTINGS = (
+    FULL,
+    Setting("reuse", BlendConfig(mode="reuse")),
+    Setting("blend", BlendConfig(ratio=0.15, selector="hkvd")),
+)
 
 
 def measure_codecs(folder: Path, questions: int) -> dict[str, Any]:
