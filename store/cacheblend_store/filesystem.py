@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -117,12 +118,28 @@ def read_metas(handle: int, data: Path) -> tuple[Meta, Meta]:
     if second.page_size != first.page_size or not (fresh or in_turn):
         raise StoreCorrupt(f"the two meta pages of {data} do not belong together", restore_hint(data.parent))
     newest = first if first.txnid > second.txnid else second
-    if newest.next_pgno > 2 and newest.next_pgno * newest.page_size > size:
+    if newest.next_pgno > 2 and newest.next_pgno * newest.page_size > size and not _is_free(handle, data, newest, size):
         raise StoreCorrupt(
             f"{data} has {size} bytes, and its index names {newest.next_pgno * newest.page_size}: it was truncated",
             restore_hint(data.parent),
         )
     return first, second
+
+
+def _is_free(handle: int, data: Path, meta: Meta, size: int) -> bool:
+    """Whether all that lies behind the end of the file are free pages. A commit does not write the pages that it took at the
+    end of the file and gave back itself; nothing reads them, and who takes one again writes it."""
+    pages = PageReader(handle, meta, str(data.parent))
+    missing = set(range(size // meta.page_size, meta.next_pgno))
+    try:
+        for node in pages.nodes(meta.free):
+            pages.check_extent(node)
+            value = pages.value(node)
+            count = min(int.from_bytes(value[:8], "little"), len(value) // 8 - 1)
+            missing.difference_update(struct.unpack_from(f"<{count}Q", value, 8))
+    except (StoreCorrupt, struct.error):
+        return False
+    return not missing
 
 
 def _check_older(pages: PageReader, newest: int) -> None:

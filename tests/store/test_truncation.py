@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat
+from cacheblend_store.filesystem import read_metas
+from cacheblend_store.pages import PageReader
 from children import Ended, outcomes
 from small_chunks import Operation, key_of, make_chunk, read_chunk, read_contents
 from torture import Ledger
@@ -137,3 +140,40 @@ def test_a_page_that_is_gone_is_found_before_it_is_read(whole: Path, tmp_path: P
     seen = run(work, items)
     assert seen["lost some"] > 5
     assert seen["harmless"] > 0
+
+
+def free_tail(path: Path) -> tuple[int, int]:
+    """The last page in use, and how many pages there are."""
+    data = path / "data.mdb"
+    with data.open("rb") as file:
+        meta = max(read_metas(file.fileno(), data), key=lambda m: m.txnid)
+        pages = PageReader(file.fileno(), meta, str(path))
+        free = set[int]()
+        for node in pages.nodes(meta.free):
+            value = pages.value(node)
+            free.update(struct.unpack_from(f"<{int.from_bytes(value[:8], 'little')}Q", value, 8))
+    return max(set(range(meta.next_pgno)) - free), meta.next_pgno
+
+
+def test_free_pages_need_not_be_in_the_file(tmp_path: Path) -> None:
+    """A commit does not write pages that it took at the file's end and gave back: the file may end before them."""
+    path, left = tmp_path / "store", set(SEEDS)
+    with ChunkStore.open(path, mode="write") as store:
+        store.put_chunks([make_chunk(seed) for seed in SEEDS])
+        for seed in reversed(SEEDS):
+            used, count = free_tail(path)
+            if used + 1 < count:
+                break
+            store.remove_chunks([key_of(seed)])
+            left.remove(seed)
+    assert used + 1 < count, "the file ends in free pages"
+    os.truncate(path / "data.mdb", (used + 1) * PAGE)
+    with ChunkStore.open(path, mode="write") as store:
+        assert set(chunks_of(store)) == left
+        store.put_chunks([make_chunk(seed) for seed in SEEDS])
+    with ChunkStore.open(path) as store:
+        assert set(chunks_of(store)) == set(SEEDS)
+    used, _ = free_tail(path)
+    os.truncate(path / "data.mdb", used * PAGE)
+    with pytest.raises(StoreCorrupt), ChunkStore.open(path):
+        pass
