@@ -130,16 +130,16 @@ def _is_free(handle: int, data: Path, meta: Meta, size: int) -> bool:
     """Whether all that lies behind the end of the file are free pages. A commit does not write the pages that it took at the
     end of the file and gave back itself; nothing reads them, and who takes one again writes it."""
     pages = PageReader(handle, meta, str(data.parent))
-    missing = set(range(size // meta.page_size, meta.next_pgno))
+    free = set[int]()
     try:
         for node in pages.nodes(meta.free):
             pages.check_extent(node)
             value = pages.value(node)
             count = min(int.from_bytes(value[:8], "little"), len(value) // 8 - 1)
-            missing.difference_update(struct.unpack_from(f"<{count}Q", value, 8))
+            free.update(struct.unpack_from(f"<{count}Q", value, 8))
     except (StoreCorrupt, struct.error):
         return False
-    return not missing
+    return all(page in free for page in range(size // meta.page_size, meta.next_pgno))  # ends at the first that is not
 
 
 def _check_older(pages: PageReader, newest: int) -> None:
