@@ -5,7 +5,7 @@
 | PREFILL     | before the check layer | all rows; at layer 0 cached rows project Q only, their K and V stand  |
 | CHECK       | the check layer(s)     | fresh K, V for all rows; score; choose; then chosen rows + fresh rows |
 | AFTER_CHECK | the rest               | the chosen rows: fresh K and V overwrite their slots, they attend     |
-| DECODE      | generation             | one row a sequence (forward.decode_one_token)                         |
+| DECODE      | generation             | one row a sequence (forward.decode_step)                              |
 
 A selector that needs no check layer chooses before layer 0, and every layer is AFTER_CHECK.
 
@@ -15,7 +15,6 @@ position, never by row number. Exact spans are never rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -29,10 +28,10 @@ from cacheblend_cli.engine.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.engine.forward import attend, write_kv
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
-from cacheblend_cli.engine.rows import Rows, rows_of
+from cacheblend_cli.engine.rows import Rows, joined, positions_of, rows_of
 from cacheblend_cli.engine.selectors import Candidates, Evidence, Selector, budget, select
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
-from cacheblend_cli.prompt.plan import PromptPlan, Segment
+from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class Status(IntEnum):
@@ -128,6 +127,7 @@ def blended_prefill(
         status, rows, fresh = state.status(layer.index), len(state.rows), state.num_fresh
         if status is Status.CHECK:
             k, v = layer.project_kv(h)
+            state.correct(layer, k, v)  # the rows an earlier check layer left behind
             index = (state.candidate_index, state.suffix_index)
             evidence = AtCheckLayer(layer, h, k, v, pool, sequence, state.rows, *index, policy.deviation)
             own, checked = state.fresh_index, state.rows
@@ -253,14 +253,6 @@ def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:
     blended = [(i, s) for i, s in enumerate(plan.segments) if s.status == "blended"]
     computed = [s for s in plan.segments if s.status == "computed"]
 
-    def positions(segments: Sequence[Segment]) -> Tensor:
-        return _joined([torch.arange(s.start, s.end) for s in segments], device)
-
-    chunk = _joined([torch.full((len(s.token_ids),), i) for i, s in blended], device)
-    offset = _joined([torch.arange(len(s.token_ids)) for _, s in blended], device)
-    return Candidates(positions([s for _, s in blended]), chunk, offset), positions(computed)
-
-
-def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Runs of int64 on the host as one tensor on the device."""
-    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)
+    chunk = joined([torch.full((len(s.token_ids),), i) for i, s in blended], device)
+    offset = joined([torch.arange(len(s.token_ids)) for _, s in blended], device)
+    return Candidates(positions_of([s for _, s in blended], device), chunk, offset), positions_of(computed, device)

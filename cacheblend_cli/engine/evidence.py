@@ -11,7 +11,7 @@ from cacheblend_cli.engine.device import upload
 from cacheblend_cli.engine.forward import attend, write_kv
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
-from cacheblend_cli.engine.rows import Rows, rows_of
+from cacheblend_cli.engine.rows import Rows, positions_of, rows_of
 from cacheblend_cli.engine.selectors import Candidates
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -70,8 +70,7 @@ class BeforeLayers:
 
     def _run_fresh(self, candidates: Candidates, num_layers: int) -> tuple[Tensor, Tensor, Tensor]:
         decoder, plan = self._decoder, self._plan
-        spans = [range(s.start, s.end) for s in plan.segments if s.status == "computed"]
-        positions = upload([p for span in spans for p in span], decoder.device)
+        positions = positions_of([s for s in plan.segments if s.status == "computed"], decoder.device)
         rows = rows_of(decoder, self._sequence, positions, plan.num_tokens, plan.num_tokens)
         suffix = positions[-len(plan.segments[-1].token_ids) :]
         return self._run(upload(plan.token_ids, decoder.device)[positions], rows, candidates, suffix, num_layers)

@@ -146,12 +146,6 @@ def decode_step(decoder: Decoder, pool: KVPool, rows: DecodeRows, token_ids: Ten
     return decoder.logits(delta, residual)
 
 
-def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
-    """The step of one sequence that holds `position` tokens, its token known on the host. Returns fp32 logits [vocab_size]."""
-    rows = next_rows(decoder, [sequence], [position])
-    return decode_step(decoder, pool, rows, upload([token_id], decoder.device))[0]
-
-
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> DecodeRows:
     """The rows after the kv_lens tokens the sequences hold; their blocks are grown and made theirs alone."""
     parts = []

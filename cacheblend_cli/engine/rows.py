@@ -13,6 +13,7 @@ from torch import Tensor
 from cacheblend_cli.engine.device import upload
 from cacheblend_cli.engine.kv_pool import PagedSequence
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.prompt.plan import Segment
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,16 @@ def packed_rows(
         max_kv_len=max(n for _, _, n in parts),
     )
     return Rows(positions, slots, cos, sin, meta)
+
+
+def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:
+    """The positions of the segments, int64."""
+    return joined([torch.arange(s.start, s.end) for s in segments], device)
+
+
+def joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Runs of int64 on the host, or none, as one tensor on the device."""
+    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)
 
 
 def block_tables(sequences: Sequence[PagedSequence], device: torch.device) -> Tensor:

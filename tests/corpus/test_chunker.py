@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from checkpoints import write_tokenizer
 from hypothesis import given, settings
@@ -121,8 +119,6 @@ def test_the_handbook_is_cut_at_paragraphs() -> None:
     from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, model_dir
     from cacheblend_cli.model.tokenizer import Tokenizer
 
-    if not Path(model_dir(), "tokenizer.json").is_file():
-        pytest.skip("the demo model is not there")
     encode = Tokenizer(model_dir()).encode_text
     for page in sorted(handbook_dir().glob("*.md")):
         text = page.read_text(encoding="utf-8")

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from decoding import decode_one_token
 
 from cacheblend_cli.api import Engine, EngineConfig, SamplingParams
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
-from cacheblend_cli.engine.forward import decode_one_token, forward
+from cacheblend_cli.engine.forward import forward
 from cacheblend_cli.engine.generate import Generation, generate
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import rows_of

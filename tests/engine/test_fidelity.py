@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from decoding import decode_one_token
 
 from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.engine.fidelity import divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.forward import decode_one_token, forward
+from cacheblend_cli.engine.forward import forward
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import rows_of
 

@@ -11,10 +11,11 @@ import torch
 from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
+from decoding import decode_one_token
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.engine.ask import Prefilled, prefill
-from cacheblend_cli.engine.forward import decode_one_token, forward
+from cacheblend_cli.engine.forward import forward
 from cacheblend_cli.engine.kv_pool import KVPool
 from cacheblend_cli.engine.kv_scales import calibrate
 from cacheblend_cli.engine.rows import rows_of

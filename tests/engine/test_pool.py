@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from decoding import decode_one_token
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.engine.block_allocator import Allocation, BlockAllocator
-from cacheblend_cli.engine.forward import decode_one_token, forward
+from cacheblend_cli.engine.forward import forward
 from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
 from cacheblend_cli.engine.rows import packed_rows, rows_of
 from cacheblend_cli.errors import DeviceError

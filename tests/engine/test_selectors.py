@@ -204,6 +204,16 @@ def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(be
     assert torch.equal(shift._mean(opposite), torch.zeros(5, 2, 4))
 
 
+def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
+    """What an earlier check layer left behind is moved at the later one too."""
+    checks = ((1, 0.5), (2, 0.25))
+    found = [bench.prefill(BlendConfig(selector="hkvd", checks=checks, mean_shift=m)) for m in (False, True)]
+    slots = [f.sequence.slots(torch.arange(f.plan.num_tokens)) for f in found]
+    plain, shifted = ([f.pool.read(layer, s)[1] for layer in (1, 2)] for f, s in zip(found, slots, strict=True))
+    assert torch.equal(plain[0], shifted[0]), "nothing is left behind yet"
+    assert not torch.equal(plain[1], shifted[1])
+
+
 def test_the_mean_shift_brings_reused_kv_nearer(bench: Bench) -> None:
     plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3))
     shifted = bench.kv_error(BlendConfig(selector="random", ratio=0.3, mean_shift=True))

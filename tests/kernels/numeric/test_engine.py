@@ -9,10 +9,10 @@ import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
+from decoding import decode_one_token
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.engine.ask import prefill
-from cacheblend_cli.engine.forward import decode_one_token
 from cacheblend_cli.engine.kv_scales import calibrate
 from cacheblend_cli.model.kv_scales import KVScales
 

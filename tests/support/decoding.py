@@ -1,0 +1,16 @@
+"""Decoding one token of one sequence, for tests that hold the token on the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cacheblend_cli.engine.device import upload
+from cacheblend_cli.engine.forward import decode_step, next_rows
+from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.model.decoder import Decoder
+
+
+def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
+    """fp32 logits [vocab_size] after token_id, in a sequence that holds `position` tokens before it."""
+    rows = next_rows(decoder, [sequence], [position])
+    return decode_step(decoder, pool, rows, upload([token_id], decoder.device))[0]
