@@ -169,7 +169,7 @@ class TorchBackend(KernelBackend):
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        _rope_into(x.float(), cos, sin, out)
+        _rope_rows(x.float(), cos, sin, out)
         return out.to(x.dtype)
 
     def kv_deviation(
@@ -206,8 +206,6 @@ class TorchBackend(KernelBackend):
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if activation == "silu":
-            return F.silu(gate).mul_(up)
         if activation not in _ACTIVATIONS:
             raise KernelError(f"unknown activation {activation!r}", f"known: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[activation](gate).mul_(up)
@@ -378,19 +376,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
 
 
 def _rope_rows(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """out = rotated x, as `_rope_into` does it, with tables as `TorchBackend.rope_tables` gives them or by row."""
+    """out = x * cos + rotate_half(x) * sin, all fp32. x, out: [rows, heads, dim]; cos, sin: [rows, dim], or as
+    `TorchBackend.rope_tables` makes them."""
     if cos.dim() == 2:
         cos, sin = cos[:, None], sin[:, None, : x.shape[-1] // 2]
     torch.mul(x, cos, out=out)
     (x1, x2), (out1, out2) = x.chunk(2, -1), out.chunk(2, -1)
     out1.addcmul_(x2, sin, value=-1)
     out2.addcmul_(x1, sin)
-
-
-def _rope_into(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """out = x * cos + rotate_half(x) * sin, all fp32. x, out: [rows, heads, dim]; cos, sin: [rows, dim]."""
-    half = x.shape[-1] // 2
-    c, s = cos[:, None, :half], sin[:, None, :half]
-    x1, x2 = x[..., :half], x[..., half:]
-    torch.mul(x1, c, out=out[..., :half]).addcmul_(x2, s, value=-1)
-    torch.mul(x2, c, out=out[..., half:]).addcmul_(x1, s)
