@@ -1,6 +1,6 @@
 """What a chunk was collected behind against what the prompt says: sink, document and neighbours on held-out questions.
 
-    python benchmarks/contexts.py [--limit 300] [--ratio 0.15] [--out benchmarks/results/contexts.json]
+    python benchmarks/contexts.py [--data FILE] [--limit N] [--ratio 0.15] [--out benchmarks/results/contexts.json]
 
 Each question is asked over three layouts of its chunks: whole pages; the same chunks shuffled; and without the first
 chunk of each page, so that a chunk's left context is *not* in the prompt, and its KV knows what the prompt does not say.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -25,13 +24,14 @@ import torch
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.demo import heldout_path
 from cacheblend_cli.engine.contexts import CONTEXTS
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference
+from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.evaluate import FULL, Results, evaluate
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.speed import device_name
 from cacheblend_cli.evaluation.summary import Summary, summarise
 
 ROOT = Path(__file__).parent.parent
@@ -137,29 +137,28 @@ def _difference(interval: dict[str, float] | None) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    cpu = device_name(torch.device("cpu"))
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=heldout_path())
+    parser.add_argument("--data", type=Path, default=None, help="default: the demo's held-out questions")
     parser.add_argument("--model", default=None, help="default: the bundled demo model")
-    parser.add_argument("--limit", type=int, default=300, help="the first questions only")
+    parser.add_argument("--limit", type=int, default=None, help="the first questions only")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/contexts.json")
     arguments = parser.parse_args()
     engine = Engine.load(EngineConfig(model=arguments.model))
-    samples = read_samples(arguments.data, arguments.limit)
+    samples = read_samples(arguments.data) if arguments.data else spellable_samples()
 
     def progress(name: str, done: int, total: int) -> None:
         if done % 50 == 0 or done == total:
             print(f"{name}: {done}/{total}", file=sys.stderr)
 
     with RecordFile(arguments.records) as records:
-        found = measure(engine, samples, ratio=arguments.ratio, records=records, progress=progress)
+        found = measure(engine, samples[: arguments.limit], ratio=arguments.ratio, records=records, progress=progress)
     result = {"hardware": hardware(), "model": engine.model.name, "ratio": arguments.ratio, "layouts": found}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -24,7 +24,7 @@ from fidelity_report import write_report
 from fidelity_variants import ExpectedContexts, bottom_right, scaled_keys
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.demo import heldout_path
+from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, evaluate
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Sample, read_samples
@@ -158,9 +158,7 @@ def main() -> None:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         engine = Engine.load(EngineConfig(model=arguments.model))
-        samples = read_samples(arguments.data or heldout_path())
-        if arguments.data is None:  # names the model has never seen it misspells, whatever the KV
-            samples = [s for s in samples if s.tags.get("names") == "known"]
+        samples = read_samples(arguments.data) if arguments.data else spellable_samples()
         samples = samples[: arguments.limit]
         with RecordFile(arguments.records) as records:
             named, summaries = measure(engine, samples, records, set(arguments.only))

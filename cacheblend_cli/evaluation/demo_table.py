@@ -28,9 +28,14 @@ behind their page."""
 ANSWER_TOKENS = 24
 
 
+def spellable_samples() -> list[Sample]:
+    """The held-out questions whose names the model can spell: the others it misspells, whatever the KV."""
+    return [s for s in read_samples(heldout_path()) if s.tags["names"] == "known"]
+
+
 def demo_samples(count: int) -> list[Sample]:
     """`count` held-out questions, spread evenly over those whose names the model can spell."""
-    samples = [s for s in read_samples(heldout_path()) if s.tags.get("names") == "known"]
+    samples = spellable_samples()
     step = max(1, len(samples) // count)
     return samples[::step][:count]
 
