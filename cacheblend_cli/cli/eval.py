@@ -121,7 +121,7 @@ def evaluate(
     ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill(output.note)
     asked = grid(
-        blend_config(settings),
+        replace(blend_config(settings), checks=()),  # the ratios are what is named here
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
         ratios=[r for r in ratios if not isinstance(r, str)],

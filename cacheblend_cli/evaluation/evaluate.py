@@ -140,7 +140,7 @@ class _Run:
                 self.results.notes,
             )  # fmt: skip
             before_s = time.perf_counter() - start
-            for setting in [s for s in missing if s.context == context or (reference is None and not s.reuses)]:
+            for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
                 if reference is None:
                     reference = run_full(self._engine, collection, request, self._max_tokens, before_s)
                 key = keys[setting.label]

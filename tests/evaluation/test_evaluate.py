@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from checkpoints import write_checkpoint
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, evaluate
-from cacheblend_cli.evaluation.measures import relative_rmse
+from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, evaluate
+from cacheblend_cli.evaluation.measures import prefill_in_pieces, relative_rmse, run_full
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Context, Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
@@ -110,6 +111,28 @@ def test_a_page_in_order_is_exact_when_collected_in_its_document(setup: Setup) -
     [sink], [document] = results.by_label["reuse"], results.by_label["document"]
     assert document.exact_tokens == document.cached_tokens
     assert max(document.kl) < 1e-8 < max(sink.kl)
+
+
+def test_full_prefill_runs_once_a_sample_whatever_context_comes_first(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own context is only a name: the prompt's ids are the same in every context."""
+    runs: list[str] = []
+
+    def counted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*told: Any, **named: Any) -> Any:
+            runs.append(name)
+            return run(*told, **named)
+
+        return counting
+
+    monkeypatch.setattr("cacheblend_cli.evaluation.evaluate.run_full", counted("full", run_full))
+    floor = replace(NOISE_FLOOR, prefill=counted("floor", prefill_in_pieces))
+    settings = [Setting("document", BlendConfig(mode="reuse"), "document"), REUSE, FULL, floor]
+    results = evaluate(setup.engine, setup.store, SAMPLES[:2], settings, max_tokens=TOKENS)
+    assert sorted(runs) == ["floor", "floor", "full", "full"]
+    assert results.measured == 8
+    assert len(results.full) == len(results.by_label["noise floor"]) == 2
 
 
 def test_a_left_context_that_is_not_in_the_prompt_is_used_all_the_same(setup: Setup) -> None:
