@@ -145,9 +145,6 @@ def evaluate(
     if not results.full:
         raise UsageError("no question was measured", "take a model with a longer context, or shorter contexts")
     summaries = summarise(results)
-    if plot is not None:
-        draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
-        output.note(f"drew {plot}")
     show_scores(summaries, output, json=json)
     if auto.reports:
         output.note(auto_line(auto.reports))
@@ -155,6 +152,9 @@ def evaluate(
         show_layers(summaries, output)
     if path is not None:
         output.note(f"{results.measured} records written to {path}, {results.resumed} were there")
+    if plot is not None:
+        draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
+        output.note(f"drew {plot}")
 
 
 def _record_path(out: Path | None, resume: Path | None) -> Path | None:

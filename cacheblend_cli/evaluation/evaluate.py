@@ -99,6 +99,7 @@ class _Run:
             "device": engine.model.decoder.device.type,
             "attention": engine.model.decoder.kernels.name,
             "codec": engine.collection().codec,
+            "pool": engine.config.kv_pool_dtype,
             "max_tokens": max_tokens,
         }
         self._digests = {

@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
 
 def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
     """Write the picture. Quality is F1 against the references, or without any against full prefill's answers; bands are
-    95 % intervals; full prefill and plain reuse are level lines."""
+    95 % intervals; full prefill and plain reuse are level lines. Raises UsageError for a file that cannot be written."""
     check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -60,7 +60,12 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
     if title:
         figure.suptitle(title, fontsize=10)
     metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    figure.savefig(path, dpi=150, metadata=metadata)
+    try:
+        figure.savefig(path, dpi=150, metadata=metadata)
+    except OSError as error:
+        raise UsageError(
+            f"cannot draw {path}: {error.strerror or error}", "check the path, its permissions and the space on its disk"
+        ) from error
 
 
 def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes) -> None:

@@ -128,6 +128,13 @@ def test_a_run_is_resumed_and_not_overwritten(cli: Cli, data: str, tmp_path: Pat
     assert cli("eval", data, "--out", "a", "--resume", "b").code == 2
 
 
+def test_a_float8_pool_is_another_run(cli: Cli, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("eval", data, "--out", "r.jsonl", *SHORT).code == 0
+    monkeypatch.setenv("CACHEBLEND_KV_POOL_DTYPE", "float8_e4m3")
+    again = cli("eval", data, "--resume", "r.jsonl", *SHORT)
+    assert "8 records written to r.jsonl, 0 were there" in again.err
+
+
 def test_the_store_is_a_temporary_one_unless_named(cli: Cli, data: str, tmp_path: Path) -> None:
     assert cli("eval", data, *SHORT).code == 0
     assert not (tmp_path / "store").exists()
@@ -160,6 +167,14 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_measured(
     result = cli("eval", data, "--plot", "p.png")
     assert result.code == 2
     assert "pip install 'cacheblend[plot]'" in result.err
+
+
+def test_a_picture_that_cannot_be_written_costs_no_measurement(cli: Cli, data: str, tmp_path: Path) -> None:
+    (tmp_path / "p.svg").mkdir()
+    result = cli("eval", data, "--plot", "p.svg", *SHORT)
+    assert result.code == 2
+    assert [line.split()[0] for line in result.out.splitlines()] == ["setting", "full", "reuse", "query", "noise"]
+    assert "cannot draw p.svg: Is a directory" in result.err
 
 
 @pytest.mark.parametrize(
