@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.text_files import decode_text, read_text
 
 _EXAMPLE = 'write it as an argument: cacheblend ask "Who leads billing?"'
 _LINE = 'each line is {"question": "...", "chunks": ["ID", ...]}, chunks being optional'
@@ -52,8 +53,8 @@ def read_ids(text: str) -> tuple[str, ...]:
     """
     if text == "-":
         name, lines = "stdin", read_stdin("chunk ids")
-    elif os.path.isfile(text):
-        name, lines = text, _file(Path(text))
+    elif os.path.exists(text) and not os.path.isdir(text):  # a pipe too: --chunks <(cacheblend search ... -q)
+        name, lines = text, read_text(Path(text))
     else:
         ids = tuple(part for part in text.replace(",", " ").split() if part)
         for part in ids:
@@ -63,7 +64,7 @@ def read_ids(text: str) -> tuple[str, ...]:
                 )
         return ids
     ids = tuple(
-        found for number, line in enumerate(lines.splitlines(), 1) for found in _ids_of(line, f"{name}:{number}")
+        found for number, line in enumerate(lines.split("\n"), 1) for found in _ids_of(line, f"{name}:{number}")
     )
     if not ids:
         raise UsageError(f"there is no chunk id in {name}", "did the command that writes them find anything?")
@@ -82,8 +83,8 @@ def _ids_of(line: str, place: str) -> list[str]:
 
 
 def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[Asked]:
-    text = read_stdin("questions") if str(path) == "-" else _file(path)
-    for number, line in enumerate(text.splitlines(), 1):
+    text = read_stdin("questions") if str(path) == "-" else read_text(path)
+    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at U+2028, which JSON may contain
         if line.strip():
             try:
                 row: Any = json.loads(line)
@@ -108,20 +109,4 @@ def read_stdin(what: str) -> str:
     """All of stdin as text; a terminal is told what is waited for. Raises UsageError for what is no UTF-8."""
     if sys.stdin.isatty():
         sys.stderr.write(f"reading {what} from the terminal; end with Ctrl-D\n")
-    return _decoded(sys.stdin.buffer.read(), "stdin")
-
-
-def _file(path: Path) -> str:
-    try:
-        return _decoded(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise NotFoundError(f"no such file: {path}", "check the path") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "check the path and its permissions") from error
-
-
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} has invalid UTF-8 at byte {error.start}", "convert it to UTF-8") from error
+    return decode_text(sys.stdin.buffer.read(), "stdin")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.text_files import read_text
 
 _HINT = 'a sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -38,10 +39,6 @@ class Sample:
     tags: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        return tuple(c.text for c in self.contexts)
-
-    @property
     def digest(self) -> str:
         """Names the sample: 128 bits over everything but the tags."""
         told = [self.question, self.answers, [(c.text, c.title, c.before) for c in self.contexts]]
@@ -62,15 +59,7 @@ def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
 
     Raises NotFoundError without the file, UsageError naming file and line for what is no sample.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} has invalid UTF-8 at byte {error.start}", "convert it to UTF-8") from error
-    except FileNotFoundError:
-        raise NotFoundError(f"no such file: {path}", "check the path") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "check the path and its permissions") from error
-    return parse_samples(text, str(path), limit)
+    return parse_samples(read_text(path), str(path), limit)
 
 
 def parse_samples(text: str, name: str, limit: int | None = None) -> list[Sample]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,6 +90,33 @@ def test_a_batch_takes_its_own_chunks_or_those_of_the_flag(tmp_path: Path, stdin
     assert read_asked(None, "cc", tmp_path / "q") == asked
     stdin(lines)
     assert read_asked(None, None, Path("-"))[1] == Asked("two?", None)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
+def test_only_a_newline_ends_a_line(tmp_path: Path, stdin, separator: str) -> None:  # type: ignore[no-untyped-def]
+    question = f"one{separator}two?"
+    line = f'{{"question": {json.dumps(question, ensure_ascii=False)}}}\r\n'
+    (tmp_path / "q").write_text(line * 2, encoding="utf-8", newline="")
+    assert read_asked(None, None, tmp_path / "q") == [Asked(question, None)] * 2
+    record = {"id": IDS[0], "source": f"a{separator}b.md"}
+    stdin(json.dumps(record, ensure_ascii=False) + "\r\n")
+    assert read_ids("-") == IDS[:1]
+
+
+def test_ids_come_through_a_named_pipe(tmp_path: Path) -> None:
+    """As `--chunks <(cacheblend search ... -q)` hands them over."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: path.write_text("\n".join(IDS)))
+    writer.start()
+    try:
+        assert read_ids(str(path)) == IDS
+    finally:
+        with contextlib.suppress(OSError):  # had nobody read it, the writer would wait for ever
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        writer.join()
+    with pytest.raises(NotFoundError, match="no file"):
+        read_ids(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_answers_may_be_a_list_of_lists_or_absent() -> None:
 
 def test_numbered_chunks_with_a_query() -> None:
     [sample] = parse_samples(json.dumps({"0": "one", "1": "two", "chunk_num": 2, "query": "\n\nWho?"}), "x")
-    assert (sample.question, sample.texts, sample.answers) == ("Who?", ("one", "two"), ())
+    assert (sample.question, sample.contexts, sample.answers) == ("Who?", (Context("one"), Context("two")), ())
     assert all(not c.before for c in sample.contexts)
 
 
