@@ -32,6 +32,8 @@ def doctor(
         except Exception as error:
             errors.append(error)
             facts[name] = {"error": getattr(error, "message", str(error))}
+        if name == "store" and (damaged := facts[name].get("damaged")):
+            errors.append(_corrupt(damaged, settings))
     if json:
         output.json({**facts, "ok": not errors})
     else:
@@ -109,6 +111,13 @@ def _store(settings: Any) -> dict[str, Any]:
             return {"path": str(path), **store.stats(), "damaged": len(store.damaged_keys())}
     except StoreNotFound:
         return {"path": str(path), "state": "not made yet"}
+
+
+def _corrupt(damaged: int, settings: Any) -> Exception:
+    from cacheblend_store import StoreCorrupt
+
+    message = f"{damaged} damaged records in {settings.store_path}"
+    return StoreCorrupt(message, "repair: cacheblend chunks verify --repair")
 
 
 def _model(settings: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def verify(
 ) -> None:
     """Check everything in the store, both ways: digests of all blobs, records without blobs, blobs without records.
 
-    Exits with 4 when something is damaged and was not repaired. With -q only the ids of damaged chunks. A store that
+    Exits with 4 when something is damaged and was not repaired, which "ok" of --json says, too. With -q only the ids of damaged chunks. A store that
     does not open any more is rebuilt by --repair from what of it still reads.
     """
     output = Output(quiet=quiet)
@@ -99,7 +99,13 @@ def verify(
         with output.progress("verify") as bar:
             report = kv_store.verify(lambda done, total: bar(done, total, "chunks"), repair=repair)
         checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
-    _show_findings(output, report, checked, json, quiet)
+    count = len(report.findings) + (len(checked.mismatches) if checked else 0)
+    done = report.repaired + (checked.replaced if checked else 0)
+    if json:
+        facts = {"rebuilt": None if rebuilt is None else vars(rebuilt), "repaired": done, "ok": done == count}
+        output.json(_record(report, checked) | facts)
+    else:
+        _show_findings(output, report, checked, quiet)
     if checked is not None:
         output.note(f"{checked.checked} chunks computed again, {len(checked.mismatches)} of them differ")
         if checked.foreign:
@@ -108,14 +114,12 @@ def verify(
         output.note(
             f"the store was rebuilt from what reads: {rebuilt.chunks} chunks; cacheblend precompute brings the others back"
         )
-    count = len(report.findings) + (len(checked.mismatches) if checked else 0)
     if not count:
         output.note("nothing is damaged")
-    elif repair:
-        done = report.repaired + (checked.replaced if checked else 0)
+    elif done:
         output.note(f"{done} findings repaired; cacheblend precompute brings removed chunks back")
-    else:
-        output.error(f"{count} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair")
+    if done < count:
+        output.error(f"{count - done} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair")
         raise typer.Exit(int(ExitCode.STORE))
 
 
@@ -144,19 +148,23 @@ def _recheck(settings: Settings, output: Output, store: ChunkStore, count: int, 
         )
 
 
-def _show_findings(
-    output: Output, report: VerifyReport, checked: RecheckReport | None, json: bool, quiet: bool
-) -> None:
+def _found(report: VerifyReport, checked: RecheckReport | None) -> list[tuple[str, str, bytes]]:
+    """(kind, message, key) of what the audit and the recheck found."""
     found = [(f.kind, f.message, f.key) for f in report.findings]
-    found += [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
-    if json:
-        findings = [{"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in found]
-        record = {**vars(report), "findings": findings, "ok": not found}
-        if checked is not None:
-            record |= {"rechecked": checked.checked, "foreign": checked.foreign}
-            record["repaired"] += checked.replaced
-        output.json(record)
-    elif quiet:
+    return found + [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
+
+
+def _record(report: VerifyReport, checked: RecheckReport | None) -> dict[str, Any]:
+    findings = [
+        {"kind": kind, "message": message, "id": key.hex() or None} for kind, message, key in _found(report, checked)
+    ]
+    rechecked = {} if checked is None else {"rechecked": checked.checked, "foreign": checked.foreign}
+    return {**vars(report), "findings": findings, **rechecked}
+
+
+def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport | None, quiet: bool) -> None:
+    found = _found(report, checked)
+    if quiet:
         for key in dict.fromkeys(key for kind, _, key in found if kind in _OF_A_CHUNK):
             output.text(key.hex())
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
 Cli = Callable[..., Any]
@@ -117,8 +118,6 @@ def test_dry_run_of_ask(cli: Cli, stored: list[str]) -> None:
 
 
 def test_a_corrupt_blob_is_reported_computed_and_replaced(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    from cacheblend_store import ChunkStore
-
     good = cli(
         "ask", "who?", "--chunks", ",".join(stored[:3]), "--mode", "full", "--max-tokens", "6", "--json"
     ).records[0]
@@ -220,6 +219,23 @@ def test_doctor(cli: Cli, stored: list[str]) -> None:
         assert broken["store"] == facts["store"]
         assert cli("doctor", "--device", "cuda").code == 5
     assert cli("doctor", "--model", "nowhere/at/all").code == 3
+
+
+def test_doctor_calls_no_damaged_store_well(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store, store._writing() as (txn, dbs):
+        record = bytearray(txn.get(bytes.fromhex(stored[1]), db=dbs["chunks"]))
+        record[len(record) // 2] ^= 1
+        txn.put(bytes.fromhex(stored[1]), bytes(record), db=dbs["chunks"])
+    result = cli("doctor", "--json")
+    assert result.code == 4
+    [facts] = result.records
+    assert (facts["ok"], facts["store"]["damaged"]) == (False, 1)
+    assert facts["model"]["architecture"] == "Qwen2ForCausalLM"  # what works is shown all the same
+    assert "1 damaged records" in result.err
+    assert "chunks verify --repair" in result.err
+    assert "1 broken" in cli("doctor").out
+    assert cli("chunks", "verify", "--repair").code == 0
+    assert cli("doctor").code == 0
 
 
 BAD = [

@@ -52,7 +52,12 @@ def test_verify_finds_damage_and_repair_removes_it(cli: Cli, stored: list[str], 
     report = cli("chunks", "verify", "--json")
     assert report.code == 4
     assert [f["id"] for f in report.records[0]["findings"]] == [stored[1]]
-    assert cli("chunks", "verify", "--repair").code == 0
+    assert (report.records[0]["ok"], report.records[0]["repaired"]) == (False, 0)
+    repaired = cli("chunks", "verify", "--repair", "--json")
+    assert repaired.code == 0
+    assert [f["id"] for f in repaired.records[0]["findings"]] == [stored[1]]
+    assert (repaired.records[0]["ok"], repaired.records[0]["repaired"]) == (True, 1)
+    assert repaired.records[0]["rebuilt"] is None
     assert cli("chunks", "verify", "--json").records[0]["ok"] is True
     assert {r["id"] for r in cli("chunks", "ls", "--json").records} == set(stored) - {stored[1]}
     again = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
@@ -87,7 +92,8 @@ def test_recheck_finds_kv_that_was_forged(cli: Cli, docs: Path, tmp_path: Path, 
     assert found.code == 4, found.err
     assert f"recheck: layer 2 of chunk {stored[1][:12]}" in found.out
     assert cli("chunks", "verify", "--recheck", "100", "-q").out.split() == [stored[1]]
-    assert cli("chunks", "verify", "--recheck", "100", "--repair").code == 0
+    repaired = cli("chunks", "verify", "--recheck", "100", "--repair", "--json")
+    assert (repaired.code, repaired.records[0]["repaired"], repaired.records[0]["ok"]) == (0, 1, True)
     assert cli("chunks", "verify", "--recheck", "100").code == 0
 
 
@@ -114,13 +120,16 @@ def test_repair_of_a_store_that_does_not_open(cli: Cli, stored: list[str], tmp_p
     broken = cli("chunks", "ls")
     assert broken.code == 4
     assert ("chunks verify --repair" in broken.err) == (damage != "gone")
-    repaired = cli("chunks", "verify", "--repair")
+    repaired = cli("chunks", "verify", "--repair", "--json")
     if damage in ("gone", "empty"):
         assert repaired.code == 4
         assert "hint: compute the KV again" in repaired.err
         return
     assert repaired.code == 0, repaired.err
     assert "rebuilt" in repaired.err
+    assert set(repaired.records[0]["rebuilt"]) == {"chunks", "documents", "lost"}
+    assert repaired.records[0]["rebuilt"]["chunks"] == repaired.records[0]["chunks"]
+    assert repaired.records[0]["ok"] is True
     assert cli("chunks", "verify").code == 0
     assert cli("precompute", "docs", "--chunk-tokens", "40").code == 0
     assert {r["id"] for r in cli("chunks", "ls", "--json").records} == set(stored)
