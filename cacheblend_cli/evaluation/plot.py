@@ -64,7 +64,8 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
         figure.savefig(path, dpi=150, metadata=metadata)
     except OSError as error:
         raise UsageError(
-            f"cannot draw {path}: {error.strerror or error}", "check the path, its permissions and the space on its disk"
+            f"cannot draw {path}: {error.strerror or error}",
+            "check the path, its permissions and the space on its disk",
         ) from error
 
 
