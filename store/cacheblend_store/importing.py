@@ -113,11 +113,9 @@ def import_chunks(
         if on_start is not None:
             on_start(report)
         _import_all(store, archive, index, wanted, report, on_chunk)
-    for document in documents:
-        old = store.get_document(document.collection, document.source, document.context)
-        if old is None or (old.chunks, old.content_digest) != (document.chunks, document.content_digest):
-            store.put_document(document)
-            report.documents += 1
+    changed = [document for document in documents if not _is_same(store, document)]
+    store.put_documents(changed)  # in one transaction: a chunk that moves from one of them to another stays
+    report.documents = len(changed)
     return report
 
 
@@ -234,15 +232,19 @@ def _choose_documents(
     """The documents to take, and the keys of chunks that are of no other."""
     taken, kept = [], list[DocumentRecord]()
     for document in index.documents:
-        old = store.get_document(document.collection, document.source, document.context)
-        same = old is None or (old.chunks, old.content_digest) == (document.chunks, document.content_digest)
-        if same or replace:
+        if replace or _is_same(store, document, absent=True):
             taken.append(document)
         else:
             kept.append(document)
             report.kept.append(document.source)
     needless = {c.key for d in kept for c in d.chunks} - {c.key for d in taken for c in d.chunks}
     return taken, index.chunks.keys() - needless
+
+
+def _is_same(store: ChunkStore, document: DocumentRecord, *, absent: bool = False) -> bool:
+    """Whether the store has this version of the document; `absent` when it has none."""
+    old = store.get_document(document.collection, document.source, document.context)
+    return absent if old is None else (old.chunks, old.content_digest) == (document.chunks, document.content_digest)
 
 
 # chunk by chunk

@@ -266,6 +266,31 @@ def test_another_version_of_a_document_stays_unless_asked(tmp_path: Path, archiv
         assert other.get_chunk(own.key) is None
 
 
+def test_a_chunk_that_moved_to_another_document_is_not_lost(tmp_path: Path, archive: Path) -> None:
+    manifests = [make_chunk(seed)[0] for seed in range(3)]
+
+    def arrange(store: ChunkStore, **seeds: tuple[int, ...]) -> None:
+        records = []
+        for name, numbers in seeds.items():
+            places = tuple(DocumentChunk(manifests[n].key, i, 0, 4) for i, n in enumerate(numbers))
+            records.append(DocumentRecord(f"{name}.md", manifests[0].collection, f"{numbers}", places, 2.5))
+        store.put_documents(records)
+
+    with ChunkStore.open(tmp_path / "a", mode="write") as store:
+        store.put_chunks([make_chunk(seed) for seed in range(3)])
+        arrange(store, a=(0, 1), b=(2,))
+        export_chunks(store, archive)
+        arrange(store, a=(0,), b=(1, 2))
+        moved = archive.with_name(f"moved-{archive.name}")
+        export_chunks(store, moved)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        import_chunks(other, archive)
+        report = import_chunks(other, moved, replace=True)
+        assert (report.chunks, report.documents) == ({"unchanged": 3}, 2)
+        assert {m.key for m in other.chunks()} == {m.key for m in manifests}
+        assert other.verify().missing == 0
+
+
 # hostile archives
 
 
