@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from cacheblend_store.environment import (
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError, StoreLocked
 from cacheblend_store.filesystem import DATA, again_hint, check_space
 from cacheblend_store.keys import KEY_BYTES
-from cacheblend_store.pages import NO_PAGE, Branch, Leaf, Meta, Node, PageReader, Tree, parse_meta
+from cacheblend_store.pages import NO_PAGE, Branch, Leaf, Node, PageReader, Tree, parse_meta
 from cacheblend_store.records import ChunkManifest, blob_digest, decode_document, decode_manifest, document_key
 from cacheblend_store.state import read_identity, read_state, recount, state_value, write_identity, write_state
 from cacheblend_store.translation import translated
@@ -93,7 +94,7 @@ class _Source:
 
     def __init__(self, handle: int, data: Path) -> None:
         self._data = data
-        page_size, metas = 4096, []
+        metas = []
         for offset in (0, 4096, 8192, 16384, 32768, 65536):
             meta = parse_meta(os.pread(handle, 4096, offset))
             if meta is not None:
@@ -106,35 +107,25 @@ class _Source:
             )
         page_size = sizes[0] if sizes else 4096
         pages = os.fstat(handle).st_size // page_size
-        self.trees: dict[str, Tree] = {}
         readers = []
         for meta in metas:
             sane = meta._replace(page_size=page_size, next_pgno=pages)
             sane = sane._replace(free=meta.free._replace(flags=8), main=meta.main._replace(flags=0))
             readers.append(PageReader(handle, sane, str(data.parent)))
-        for self.pages in sorted(readers, key=_age, reverse=True):
-            sane = self.pages.meta
-            self.trees = self._find_trees(sane)
-            if "chunks" in self.trees:
-                return
-
-    def _find_trees(self, meta: Meta) -> dict[str, Tree]:
-        found = {}
+        self.pages = max(readers, key=_age)
+        self.trees: dict[str, Tree] = {}
         for name in DATABASES:
-            try:
+            with suppress(StoreError):
                 tree = self.pages.tree(name.encode())
-                if tree is not None and tree.root != NO_PAGE:
-                    self.pages.page_at(tree.root, tree)
                 if tree is not None:
-                    found[name] = tree
-            except StoreError:
-                continue
-        return found
+                    self.trees[name] = tree
 
     def nodes(self, name: str, key_sizes: tuple[int, ...]) -> Iterator[Node]:
-        """Nodes of a database whose extents read; of any leaf in the file when the database's tree is lost."""
+        """Nodes of a database whose extents read: those of its tree, then, when the tree is lost or a page of it does not
+        read, those of any other leaf in the file. What a bad branch led to is there, and often an older copy of a bad leaf.
+        """
         tree = self.trees.get(name)
-        for node in self._walk(tree) if tree is not None else self._scan():
+        for node in self._walk(tree) if tree is not None else self._scan(set()):
             try:
                 if len(node.key) in key_sizes:
                     self.pages.check_extent(node)
@@ -143,7 +134,7 @@ class _Source:
                 continue
 
     def _walk(self, tree: Tree) -> Iterator[Node]:
-        todo, seen = ([] if tree.root == NO_PAGE else [tree.root]), set()
+        todo, seen, whole = ([] if tree.root == NO_PAGE else [tree.root]), set[int](), True
         while todo:
             pgno = todo.pop()
             if pgno in seen:
@@ -152,14 +143,20 @@ class _Source:
             try:
                 page = self.pages.page_at(pgno, tree)
             except StoreError:
+                whole = False
                 continue
             if isinstance(page, Branch):
                 todo += reversed(page.children)
             else:
                 yield from page.nodes
+        if not whole:
+            yield from self._scan(seen)
 
-    def _scan(self) -> Iterator[Node]:
+    def _scan(self, seen: set[int]) -> Iterator[Node]:
+        """Nodes of every leaf in the file, but for the pages in `seen`."""
         for pgno in range(2, self.pages.meta.next_pgno):
+            if pgno in seen:
+                continue
             try:
                 page = self.pages.page_at(pgno, _NO_TREE)
             except StoreError:
@@ -217,7 +214,7 @@ class _Copier:
         documents = self._copy_documents(transaction)
         for node in self._source.nodes("lru", (KEY_BYTES,)):
             if node.key in kept and node.size == 16 and node.inline:
-                transaction.put(node.key, node.inline, db=self._dbs["lru"])
+                transaction.put(node.key, node.inline, overwrite=False, db=self._dbs["lru"])
         self._copy_meta(transaction)
         transaction.commit()
         self._count()
@@ -259,8 +256,9 @@ class _Copier:
             except StoreError:
                 continue
             keys = [chunk.key for chunk in record.chunks]
-            if document_key(record.collection, record.source, record.context) == node.key:
-                found[node.key] = max(found.get(node.key, (0.0, b"", [])), (record.updated, value, keys))
+            newer = node.key not in found or found[node.key][0] < record.updated
+            if newer and document_key(record.collection, record.source, record.context) == node.key:
+                found[node.key] = (record.updated, value, keys)
         for name, (_, value, keys) in found.items():
             transaction.put(name, value, db=self._dbs["documents"])
             for key in keys:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cacheblend_store import ChunkStore, StoreCorrupt, StoreError
 from children import Ended, outcomes
-from page_map import page_map
+from page_map import page_map, pages_by_level
 from small_chunks import Contents, Operation, key_of, make_chunk, read_chunk
 from torture import Ledger
 
@@ -213,3 +213,27 @@ def test_a_branch_that_leads_past_a_chunk_is_found_and_mended(tmp_path: Path, wh
         store.verify(repair=True)
         assert store.verify().ok
         assert read_chunks(store) == (contents.chunks, 0)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("database", ["blobs", "chunks"])
+def test_a_bad_branch_costs_no_chunk(tmp_path: Path, database: str, level: int) -> None:
+    """Every leaf below it is in the file still. level: 0 for the tree's root; a leaf (2) costs what is in it alone."""
+    path, seeds = tmp_path / "store", range(0, 2100, 3)
+    with ChunkStore.open(path, mode="write") as store:
+        for start in range(0, 2100, 300):
+            store.put_chunks([make_chunk(seed) for seed in range(start, start + 300, 3)])
+    levels, page_size = pages_by_level(path / "data.mdb", database)
+    assert len(levels) == 3
+    with (path / "data.mdb").open("r+b") as stream:
+        stream.seek(levels[level][len(levels[level]) // 2] * page_size)
+        stream.write(bytes(page_size))
+    report = ChunkStore.repair(path)
+    with ChunkStore.open(path, mode="write") as store:
+        assert store.verify().ok
+        found, damaged = read_chunks(store)
+        assert (report.chunks, damaged) == (len(found), 0)
+        if level < 2:
+            assert found == dict.fromkeys(seeds, 0)
+        else:
+            assert len(seeds) - 30 < len(found) <= len(seeds)

@@ -32,6 +32,21 @@ def page_map(data: Path) -> tuple[dict[str, list[int]], int]:
         os.close(handle)
 
 
+def pages_by_level(data: Path, database: str) -> tuple[list[list[int]], int]:
+    """(page numbers of a database's tree, from its root down, level by level; page size)."""
+    with data.open("rb") as file:
+        meta = read_meta(file.fileno(), data)
+        pages = PageReader(file.fileno(), meta, str(data.parent))
+        tree = pages.tree(database.encode())
+        assert tree is not None
+        levels, level = list[list[int]](), [tree.root]
+        while level:
+            levels.append(level)
+            found = [pages.page_at(pgno, tree) for pgno in level]
+            level = [child for page in found if isinstance(page, Branch) for child in page.children]
+        return levels, meta.page_size
+
+
 def _walk(pages: PageReader, tree: Tree, found: dict[str, list[int]]) -> None:
     todo = [] if tree.root == NO_PAGE else [tree.root]
     while todo:
