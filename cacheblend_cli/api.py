@@ -202,7 +202,7 @@ class Engine:
         """Answer a question over the chunks with these keys, in this order. Blending never changes stored KV.
 
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
-        store is open for writing. auto: the loading controller picks the ratio, blend.ratio being its floor, or a full
+        store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). auto: the loading controller picks the ratio, blend.ratio being its floor, or a full
         prefill; it measures this machine when it is first needed. Raises NotFoundError for an unknown chunk, UsageError
         for an empty question.
         """
@@ -234,6 +234,10 @@ class Engine:
             controller.learn(report, collection, wanted, seen)
         if save_holes and store is not None and store.writable and result.mode != "full":
             self._save_holes(store, collection, result)
+        if store is not None and result.mode != "full":
+            store.touch([bytes.fromhex(c.id) for c in result.chunks if c.status != "computed"])
+            if request.prefix_cached:
+                store.touch([collection.prefix_key])
         return result
 
     def plan(

@@ -152,7 +152,7 @@ def ask(
         )  # fmt: skip
         show_answer(found, output, json=json, ids=ids, explain=explain, extra=extra)
 
-    with _store_for_holes(settings, save and not dry_run) as kv_store:
+    with _store_in_use(settings, dry_run) as kv_store:
         failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]
     if failed:
         raise typer.Exit(failed[0])
@@ -215,11 +215,11 @@ def _sampling(settings: Settings, stop: tuple[str, ...], logprobs: int | None) -
     )  # fmt: skip
 
 
-def _store_for_holes(settings: Settings, save: bool) -> ChunkStore:
-    """For writing, so that computed chunks can be stored; for reading where this user may not write."""
+def _store_in_use(settings: Settings, dry_run: bool) -> ChunkStore:
+    """For writing, so that uses are noted and computed chunks stored; for reading where this user may not write."""
     from cacheblend_store import StorePermission
 
-    if save:
+    if not dry_run:
         try:
             return options.open_store(settings, write=True)
         except StorePermission:

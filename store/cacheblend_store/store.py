@@ -312,20 +312,36 @@ class ChunkStore:
         return self._transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that chunks were used now. Held in memory until `flush_touches`, which leaving the store does."""
+        """Note that chunks were used now. Held in memory until `flush_touches`, which leaving the store does.
+
+        Nothing is noted in a store that is open for reading only.
+        """
+        if not self._write:
+            return
         now = time.time()
         with self._touch_lock:
             for key in keys:
                 self._touched[key] = now
-        if self._write and len(self._touched) >= TOUCHES_HELD:
+        if len(self._touched) >= TOUCHES_HELD:
             self.flush_touches()
 
-    def flush_touches(self) -> None:
-        """Write the noted uses, in one transaction. Nothing to do for a store that is open for reading."""
+    def flush_touches(self) -> bool:
+        """Write the noted uses, in one transaction; whether none are left.
+
+        They are hints about what to evict, so nobody waits or fails for them: while another writes, or when the write
+        fails, they are kept for the next time.
+        """
         with self._touch_lock:
             uses, self._touched = self._touched, {}
-        if uses and self._write:
-            self._transact(lambda writer: writer.touch(uses))
+        if not uses:
+            return True
+        try:
+            self._transact(lambda writer: writer.touch(uses), lock_timeout=0.0)
+        except StoreError:
+            with self._touch_lock:
+                self._touched = uses | self._touched
+            return False
+        return True
 
     def set_max_bytes(self, max_bytes: int) -> None:
         """Set the quota, 0 for none. Nothing is evicted before the next put or `prune`."""
@@ -376,14 +392,17 @@ class ChunkStore:
         with env.writing(self._lock_timeout) as (transaction, _):
             yield transaction, env.dbs
 
-    def _transact(self, work: Callable[[StoreWriter], T]) -> T:
-        """Run `work` in a write transaction and commit; again in a larger map when it was full."""
+    def _transact(self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None) -> T:
+        """Run `work` in a write transaction and commit; again in a larger map when it was full.
+
+        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with.
+        """
         self._require_writable()
-        panicked = False
+        timeout, panicked = self._lock_timeout if lock_timeout is None else lock_timeout, False
         while True:
             env = self._environment()
             try:
-                with env.writing(self._lock_timeout) as (transaction, pages):
+                with env.writing(timeout) as (transaction, pages):
                     writer = StoreWriter(transaction, env.dbs, pages)
                     result = work(writer)
                     writer.finish()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, StoreNoSpace
 from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
+from cacheblend_store.environment import Environment
 
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import UsageError
@@ -193,3 +196,35 @@ def test_a_networks_disk_is_refused_unless_forced(cli: Cli, stored: list[str], m
     assert "CACHEBLEND_FORCE_STORE=1" in refused.err
     monkeypatch.setenv("CACHEBLEND_FORCE_STORE", "1")
     assert len(cli("chunks", "ls", "--json").records) == len(stored)
+
+
+def test_what_was_asked_about_is_not_the_least_recently_used(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    """The KV an answer used, and the prefix's, are used by it, whatever was stored since."""
+    for name in ("alpha", "beta"):
+        assert cli("precompute", f"docs/{name}.md", "--chunk-tokens", "400").code == 0
+    old, new = (r["id"] for r in sorted(cli("chunks", "ls", "--json").records, key=lambda r: r["source"]))
+    assert cli("ask", "who?", "--chunks", old, "--no-save", "--max-tokens", "1").code == 0
+    with ChunkStore.open(tmp_path / "store") as store:
+        sizes = {m.id: m.num_bytes for m in store.chunks(prefixes=True)}
+    keep = sum(sizes.values()) - 1  # one has to go
+    assert cli("chunks", "prune", "--to-size", str(keep), "-q").out.split() == [new]
+    assert set(sizes) - {new} == {m.id for m in ChunkStore.open(tmp_path / "store").chunks(prefixes=True)}
+
+
+def no_space(*_: object) -> NoReturn:
+    raise StoreNoSpace("the disk is full", "free some of it")
+
+
+@pytest.mark.parametrize("hindrance", ["writer", "disk"])
+def test_ask_neither_waits_nor_fails_to_note_what_it_used(
+    cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hindrance: str
+) -> None:
+    if hindrance == "disk":
+        monkeypatch.setattr(Environment, "writing", no_space)
+        assert cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "1").code == 0
+        return
+    held = os.open(tmp_path / "store" / "writer.lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for the writer"))
+    assert cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "1").code == 0
+    os.close(held)
