@@ -32,13 +32,16 @@ class MeanShift:
         self._num_chunks = int(every.chunk.max()) + 1
         self._repaired = rows_of(decoder, sequence, repaired.positions, num_tokens, num_tokens)
         self._stale = rows_of(decoder, sequence, every.positions[stale], num_tokens, num_tokens)
+        cos, sin = self._repaired.cos, self._repaired.sin
+        stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
+        self._back = cos / stretch, -sin / stretch
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
         [num_repaired, num_kv_heads, head_dim]."""
         repaired, stale, index = self._repaired, self._stale, layer.index
         old_k, old_v = self._pool.read(index, repaired.slots)
-        old_k = layer.kernels.rope(old_k, repaired.cos, -repaired.sin)
+        old_k = layer.kernels.rope(old_k, *self._back)
         stale_k, stale_v = self._pool.read(index, stale.slots)
         moved = layer.kernels.rope(self._mean(k.float() - old_k), stale.cos, stale.sin)
         self._pool.write(index, stale.slots, stale_k + moved, stale_v + self._mean(v.float() - old_v))

@@ -14,6 +14,8 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOpti
 from cacheblend_cli.engine.ask import Prefilled, prefill
 from cacheblend_cli.engine.config import parse_checks, parse_layers
 from cacheblend_cli.engine.corrections import MeanShift
+from cacheblend_cli.engine.forward import write_kv
+from cacheblend_cli.engine.rows import rows_of
 from cacheblend_cli.engine.selectors import SELECTORS, Candidates, choose, make_selector, select
 from cacheblend_cli.errors import UsageError
 
@@ -110,8 +112,8 @@ def test_check_layers_and_probe_layers_are_read() -> None:
 class Bench:
     """A random model, a store of some chunks, and prefills of a prompt over them."""
 
-    def __init__(self, root: Path) -> None:
-        write_checkpoint(root / "model", "llama-gqa")
+    def __init__(self, root: Path, family: str = "llama-gqa") -> None:
+        write_checkpoint(root / "model", family)
         self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16))
         docs = root / "docs"
         docs.mkdir()
@@ -202,6 +204,25 @@ def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(be
     assert torch.allclose(shift._mean(same), torch.full((5, 2, 4), 2.0))
     opposite = torch.stack((torch.full((2, 4), 3.0), torch.full((2, 4), -3.0), torch.zeros(2, 4)))
     assert torch.equal(shift._mean(opposite), torch.zeros(5, 2, 4))
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
+def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None:
+    """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
+    bench = Bench(tmp_path, family)
+    decoder, every = bench.engine.model.decoder, Candidates(torch.arange(8), torch.zeros(8).long(), torch.arange(8))
+    done = bench.prefill(BlendConfig(mode="full"))
+    layer, repaired = decoder.layers[1], torch.tensor([1, 3, 5])
+    rows = rows_of(decoder, done.sequence, torch.arange(8), 8, 8)
+    old_k, old_v = torch.randn(2, 8, 2, 16)
+    write_kv(layer, old_k, old_v, done.pool, rows)
+    shift = MeanShift(decoder, done.sequence, 8, every, every.take(repaired))
+    shift.apply(layer, old_k[repaired] + 0.5, old_v[repaired] + 0.25)
+    found_k, found_v = done.pool.read(1, rows.slots)
+    stale = torch.tensor([0, 2, 4, 6, 7])
+    expected = decoder.kernels.rope(old_k + 0.5, rows.cos, rows.sin)
+    torch.testing.assert_close(found_k[stale], expected[stale], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found_v[stale], old_v[stale] + 0.25, rtol=0, atol=1e-5)
 
 
 def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
