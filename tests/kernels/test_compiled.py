@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not here: no register spills, no more shared memory than a block may use.
 
-A subset, the kernels of a bf16 model with heads of 128 (`core`); benchmarks/kernel_resources.py compiles every variant.
+A subset of a bf16 model with heads of 128 (`core`); benchmarks/kernel_resources.py compiles every variant.
 """
 
 from __future__ import annotations

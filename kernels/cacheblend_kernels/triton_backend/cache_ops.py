@@ -95,30 +95,32 @@ def rope_and_cache_kernel(
     in_half = halves < HEAD_DIM // 2
     cos = tl.load(cos_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + row * HEAD_DIM + halves, mask=in_half, other=0.0)[None, :]
-    if part < KV_PROGRAMS:
+    if KV_PROGRAMS > 0:  # else there are no slots, and what stands for them has another type
         heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        base = tl.load(slots_ptr + row) * (NUM_KV_HEADS * HEAD_DIM)
-        mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
-        k_factor = 1.0
-        v_factor = 1.0
-        if FP8:
-            k_factor = 1.0 / tl.load(k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
-            v_factor = 1.0 / tl.load(v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
-        _rotate_heads(
-            k_ptr + row * k_stride, k_cache_ptr + base, heads, halves, cos, sin, k_factor,
-            NUM_KV_HEADS, HEAD_DIM, FP8,
-        )  # fmt: skip
-        for half in tl.static_range(2):
-            at = heads[:, None] * HEAD_DIM + (halves + half * (HEAD_DIM // 2))[None, :]
-            v = tl.load(v_ptr + row * v_stride + at, mask=mask, other=0.0)
-            v = to_pool(v.to(tl.float32) * v_factor, v_cache_ptr, FP8)
-            tl.store(v_cache_ptr + base + at, v, mask=mask)
-    else:
+        if part < KV_PROGRAMS:
+            base = tl.load(slots_ptr + row) * (NUM_KV_HEADS * HEAD_DIM)
+            mask = (heads < NUM_KV_HEADS)[:, None] & in_half[None, :]
+            k_factor = 1.0
+            v_factor = 1.0
+            if FP8:
+                k_factor = 1.0 / tl.load(k_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
+                v_factor = 1.0 / tl.load(v_scale_ptr + heads, mask=heads < NUM_KV_HEADS, other=1.0)[:, None]
+            _rotate_heads(
+                k_ptr + row * k_stride, k_cache_ptr + base, heads, halves, cos, sin, k_factor,
+                NUM_KV_HEADS, HEAD_DIM, FP8,
+            )  # fmt: skip
+            for half in tl.static_range(2):
+                at = heads[:, None] * HEAD_DIM + (halves + half * (HEAD_DIM // 2))[None, :]
+                v = tl.load(v_ptr + row * v_stride + at, mask=mask, other=0.0)
+                v = to_pool(v.to(tl.float32) * v_factor, v_cache_ptr, FP8)
+                tl.store(v_cache_ptr + base + at, v, mask=mask)
+    if NUM_HEADS > 0:
         heads = (part - KV_PROGRAMS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        _rotate_heads(
-            q_ptr + row * q_stride, q_out_ptr + row * (NUM_HEADS * HEAD_DIM), heads, halves, cos, sin, 1.0,
-            NUM_HEADS, HEAD_DIM, False,
-        )  # fmt: skip
+        if part >= KV_PROGRAMS:
+            _rotate_heads(
+                q_ptr + row * q_stride, q_out_ptr + row * (NUM_HEADS * HEAD_DIM), heads, halves, cos, sin, 1.0,
+                NUM_HEADS, HEAD_DIM, False,
+            )  # fmt: skip
 
 
 def rope_and_cache(

@@ -1,4 +1,10 @@
-"""Every kernel in every configuration a launch may pick, for compiling ahead of time on a machine without a GPU."""
+"""Every kernel and every tile a launch may pick, for compiling ahead of time on a machine without a GPU.
+
+What a launch compiles has no end: heads, block sizes, numbers of splits and widths are constants of the code. These are
+the launches of a model of 32 query and 8 KV heads over blocks of 64, in all that the tool does with a bf16 model of heads
+of 128 (`tests/kernels/test_launches.py` holds them to the launches themselves); of other head sizes, dtypes, groups and
+blocks each kernel's plain cases and those that take the most registers. Split contexts stand as 8 splits.
+"""
 
 # mypy: allow-untyped-defs
 
@@ -6,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from cacheblend_kernels.triton_backend import cache_ops, load_kv, norms
@@ -20,6 +27,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 NUM_KV_HEADS, GROUP, BLOCK_SIZE = 8, 4, 64
 _INTS = ("num_seqs", "first_slot", "table_stride", "window", "words", "num_rows", "width")
 _FLOATS = ("scale", "soft_cap", "eps")
+# What a launch does not use it passes as some tensor at hand: the type is that tensor's (`KernelVariant.types`).
 _POINTERS = {
     "part_ptr": "*fp32",
     "lse_ptr": "*fp32",
@@ -52,7 +60,7 @@ class KernelVariant:
     dtype: str
     constants: dict[str, Any]
     num_warps: int
-    num_stages: int = 1
+    num_stages: int = 3  # Triton's own choice where a launch makes none
     core: bool = False
     types: dict[str, str] = field(default_factory=dict)
 
@@ -87,7 +95,7 @@ class KernelVariant:
 
 
 def all_variants(arch: int) -> Iterator[KernelVariant]:
-    """Everything that may be launched on `arch` (80, 90 or 100) for the head sizes and dtypes the tool knows."""
+    """What this module's head says, on `arch` (80, 90 or 100), for the head sizes and dtypes the tool knows."""
     yield from _prefill(arch)
     yield from _decode()
     yield from _cache_writes()
@@ -139,7 +147,6 @@ def _attention(
 
 
 def _prefill(arch: int) -> Iterator[KernelVariant]:
-    plain: dict[str, dict[str, Any]] = {"contiguous": {"CONTIGUOUS": True}, "paged": {}}
     special: dict[str, dict[str, Any]] = {
         "paged block16": {"BLOCK_SIZE": 16},
         "contiguous split": {"CONTIGUOUS": True, "SPLITS": 8},
@@ -152,16 +159,27 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
     }
     for dtype in SIZES:
         for head_dim in HEAD_DIMS:
+            cases: dict[str, dict[str, Any]] = {"paged": {}}
             if dtype == "bf16":
-                cases = {**plain, **special} if head_dim in (64, 128, 256) else {**plain, "paged split": {"SPLITS": 8}}
-            else:
-                cases = {"paged": {}}
+                cases = {"contiguous": {"CONTIGUOUS": True}, "paged": {}}
+                cases |= special if head_dim in (64, 128, 256) else {"paged split": {"SPLITS": 8}}
+                cases |= _pool_cases() if head_dim == 128 else {}
             for label, options in cases.items():
-                for config in prefill_configs(arch, head_dim, SIZES[dtype], "FP8" in options):
+                for config in prefill_configs(arch, head_dim, SIZES[dtype], bool(options.get("FP8"))):
                     core = dtype == "bf16" and head_dim == 128 and label == "paged"
                     yield _attention(
                         "prefill_attention", prefill_attention_kernel, dtype, head_dim, config, label, options, core
                     )
+
+
+def _pool_cases() -> dict[str, dict[str, Any]]:
+    """Where the keys lie, how they are held, whether a window hides some, whether they are split: all of it."""
+    cases: dict[str, dict[str, Any]] = {}
+    for contiguous, window, fp8, split in product((True, False), (False, True), (False, True), (False, True)):
+        label = f"{'contiguous' if contiguous else 'paged'}{' window' * window}{' fp8' * fp8}{' split' * split}"
+        options = {"CONTIGUOUS": contiguous, "WINDOW": window, "FP8": fp8, "SPLITS": 8 if split else 1}
+        cases[label] = options
+    return cases
 
 
 def _decode() -> Iterator[KernelVariant]:
@@ -175,7 +193,10 @@ def _decode() -> Iterator[KernelVariant]:
     }
     for dtype in SIZES:
         for head_dim in HEAD_DIMS:
-            for label, options in cases.items() if dtype == "bf16" else (("paged split", {"SPLITS": 8}),):
+            these = cases if dtype == "bf16" else {"paged split": {"SPLITS": 8}}
+            if dtype == "bf16" and head_dim == 128:
+                these = these | _pool_cases()
+            for label, options in these.items():
                 core = dtype == "bf16" and head_dim == 128 and label == "paged split"
                 config = decode_config(head_dim, GROUP, SIZES[dtype])
                 yield _attention(
@@ -197,31 +218,40 @@ def _decode() -> Iterator[KernelVariant]:
 def _cache_writes() -> Iterator[KernelVariant]:
     for dtype in SIZES:
         for head_dim in HEAD_DIMS:
-            for label, fp8, kv_programs in (("", False, 1), ("rotation only", False, 0), ("fp8 pool", True, 1)):
+            heads = {"NUM_HEADS": NUM_KV_HEADS * GROUP, "NUM_KV_HEADS": NUM_KV_HEADS, "KV_PROGRAMS": 1, "FP8": False}
+            rotation, no_slots = {"NUM_KV_HEADS": 1, "KV_PROGRAMS": 0}, {"slots_ptr": "*fp32"}
+            bytes_pool = {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
+            cases: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
+                ("", {}, {}),
+                ("rotation of q", rotation, no_slots),
+                ("rotation of k", {**rotation, "NUM_HEADS": NUM_KV_HEADS}, no_slots),
+                ("without q", {"NUM_HEADS": 0}, {}),
+                ("fp8 pool", {"FP8": True}, bytes_pool),
+                ("fp8 pool without q", {"FP8": True, "NUM_HEADS": 0}, bytes_pool),
+            )
+            for label, options, types in cases:
                 yield KernelVariant(
                     "rope_and_cache",
                     f"{dtype} d{head_dim} {label}".strip(),
                     cache_ops.rope_and_cache_kernel,
                     dtype,
                     {
-                        "NUM_HEADS": NUM_KV_HEADS * GROUP,
-                        "NUM_KV_HEADS": NUM_KV_HEADS,
+                        **heads,
                         "HEAD_DIM": head_dim,
                         "BLOCK_HALF": padded(head_dim // 2),
                         "BLOCK_HEADS": cache_ops.HEADS_PER_PROGRAM,
-                        "KV_PROGRAMS": kv_programs,
-                        "FP8": fp8,
+                        **options,
                     },
                     4,
-                    core=dtype == "bf16" and head_dim == 128 and not label,
-                    types={"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"} if fp8 else {},
+                    core=dtype == "bf16" and head_dim == 128,
+                    types=types,
                 )
     sources = {"fp16": "plain", "bf16": "plain", "fp32": "plain", "fp8": "fp8", "int8": "int8", "int4": "int4"}
     for source, codec in sources.items():
         for head_dim in HEAD_DIMS:
-            for run, fp8 in ((True, False), (False, False), (True, True)):
+            for run, fp8 in product((True, False), (False, True)):
                 stored = f"*{source}" if codec == "plain" else "*u8"
-                types = {"k_ptr": stored, "v_ptr": stored}
+                types = {"k_ptr": stored, "v_ptr": stored} | ({"slots_ptr": "*fp32"} if run else {})
                 if fp8:
                     types |= {"k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
                 yield KernelVariant(
@@ -251,12 +281,7 @@ def _cache_writes() -> Iterator[KernelVariant]:
 def _row_kernels() -> Iterator[KernelVariant]:
     for dtype in SIZES:
         for width in (1024, 640):
-            for use_k, use_v, fp8 in (
-                (True, True, False),
-                (False, True, False),
-                (True, False, False),
-                (True, True, True),
-            ):
+            for (use_k, use_v), fp8 in product(((True, True), (False, True), (True, False)), (False, True)):
                 yield KernelVariant(
                     "kv_deviation",
                     f"{dtype} w{width} {'k' * use_k}{'v' * use_v}{' fp8 pool' * fp8}",

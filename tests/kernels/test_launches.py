@@ -1,0 +1,225 @@
+"""Every launch compiles: what the backend's methods hand to Triton is recorded as Triton sees it, and compiled from that.
+
+The interpreter does not know types, and `variants.py` says by hand what a launch is made of. Here the launches themselves
+are asked: of each method by itself with every option it has, and of the engine from the store to the last token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+from torch import Tensor
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+
+pytest.importorskip("triton", reason="triton is not installed")
+from cacheblend_kernels import AttentionMetadata
+from cacheblend_kernels.triton_backend.backend import TritonBackend
+from cacheblend_kernels.triton_backend.norms import ACTIVATIONS
+from cacheblend_kernels.triton_backend.variants import all_variants
+from launches import Launch, recorded
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+CPU = torch.device("cpu")
+FLOAT8 = torch.float8_e4m3fn
+NUM_ROWS, LENGTH = 5, 2048
+Call = Callable[[TritonBackend], object]
+
+
+class Inputs:
+    """Tensors of one model's layer over a pool of LENGTH slots. heads: query and KV heads."""
+
+    def __init__(self, dtype: torch.dtype, pool_dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+        self.dtype, self.heads, self.head_dim = dtype, heads, head_dim
+        num_heads, num_kv_heads = heads
+        fused = torch.zeros(LENGTH, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.q, self.k, self.v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        self.cos, self.sin = torch.zeros(2, LENGTH, head_dim)
+        self.pools = [torch.zeros(LENGTH // 64, 64, num_kv_heads, head_dim).to(pool_dtype) for _ in range(2)]
+        self.scales = {f"{part}_scale": torch.ones(num_kv_heads) for part in "kv"} if pool_dtype == FLOAT8 else {}
+
+    def metadata(self, num_rows: int, contiguous: bool) -> AttentionMetadata:
+        return AttentionMetadata(
+            torch.arange(LENGTH - num_rows, LENGTH),
+            torch.tensor([0, num_rows], dtype=torch.int32),
+            torch.arange(LENGTH // 64, dtype=torch.int32)[None],
+            torch.tensor([LENGTH], dtype=torch.int32),
+            contiguous_slot=0 if contiguous else -1,
+            max_kv_len=LENGTH,
+        )
+
+    def stored(self, codec: str) -> dict[str, Tensor]:
+        """NUM_ROWS rows of K and V in a form that `load_kv` takes."""
+        num_kv_heads, dim = self.heads[1], self.head_dim
+        if codec.startswith("int"):
+            width = dim if codec == "int8" else dim // 2
+            codes = {part: torch.zeros(NUM_ROWS, num_kv_heads, width, dtype=torch.uint8) for part in "kv"}
+            by_channel, by_token = torch.zeros(1, num_kv_heads, dim), torch.zeros(NUM_ROWS, num_kv_heads, 1)
+            scales = {f"{part}_{what}": t for part, t in zip("kv", (by_channel, by_token), strict=True) for what in ("scale", "zero")}  # fmt: skip
+            return {**codes, **scales}
+        values = {part: torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec)) for part in "kv"}
+        return values | ({f"{part}_scale": torch.ones(num_kv_heads) for part in "kv"} if "float8" in codec else {})
+
+    def calls(self) -> Iterator[Call]:
+        """Every method, with and without whatever it may be given or not."""
+        yield from self._attention()
+        yield from self._cache()
+        yield from self._rows()
+
+    def _attention(self) -> Iterator[Call]:
+        scale = self.head_dim**-0.5
+        cases = [*product((False, True), (None, LENGTH), (None,)), (False, None, 30.0), (False, LENGTH, 30.0)]
+        for contiguous, window, cap in cases:
+            options: dict[str, Any] = {"scale": scale, "sliding_window": window, "soft_cap": cap, **self.scales}
+            for num_rows in (1, NUM_ROWS, 400, LENGTH):
+                meta = self.metadata(num_rows, contiguous)
+                yield lambda b, meta=meta, n=num_rows, o=options: b.prefill_attention(
+                    self.q[:n], *self.pools, meta, **o
+                )
+            for length in (64, LENGTH):  # whole and split
+                yield lambda b, meta=meta, n=length, o=options: b.decode_attention(
+                    self.q[:1], *self.pools, meta.block_table, meta.kv_lens, contiguous_slot=meta.contiguous_slot,
+                    max_kv_len=n, **o,
+                )  # fmt: skip
+
+    def _cache(self) -> Iterator[Call]:
+        few = [t[:NUM_ROWS] for t in (self.q, self.k, self.v, self.cos, self.sin)]
+        slots, tables = torch.arange(NUM_ROWS), few[3:]
+        for q in (few[0], None):
+            yield lambda b, q=q: b.rope_and_cache(q, *few[1:], *self.pools, slots, **self.scales)
+        for x in few[:2]:
+            yield lambda b, x=x: b.rope(x, *tables)
+        pool_scales = {f"pool_{name}": t for name, t in self.scales.items()}
+        for codec, first in product(("float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "int4"), (-1, 0)):
+            yield lambda b, codec=codec, first=first: b.load_kv(
+                cos=tables[0], sin=tables[1], k_cache=self.pools[0], v_cache=self.pools[1], slot_mapping=slots,
+                first_slot=first, **self.stored(codec), **pool_scales,
+            )  # fmt: skip
+        for kind in ("k", "v", "kv"):
+            yield lambda b, kind=kind: b.kv_deviation(*few[1:3], *self.pools, slots, kind=kind, **self.scales)
+        yield lambda b: b.copy_blocks(self.pools, slots, slots + NUM_ROWS)
+
+    def _rows(self) -> Iterator[Call]:
+        hidden = torch.zeros(NUM_ROWS, self.heads[0] * self.head_dim, dtype=self.dtype)
+        for x in (hidden, self.q[:NUM_ROWS]):
+            for weight_dtype in (self.dtype, torch.float32):
+                weight = torch.ones(x.shape[-1], dtype=weight_dtype)
+                yield lambda b, x=x, weight=weight: b.rms_norm(x, weight, 1e-5)
+        yield lambda b: b.add_rms_norm(hidden, hidden.clone(), hidden[0], 1e-5)
+        for activation in ACTIVATIONS:
+            yield lambda b, activation=activation: b.act_and_mul(hidden, activation)
+
+
+def launches_of(inputs: Inputs, arch: int) -> list[Launch]:
+    with recorded(arch) as launches:
+        backend = TritonBackend(CPU, arch=arch, num_sms=132)
+        for call in inputs.calls():
+            before = len(launches)
+            call(backend)
+            assert len(launches) > before
+    return launches
+
+
+def lower(launches: list[Launch]) -> None:
+    """One of each kind through Triton's front end. Tiles of other sizes are no other kind: types are those of the first."""
+    tile = ("BLOCK_M", "BLOCK_N")
+    kinds: dict[object, Launch] = {}
+    for launch in launches:
+        constants = sorted((name, value) for name, value in launch.constants.items() if name not in tile)
+        kinds[launch.kernel.__name__, *sorted(launch.types.items()), *constants] = launch
+    for launch in kinds.values():
+        try:
+            launch.lower()
+        except Exception as error:
+            raise AssertionError(f"{launch}: {error}") from error
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FEW = ((BF16, BF16, 128, 90), (BF16, FLOAT8, 80, 90), (FP16, FP16, 80, 80), (FP32, FP32, 128, 90))
+ALL = [
+    (dtype, pool, head_dim, arch)
+    for dtype, head_dim, arch in product((BF16, FP16, FP32), (80, 128), (80, 90, 100))
+    for pool in (dtype, FLOAT8)
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "head_dim", "arch"),
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.torture) for case in ALL if case not in FEW)],
+)
+def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int, arch: int) -> None:
+    lower(launches_of(Inputs(dtype, pool_dtype, (32, 8) if head_dim == 128 else (7, 1), head_dim), arch))
+
+
+def sampled(launch: Launch) -> bool:
+    """Whether `variants.py` is to hold it: no model the tool runs has soft caps, or norms of a dtype of their own."""
+    own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
+    return not launch.constants.get("SOFT_CAP") and not ("weight_ptr" in launch.types and own_weights)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FLOAT8], ids=["plain pool", "float8 pool"])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_models_launches_are_among_the_variants(arch: int, pool_dtype: torch.dtype) -> None:
+    """What is compiled beforehand, and measured, is what runs: types, constants, alignments and options."""
+    compiled = {
+        (launch.key, launch.aligned)
+        for v in all_variants(arch)
+        for launch in [
+            Launch(
+                v.kernel,
+                arch,
+                v.signature(),
+                v.constants,
+                frozenset(v.kernel.arg_names[i] for i in v.aligned()),
+                v.num_warps,
+                v.num_stages,
+            )
+        ]
+    }
+    launches = launches_of(Inputs(torch.bfloat16, pool_dtype, (32, 8), 128), arch)
+    assert {v.kernel.__name__ for v in all_variants(arch)} == {launch.kernel.__name__ for launch in launches}
+    missing = {str(launch) for launch in launches if sampled(launch) and (launch.key, launch.aligned) not in compiled}
+    assert not missing, "\n".join(sorted(missing))
+
+
+@pytest.mark.parametrize(
+    ("family", "float8", "selector"),
+    [
+        ("llama-gqa", False, "query"),
+        ("qwen3", False, "hkvd"),
+        ("mistral-window", True, "hkvd"),
+        ("qwen2", True, "query"),
+    ],
+)
+def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect, load, blend and decode: whatever way it calls the kernels in. Nothing runs, so every result is zero."""
+    write_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
+    (tmp_path / "a.md").write_text("\n\n".join(" ".join(WORDS[p : p + 3]) + f" {p}." for p in range(3)) + "\n")
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
+    with recorded(90) as launches:
+        engine = Engine.load(
+            EngineConfig(
+                model=str(tmp_path / "model"), device="cpu", attention_backend="triton", block_size=16, dtype="bfloat16",
+                kv_pool_dtype="float8_e4m3" if float8 else "auto",
+            )
+        )  # fmt: skip
+        with ChunkStore.open(tmp_path / "store", mode="write") as store:
+            engine.precompute(store, [str(tmp_path / "a.md")], PrecomputeOptions(chunk_tokens=8), lambda event: None)
+            keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][2::-1]
+            blend = BlendConfig(ratio=0.3, selector=selector)
+            answer = engine.ask(store, "?", keys, blend, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.generated_ids) == 3
+    assert answer.recomputed_tokens > 0
+    expected = {"load_kv_kernel", "prefill_attention_kernel", "decode_attention_kernel", "rope_and_cache_kernel"}
+    assert {launch.kernel.__name__ for launch in launches} >= expected
+    lower(launches)
