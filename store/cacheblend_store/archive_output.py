@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -11,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from cacheblend_store.archive_input import MANIFEST, TAR_BLOCK, is_tar
+from cacheblend_store.archive_input import MANIFEST, TAR_BLOCK, ArchiveLimits, is_tar, open_archive
+from cacheblend_store.archive_records import decode_line, first_line
 from cacheblend_store.errors import ArchiveError
 
 Parts = Iterable[bytes | memoryview]
@@ -20,13 +22,13 @@ Parts = Iterable[bytes | memoryview]
 def create_archive(path: Path, *, force: bool) -> ArchiveOutput:
     """A tar when the name says so, else a folder. Raises ArchiveError when there is something in the way.
 
-    force: an export that is there is replaced.
+    force: an export that is there is replaced. A folder is one when all that is in it is an export's.
     """
     if os.path.lexists(path):
         if not force:
             raise ArchiveError(f"{path} is there already", "name another path, or give --force to replace it")
-        if path.is_dir() and (is_tar(path) or not (path / MANIFEST).is_file()):
-            raise ArchiveError(f"{path} is a folder and no export: it is not replaced", "name another path")
+        if path.is_dir():
+            _require_export(path)
         if not path.is_dir() and not is_tar(path):
             raise ArchiveError(f"{path} is a file: it is not replaced by a folder", "name another path, or a .tar")
     return _Tar(path) if is_tar(path) else _Folder(path)
@@ -70,6 +72,7 @@ class _Folder(ArchiveOutput):
 
     def finish(self) -> None:
         if self._path.exists():
+            _require_export(self._path)  # it may have got other files since
             shutil.rmtree(self._path)
         self._beside.rename(self._path)
 
@@ -100,9 +103,22 @@ class _Tar(ArchiveOutput):
         os.replace(self._beside, self._path)
 
     def _abandon(self) -> None:
-        self._stream.close()
+        with suppress(OSError):  # what is still in its buffer may not fit the disk
+            self._stream.close()
         with suppress(FileNotFoundError):
             self._beside.unlink()
+
+
+def _require_export(folder: Path) -> None:
+    """Raises ArchiveError unless every file has a name that an export's have, and the manifest begins as theirs do."""
+    try:
+        with open_archive(folder, ArchiveLimits(sys.maxsize, sys.maxsize)) as archive, archive.open(MANIFEST) as file:
+            first = decode_line(file.read(4096).split(b"\n", 1)[0], 1)
+        is_export = not is_tar(folder) and first.get("type") == first_line()["type"]
+    except (ArchiveError, KeyError):
+        is_export = False
+    if not is_export:
+        raise ArchiveError(f"{folder} is a folder and no export: it is not replaced", "name another path")
 
 
 def _private(path: str, flags: int) -> int:

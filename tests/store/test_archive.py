@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import tarfile
 import time
@@ -159,6 +160,38 @@ def test_what_is_in_the_way_is_not_replaced(tmp_path: Path, archive: Path) -> No
         (tmp_path / "thesis" / "1.txt").write_text("x")
         with pytest.raises(ArchiveError, match="no export"):
             export_chunks(store, tmp_path / "thesis", force=True)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub", "manifest.jsonl"])
+def test_a_folder_that_holds_more_than_an_export_is_not_replaced(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x"
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, path)
+        if name == "sub":
+            (path / name).mkdir()
+        else:
+            (path / name).write_text('{"type": "mine"}\n')
+        before = sorted(path.iterdir())
+        with pytest.raises(ArchiveError, match="no export"):
+            export_chunks(store, path, force=True)
+        assert sorted(path.iterdir()) == before
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "x"]
+
+
+def test_a_tar_whose_end_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "whole.tar")
+    size = (tmp_path / "whole.tar").stat().st_size
+
+    def work(missing: int) -> list[str]:
+        with ChunkStore.open(tmp_path / "a") as store:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, -1))
+            with pytest.raises(OSError, match="too large"):
+                export_chunks(store, tmp_path / "x.tar")
+        return sorted(p.name for p in tmp_path.iterdir())
+
+    for missing, names in outcomes(work, [1, 600, 20_000], timeout=60):
+        assert names == ["a", "whole.tar"], missing
 
 
 def test_damaged_chunks_stay_behind(tmp_path: Path, archive: Path) -> None:
