@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_store import locks
+from cacheblend_store.environment import clear_making
 from cacheblend_store.filesystem import DATA, check_file, check_space
 from cacheblend_store.translation import translated
 
@@ -22,9 +23,6 @@ def compact(store: ChunkStore, progress: Callable[[int, int], None] | None = Non
     """
     store._require_writable()
     data = store.path / DATA
-    before = data.stat().st_size
-    totals = store.stats()
-    check_space(store.path, before - totals["free_bytes"])
     env = store._environment()
 
     def make(folder: Path) -> None:
@@ -35,7 +33,10 @@ def compact(store: ChunkStore, progress: Callable[[int, int], None] | None = Non
             progress(1, 2)
 
     with locks.writer_lock(store.path, store._lock_timeout):
+        clear_making(store.path)
         check_file(data)
+        before = data.stat().st_size
+        check_space(store.path, before - store.stats()["free_bytes"])
         env.replace_file(make)
     if progress is not None:
         progress(2, 2)

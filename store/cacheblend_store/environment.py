@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cacheblend_store.errors import (
     StoreError,
     StoreFull,
     StoreIOError,
+    StoreLocked,
 )
 from cacheblend_store.filesystem import (
     DATA,
@@ -71,27 +72,39 @@ class Environment:
 
     # opening
 
-    def _open(self) -> None:
+    def _open(self, *, anew: bool = False) -> None:
+        """anew: this process may hold the writer lock."""
         writable = os.access(self.path / DATA, os.W_OK) and os.access(self.path, os.W_OK)
         self.readonly = not writable
         # nobody's reader slot keeps this user's snapshots: then pages are read by hand, and LMDB's map is left alone
         self.unlocked = self.readonly and not os.access(self.path / "lock.mdb", os.W_OK)
         if self._share is None:
             self._share = locks.share(self.path, self._timeout, create=writable)
-        check_file(self.path / DATA)
-        self._file = os.open(self.path / DATA, os.O_RDONLY | os.O_CLOEXEC)
-        self._inode = _inode(self._file)
         try:
-            self.lmdb = open_lmdb(self.path, self._map_size, readonly=self.readonly)
-            if writable:
-                self.lmdb.reader_check()
-            with translated(self.path):
+            check_file(self.path / DATA)
+            self._file = os.open(self.path / DATA, os.O_RDONLY | os.O_CLOEXEC)
+            self._inode = _inode(self._file)
+            between = nullcontext() if anew or self.readonly else self._between_writes()
+            with between, translated(self.path):
+                self.lmdb = open_lmdb(self.path, self._map_size, readonly=self.readonly)
+                if writable:
+                    self.lmdb.reader_check()
                 self.dbs = self._open_databases()
         except BaseException:
             self._close_file()
             self._unshare()
             raise
         self._free_list_checked = False
+
+    def _between_writes(self) -> AbstractContextManager[None]:
+        """py-lmdb begins a write transaction to open a database that may be written, and LMDB waits for its turn for ever."""
+
+        def newest() -> int:
+            with suppress(StoreCorrupt):
+                return read_meta(self._file, self.path / DATA).txnid
+            return -1
+
+        return locks.between_writes(self.path, self._timeout, newest)
 
     def _open_databases(self) -> dict[str, Any]:
         try:
@@ -168,7 +181,8 @@ class Environment:
         """A write transaction under the writer lock, and the checked pages it starts from. Durable at the end."""
         with locks.writer_lock(self.path, lock_timeout), self.gate:
             self._follow_file(write=True)
-            self.lmdb.reader_check()  # a reader that was killed would keep every page freed since, for as long as we write
+            with translated(self.path):  # a reader that was killed would keep every page freed since, while we write
+                self.lmdb.reader_check()
             transaction = self._begin(write=True)
             try:
                 with translated(self.path):
@@ -177,7 +191,7 @@ class Environment:
                         if not self._free_list_checked:
                             pages.check_free_list()
                             self._free_list_checked = True
-                            shutil.rmtree(self.path / MAKING, ignore_errors=True)  # of somebody who was killed
+                            clear_making(self.path)
                         yield transaction, pages
                     except BaseException:
                         transaction.abort()
@@ -255,6 +269,7 @@ class Environment:
             try:
                 self.lmdb.set_mapsize(size)
             except lmdb.Error as error:
+                self.reopen()  # LMDB has unmapped the file, and would be ended by a signal
                 raise StoreFull(f"the map of {self.path} cannot grow: {error}", "free address space") from error
 
     # the file under it
@@ -275,9 +290,12 @@ class Environment:
         """Close and open again: after a failed commit, which LMDB does not go on from, or for another data.mdb."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._open_transactions == 0, self._timeout):
-                raise StoreIOError(f"the file of the store at {self.path} was replaced", "open the store again")
+                raise StoreIOError(
+                    f"the store at {self.path} has to be opened anew, and transactions of this process are in the way",
+                    "end them, then try again",
+                )
             self._close_file()
-            self._open()
+            self._open(anew=True)
 
     def replace_file(self, make: Callable[[Path], None]) -> None:
         """Put another data.mdb in this one's place: `make` writes it into an empty directory, data.mdb in it.
@@ -285,19 +303,17 @@ class Environment:
         The caller holds the writer lock. Safe against a crash at any point: a rename is the switch, and it happens
         while no other process has the store open. Raises StoreLocked when others do not leave.
         """
-        from cacheblend_store.errors import StoreLocked
-
         if self._share is None or self.readonly:
             raise StoreIOError(f"the store at {self.path} cannot be rewritten by this user", "use a store of your own")
         with self._changed:
             if not self._changed.wait_for(lambda: self._open_transactions == 0, self._timeout):
                 raise StoreLocked(f"the store at {self.path} is being read in this process", "end the readers first")
-            if not locks.make_exclusive(self._share, self._timeout):
-                raise StoreLocked(
-                    f"the store at {self.path} is open in other processes{self._reader_pids()}",
-                    "end them, then try again",
-                )
             try:
+                if not locks.make_exclusive(self._share, self._timeout):
+                    raise StoreLocked(
+                        f"the store at {self.path} is open in other processes{self._reader_pids()}",
+                        "end them, then try again",
+                    )
                 folder = fresh_folder(self.path / MAKING)
                 try:
                     make(folder)
@@ -305,12 +321,12 @@ class Environment:
                     try:
                         put_in_place(folder, self.path)
                     finally:
-                        self._open()  # the new file, or the old one
+                        self._open(anew=True)  # the new file, or the old one
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 if self._share is not None:
-                    locks.make_shared(self._share)
+                    locks.make_shared(self._share)  # after a refusal, too: flock lets go of it before it asks for more
 
     def _reader_pids(self) -> str:
         pids = {line.split()[0] for line in self.lmdb.readers().splitlines()[1:] if line.split()}
@@ -409,7 +425,7 @@ def open_lmdb(path: Path, map_size: int, *, readonly: bool = False) -> Any:
             )  # fmt: skip
         except lmdb.Error as error:
             tight = isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
-            if tight and size > _SMALLEST_MAP:
+            if tight and size > _SMALLEST_MAP // 16:
                 size //= 2
                 continue
             with translated(path):
@@ -421,6 +437,11 @@ def read_older_meta(handle: int, page_size: int, txnid: int) -> Any:
 
     meta = parse_meta(os.pread(handle, 4096, (txnid & 1) * page_size))
     return meta if meta is not None and meta.txnid == txnid else None
+
+
+def clear_making(path: Path) -> None:
+    """Remove what somebody who was killed left half made. For the holder of the writer lock."""
+    shutil.rmtree(path / MAKING, ignore_errors=True)
 
 
 def fresh_folder(path: Path) -> Path:

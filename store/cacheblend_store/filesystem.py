@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ DATA, LOCK = "data.mdb", "lock.mdb"
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 OWN_FILES = ("writer.lock", "open.lock", "making.tmp", "search.sqlite3", "search.sqlite3-journal")
 _MIN_FREE_BYTES = 64 << 20
+_TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
     "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",
@@ -33,6 +34,13 @@ _NETWORK = {
 
 def check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     """Refuse what is no store, is damaged, or is not ours to write. Makes the directory (0700) when asked to."""
+    try:
+        _check_path(path, write=write, create=create, force=force)
+    except PermissionError as error:
+        raise _unreadable(path, error) from error
+
+
+def _check_path(path: Path, *, write: bool, create: bool, force: bool) -> None:
     if path.exists() and not path.is_dir():
         raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
     there = _exists(path / DATA)
@@ -70,7 +78,7 @@ def check_file(data: Path) -> Meta:
     try:
         handle = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise StorePermission(f"cannot read {data}: {error.strerror}", "use a store of your own") from error
+        raise _unreadable(data, error) from error
     try:
         for attempt in range(8):  # a commit of another process between two reads looks like damage: look again
             before = _moment(handle)
@@ -175,11 +183,13 @@ def _check_pages(handle: int, data: Path) -> Meta:
 def _exists(data: Path) -> bool:
     try:
         data.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    except PermissionError as error:
-        raise StorePermission(f"cannot read {data}: {error.strerror}", "use a store of your own") from error
     return True
+
+
+def _unreadable(path: Path, error: OSError) -> StorePermission:
+    return StorePermission(f"cannot read {path}: {error.strerror}", "use a store of your own")
 
 
 def _check_absent(path: Path, *, create: bool) -> None:
@@ -255,15 +265,22 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
     return kind
 
 
-def check_space(path: Path, num_bytes: int) -> None:
-    """Raises StoreNoSpace when the disk has no room for num_bytes more and a margin."""
-    free = shutil.disk_usage(path).free
-    needed = num_bytes + num_bytes // 4 + _MIN_FREE_BYTES
-    if free < needed:
+def check_space(path: Path, num_bytes: int, reusable: Callable[[], int] = lambda: 0) -> bool:
+    """Raises StoreNoSpace when the disk has no room for num_bytes more and a margin.
+
+    reusable: bytes of the file that are free to be written; asked when the disk alone does not do. Returns whether it does.
+    """
+    free, wanted = shutil.disk_usage(path).free, num_bytes + num_bytes // 4
+    if free >= wanted + _MIN_FREE_BYTES:
+        return True
+    beyond = wanted + _TREE_BYTES - reusable()
+    needed = beyond + _MIN_FREE_BYTES
+    if beyond > 0 and free < needed:
         raise StoreNoSpace(
             f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
             "free some space, remove chunks (cacheblend chunks prune), or name another --store",
         )
+    return False
 
 
 def no_store(path: Path) -> StoreFormat:

@@ -18,6 +18,7 @@ from cacheblend_store.environment import (
     DATABASES,
     MAKING,
     MAP_SIZE,
+    clear_making,
     fresh_folder,
     open_environment,
     open_lmdb,
@@ -52,9 +53,10 @@ def salvage(path: Path, lock_timeout: float, progress: Progress | None = None) -
     data = path / DATA
     if not data.exists():
         raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
-    check_space(path, data.stat().st_size)
     reports: list[SalvageReport] = []
     with locks.writer_lock(path, lock_timeout):
+        clear_making(path)
+        check_space(path, data.stat().st_size)
         environment = open_environment(path)
         if environment is not None:
             environment.replace_file(lambda folder: reports.append(_copy(data, folder, progress)))
@@ -64,14 +66,17 @@ def salvage(path: Path, lock_timeout: float, progress: Progress | None = None) -
 
 
 def _replace_unopened(path: Path, timeout: float, make: Callable[[Path], None]) -> None:
+    refused = StoreLocked(f"the store at {path} is open in other processes", "end them, then try again")
     share = locks.share(path, timeout, create=True)
-    if share is None or not locks.make_exclusive(share, timeout):
-        raise StoreLocked(f"the store at {path} is open in other processes", "end them, then try again")
+    if share is None:
+        raise refused
     try:
-        folder = fresh_folder(path / MAKING)
-        make(folder)
-        put_in_place(folder, path)
+        if not locks.make_exclusive(share, timeout):
+            raise refused
+        make(fresh_folder(path / MAKING))
+        put_in_place(path / MAKING, path)
     finally:
+        clear_making(path)
         os.close(share)
 
 

@@ -74,7 +74,12 @@ def read_identity(get: Callable[[bytes], bytes | None], where: str) -> str:
 
 
 def read_state(value: bytes | None, pages: PageReader) -> State:
-    """The state record; counted anew when it is missing or damaged."""
+    """The state record; counted anew, and without a quota, when it is missing or damaged."""
+    return decode_state(value) or recount(pages)
+
+
+def decode_state(value: bytes | None) -> State | None:
+    """None when the record is missing or damaged."""
     try:
         if value is not None:
             state = State(**load_object(unseal(_STATE, value).decode(), 1 << 12))
@@ -82,7 +87,7 @@ def read_state(value: bytes | None, pages: PageReader) -> State:
             return state
     except (BadBlob, ValueError, TypeError):
         pass
-    return recount(pages)
+    return None
 
 
 def write_state(transaction: Any, dbs: Mapping[str, Any], state: State) -> None:

@@ -270,7 +270,8 @@ class ChunkStore:
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
-        check_space(self.path, num_bytes)
+        if not check_space(self.path, num_bytes, lambda: self.stats()["free_bytes"]):
+            self._transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
         if num_bytes < _LARGE:
             whole = [with_digests(manifest, blobs) for manifest, blobs in given]
             return self._put(given, whole.__getitem__)
@@ -377,6 +378,8 @@ class ChunkStore:
     # inside
 
     def _environment(self) -> Environment:
+        if self._closed:
+            raise StoreError(f"the store at {self.path} was closed", "open it again: ChunkStore.open")
         if self._env.pid != os.getpid():  # a forked child must not use its parent's map and locks
             self._env = acquire(
                 self.path, write=self._write, create=False, force=self._force, map_size=self._map_size,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import lmdb.verify
 
+from cacheblend_store import locks
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.filesystem import DATA
 from cacheblend_store.keys import KEY_BYTES
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.records import decode_document
-from cacheblend_store.state import recount
+from cacheblend_store.state import decode_state, recount, state_value
 from cacheblend_store.writer import StoreWriter
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
     """
     from cacheblend_store.salvage import salvage
 
+    store._environment()  # a store that is closed has no findings
     report = VerifyReport()
     _check_pages(store, report)
     if not report.findings:
@@ -77,11 +80,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
 
 def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
     """py-lmdb's own structural audit, of a file that no writer changes meanwhile where this user can hold them off."""
-    from contextlib import nullcontext
-
-    from cacheblend_store import locks
-
-    held = locks.writer_lock(store.path, store._lock_timeout) if store.writable else nullcontext()
+    held = locks.writer_lock(store.path, store._lock_timeout, shared=True) if store.writable else nullcontext()
     with held:
         try:
             found = lmdb.verify.verify(str(store.path / DATA))
@@ -154,10 +153,17 @@ def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyRepor
 
 
 def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
-    state, counted = reader.state(), recount(reader.pages)
-    if (state.live_bytes, state.used_bytes) != (counted.live_bytes, counted.used_bytes):
-        text = f"the counters say {state.live_bytes:,} bytes of blobs, and there are {counted.live_bytes:,}"
+    state, counted = decode_state(state_value(reader.meta)), recount(reader.pages)
+    if state is None:
+        text = "the record of the counters does not read, and the quota that was in it is lost"
         report.findings.append(Finding("counter", text))
+        return
+    for what, said, there in (
+        ("bytes of blobs", state.live_bytes, counted.live_bytes),
+        ("bytes of the file in use", state.used_bytes, counted.used_bytes),
+    ):
+        if said != there:
+            report.findings.append(Finding("counter", f"the counters say {said:,} {what}, and there are {there:,}"))
 
 
 def _repair(store: ChunkStore, report: VerifyReport) -> None:

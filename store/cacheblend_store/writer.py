@@ -192,9 +192,7 @@ class StoreWriter:
         orphans = self._unrefer(key, keep=set())
         if self.delete("documents", key):
             self.changed()
-        for orphan in orphans:
-            self.delete_chunk(orphan)
-        return orphans
+        return [orphan for orphan in orphans if self.delete_chunk(orphan)]
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
         """Drop a document's references; the chunks that no other document refers to and `keep` does not name."""

@@ -26,7 +26,7 @@ from cacheblend_store.records import (
     seal,
     unseal,
 )
-from cacheblend_store.state import read_state, state_value
+from cacheblend_store.state import read_state, state_value, write_state
 from cacheblend_store.writer import with_digests
 from children import Ended, limit_memory, outcomes
 from mutations import mutate
@@ -214,3 +214,33 @@ def test_counters_that_are_none_are_counted_again(tmp_path: Path) -> None:
             with store.read() as reader:
                 assert read_state(state_value(reader.meta), reader.pages).used_bytes == wanted
             assert store.put_chunk(*make_chunk(1)) == "unchanged"
+
+
+@pytest.mark.parametrize("value", [None, b"{}x", seal(b"state", b"[]")])
+def test_a_quota_that_does_not_read_is_told(tmp_path: Path, value: bytes | None) -> None:
+    with ChunkStore.open(tmp_path / "store", mode="write", max_bytes=1 << 30) as store:
+        store.put_chunk(*make_chunk(1))
+        with store._writing() as (txn, dbs):
+            if value is None:
+                txn.delete(b"state", db=dbs["meta"])
+            else:
+                txn.put(b"state", value, db=dbs["meta"])
+        [finding] = store.verify().findings
+        assert finding.kind == "counter"
+        assert "quota" in finding.message
+        assert store.verify(repair=True).repaired == 1
+        assert store.verify().ok
+
+
+@pytest.mark.parametrize(("name", "what"), [("live_bytes", "of blobs"), ("used_bytes", "of the file")])
+def test_the_counter_that_is_wrong_is_named(tmp_path: Path, name: str, what: str) -> None:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        store.put_chunk(*make_chunk(1))
+        with store.read() as reader:
+            right = reader.state()
+        wrong = replace(right, **{name: getattr(right, name) + 7})
+        with store._writing() as (txn, dbs):
+            write_state(txn, dbs, wrong)
+        [finding] = store.verify().findings
+        assert f"{getattr(wrong, name):,} bytes {what}" in finding.message
+        assert f"there are {getattr(right, name):,}" in finding.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -11,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreError, StoreFormat, StorePermission
+from cacheblend_store import ChunkStore, StoreError, StoreFormat, StoreFull, StoreLocked, StorePermission
 from cacheblend_store import filesystem as store_filesystem
 from cacheblend_store.environment import open_environment
 from cacheblend_store.filesystem import filesystem_type
+from cacheblend_store.locks import writer_lock
 from cacheblend_store.records import use_record
-from children import Child, Ended, outcomes
+from children import Child, Ended, limit_memory, outcomes
 from chunk_dataset import ChunkDataset
 from small_chunks import key_of, make_chunk, read_chunk, read_contents
 from torch.utils.data import DataLoader
@@ -76,6 +78,128 @@ def test_threads_share_a_store(store: ChunkStore) -> None:
         thread.join()
     assert not wrong
     assert store.verify().ok
+
+
+# compaction
+
+
+def test_a_refused_compaction_still_says_that_the_store_is_open(store: ChunkStore) -> None:
+    """The lock is lost when it cannot be made exclusive: another process would swap the file under this one."""
+
+    def stay(acknowledge: Callable[[], None]) -> None:
+        with ChunkStore.open(store.path):
+            acknowledge()
+            time.sleep(60)
+
+    other = Child(stay)
+    try:
+        other.until(1)
+        store._environment()._timeout = 0.05
+        with pytest.raises(StoreLocked, match="open in other processes"):
+            store.compact()
+    finally:
+        other.kill()
+    handle = os.open(store.path / "open.lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(handle)
+    store.compact()
+    assert seed_of(store, 3) == 3
+
+
+# writers that do not move
+
+
+def hold(path: Path) -> Callable[[Callable[[], None]], None]:
+    def work(acknowledge: Callable[[], None]) -> None:
+        with ChunkStore.open(path, mode="write") as store, store._writing():
+            acknowledge()
+            time.sleep(60)
+
+    return work
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_opening_beside_a_writer_that_was_stopped_ends(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "store"
+    ChunkStore.open(path, mode="write").close()
+    writer = Child(hold(path))
+
+    def work(_: int) -> str:
+        with pytest.raises(StoreLocked) as refused:
+            ChunkStore.open(path, mode=mode, lock_timeout=0.2)  # type: ignore[arg-type]
+        return refused.value.message
+
+    try:
+        writer.until(1)
+        [(_, message)] = outcomes(work, [0], timeout=10)
+    finally:
+        writer.kill()
+    assert f"process {writer.pid} " in message
+
+
+def test_opening_beside_a_writer_that_is_busy_waits_its_turn(tmp_path: Path) -> None:
+    """However short its time-out: the writer lock is never free, and commits go on."""
+    path = tmp_path / "store"
+
+    def write(acknowledge: Callable[[], None]) -> None:
+        with ChunkStore.open(path, mode="write") as store, writer_lock(path, 5):
+            environment = store._environment()
+            acknowledge()
+            while True:
+                with environment.lmdb.begin(write=True) as txn:
+                    txn.put(b"x", os.urandom(8), db=environment.dbs["refs"])
+
+    writer = Child(write)
+
+    def work(_: int) -> str:
+        with ChunkStore.open(path, lock_timeout=5) as store:
+            return store.identity
+
+    try:
+        writer.until(1)
+        for _, identity in outcomes(work, range(10), timeout=30):
+            assert not isinstance(identity, Ended), identity
+    finally:
+        writer.kill()
+
+
+def test_opening_beside_an_audit_does_not_wait(store: ChunkStore) -> None:
+    with writer_lock(store.path, 5, shared=True):  # as `verify` holds it
+
+        def work(_: int) -> str:
+            with ChunkStore.open(store.path, mode="write", lock_timeout=0) as again:
+                with pytest.raises(StoreLocked, match=str(os.getppid())):
+                    again.put_chunk(*make_chunk(500))
+                return again.identity
+
+        assert list(outcomes(work, [0], timeout=30)) == [(0, store.identity)]
+
+
+# address space
+
+
+def test_a_map_that_cannot_grow_leaves_a_store_that_reads(tmp_path: Path) -> None:
+    """LMDB unmaps the file before it maps it larger."""
+
+    def work(_: int) -> list[str]:
+        with ChunkStore.open(tmp_path / "store", mode="write", map_size=1 << 20) as store:
+            store.put_chunk(*make_chunk(1))
+            limit_memory()
+            said = []
+            for _attempt in range(2):
+                environment = store._environment()
+                with pytest.raises(StoreFull) as refused:
+                    environment._remap(1 << 40)
+                said.append(refused.value.message)
+                assert seed_of(store, 1) == 1
+            store.put_chunk(*make_chunk(2))
+            assert seed_of(store, 2) == 2
+        return said
+
+    [(_, said)] = outcomes(work, [0], timeout=30)
+    assert not isinstance(said, Ended), said
+    assert all("cannot grow" in message for message in said)
 
 
 # forks
@@ -231,7 +355,7 @@ def test_a_store_of_somebody_else_is_read_and_not_written(foreign: Path) -> None
     assert hint
 
 
-@pytest.mark.parametrize("file", ["data.mdb", "."])
+@pytest.mark.parametrize("file", ["data.mdb", ".", ".."])
 def test_a_store_that_may_not_be_read_says_so(foreign: Path, file: str) -> None:
     (foreign / file).chmod(0o600)
 

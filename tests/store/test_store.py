@@ -33,6 +33,7 @@ from cacheblend_store import (
 )
 from cacheblend_store.blob import encode_blob, parse_blob
 from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
+from cacheblend_store.environment import open_environment
 from cacheblend_store.layouts import blob_spec
 from cacheblend_store.locks import writer_lock
 from hypothesis import given, settings
@@ -171,6 +172,34 @@ def test_a_chunk_that_moves_between_documents_of_one_commit_stays(store: ChunkSt
     assert store.put_document(record("b.md")) == [moved[0].key]
 
 
+def test_only_what_was_there_is_told_as_removed(store: ChunkStore) -> None:
+    (a, blobs_a), (b, blobs_b) = make_chunk(1), make_chunk(2)
+    store.put_chunks([(a, blobs_a), (b, blobs_b)])
+    places = tuple(DocumentChunk(m.key, i, 0, 1) for i, m in enumerate((a, b)))
+    store.put_document(DocumentRecord("x.md", a.collection, "d", places, 1.0))
+    assert store.remove_chunks([a.key, a.key]) == 1
+    assert store.remove_document(a.collection, "x.md") == [b.key]
+
+
+def test_a_closed_store_says_so_and_stays_closed(store: ChunkStore) -> None:
+    store.put_chunk(*make_chunk(1))
+    open_before = set(os.listdir("/proc/self/fd"))
+    store.close()
+    uses: list[Callable[[], object]] = [
+        store.stats,
+        lambda: store.get_chunk(b"x" * 20),
+        lambda: list(store.chunks()),
+        lambda: store.put_chunk(*make_chunk(2)),
+        store.verify,
+        store.compact,
+    ]
+    for use in uses:
+        with pytest.raises(StoreError, match="was closed"):
+            use()
+    assert open_environment(store.path) is None
+    assert set(os.listdir("/proc/self/fd")) < open_before
+
+
 def test_every_kind_of_damage_to_a_blob_is_a_bad_blob(store: ChunkStore) -> None:
     manifest, blobs = make_chunk(1)
     for damage in (lambda b: b[:-1], lambda b: b + b"x", lambda b: b"", lambda b: bytes([b[0] ^ 1]) + b[1:], None):
@@ -287,6 +316,53 @@ def test_a_full_disk_is_named_and_loses_nothing(store: ChunkStore, monkeypatch: 
     with pytest.raises(StoreError, match="free"):
         store.put_chunk(*make_chunk(2))
     assert len(list(store.chunks())) == 1
+
+
+def test_pages_of_the_file_that_are_free_count_as_room(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `chunks prune` on a full disk."""
+    chunks = [make_chunk(seed, 600) for seed in range(16)]
+    store.put_chunks(chunks)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 0})())
+    with pytest.raises(StoreError, match="free"):
+        store.put_chunk(*make_chunk(20, 600))
+    store.remove_chunks([manifest.key for manifest, _ in chunks[:12]])
+    size = (store.path / "data.mdb").stat().st_size
+    assert store.put_chunk(*make_chunk(20, 600)) == "new"
+    assert (store.path / "data.mdb").stat().st_size == size
+    with pytest.raises(StoreError, match="free"):
+        store.put_chunks([make_chunk(seed, 600) for seed in range(30, 40)])
+
+
+@pytest.mark.parametrize("how", ["compact", "repair", "repair while it is open"])
+def test_what_an_interrupted_copy_left_makes_room_for_the_next(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    store.put_chunk(*make_chunk(1))
+    left = store.path / "making.tmp"
+    left.mkdir()
+    (left / "data.mdb").write_bytes(b"half of a copy")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 0 if left.exists() else 1 << 40})())
+    if how == "compact":
+        store.compact()
+    else:
+        if how == "repair":
+            store.close()
+        assert ChunkStore.repair(store.path).chunks == 1
+    assert not left.exists()
+
+
+def test_a_repair_that_fails_leaves_no_copy(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    store.put_chunk(*make_chunk(1))
+    store.close()
+    monkeypatch.setattr("cacheblend_store.salvage._Copier.run", fail)
+    with pytest.raises(OSError, match="gone"):
+        ChunkStore.repair(store.path)
+    assert not (store.path / "making.tmp").exists()
+    monkeypatch.undo()
+    assert ChunkStore.repair(store.path).chunks == 1
 
 
 def _in_child(work: Callable[..., None], *arguments: object) -> None:
