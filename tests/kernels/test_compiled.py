@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
+from cacheblend_kernels import KernelError
 from cacheblend_kernels.triton_backend.configs import (
     SHARED_MEMORY,
     TileConfig,
@@ -68,6 +69,19 @@ def test_every_tile_a_launch_may_pick_is_among_the_compiled(arch: int, head_dim:
                 picked = pick_prefill_config(configs, group, num_rows, num_kv_heads, 132)
                 assert picked.block_m >= group
                 assert (picked.block_m, picked.block_n, picked.num_warps) in compiled
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "element_size", "group", "most"),
+    [(90, 128, 4, 48, 32), (90, 64, 4, 71, 32), (80, 256, 2, 96, 64)],
+)
+def test_a_group_that_no_tile_holds_is_named(
+    arch: int, head_dim: int, element_size: int, group: int, most: int
+) -> None:
+    configs = prefill_configs(arch, head_dim, element_size)
+    with pytest.raises(KernelError, match=f"{group} heads share a KV head; .* at most {most} "):
+        pick_prefill_config(configs, group, 700, 1, 132)
+    assert pick_prefill_config(configs, most, 700, 1, 132).block_m >= most
 
 
 def test_every_gpu_has_tiles_that_fit_it() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cacheblend_kernels.interface import KernelError
+
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory one block may use (CUDA C++ programming guide, table 'Technical Specifications per Compute
 Capability'). 80 stands for 8.x and 12.x, which run the same tiles: the least of them, though 8.0 itself has 163 KiB."""
@@ -82,8 +84,17 @@ def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_siz
 def pick_prefill_config(
     configs: tuple[TileConfig, ...], group: int, num_rows: int, num_kv_heads: int, num_sms: int
 ) -> TileConfig:
-    """The widest tile that still gives every multiprocessor a tile; the narrowest that holds a group if none does."""
+    """The widest tile that still gives every multiprocessor a tile; the narrowest that holds a group if none does.
+
+    Raises KernelError when more heads share a KV head than the widest tile has rows.
+    """
     fitting = [c for c in configs if c.block_m >= group]
+    if not fitting:
+        most = max(c.block_m for c in configs)
+        raise KernelError(
+            f"{group} heads share a KV head; prefill attention takes at most {most} of this head size and dtype here",
+            "use --attention-backend torch",
+        )
     for config in fitting:
         if num_tiles(config, group, num_rows, 1) * num_kv_heads >= num_sms:
             return config
