@@ -151,7 +151,7 @@ def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Seq
     parts = []
     for sequence, kv_len in zip(sequences, kv_lens, strict=True):
         sequence.ensure(kv_len + 1)
-        sequence.make_writable(kv_len, kv_len + 1)
+        sequence.make_writable(kv_len, kv_len + 1, decoder.kernels)
         parts.append((sequence, upload([kv_len], decoder.device), kv_len + 1))
     assert len({decoder.rope.regime(n + 1) for n in kv_lens}) == 1, "one launch has one set of RoPE frequencies"
     rows = packed_rows(decoder, parts, max(kv_lens) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
 from cacheblend_cli.engine.block_allocator import BlockAllocator
@@ -120,7 +121,7 @@ class PagedSequence:
         self.pool.allocator.share(self.blocks)
         return PagedSequence(self.pool, list(self.blocks))
 
-    def make_writable(self, start: int, end: int) -> None:
+    def make_writable(self, start: int, end: int, kernels: KernelBackend) -> None:
         """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
         allocator, size = self.pool.allocator, self.pool.block_size
         indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
@@ -129,9 +130,7 @@ class PagedSequence:
         fresh = allocator.allocate(len(indexes))
         source = upload([self.blocks[i] for i in indexes], self.pool.device)
         target = upload(fresh, self.pool.device)
-        for pool in (*self.pool.k, *self.pool.v):
-            cache = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool  # no index_copy_ of float8
-            cache.index_copy_(0, target, cache.index_select(0, source))
+        kernels.copy_blocks([*self.pool.k, *self.pool.v], source, target)
         allocator.free([self.blocks[i] for i in indexes])
         for i, block in zip(indexes, fresh, strict=True):
             self.blocks[i] = block

@@ -235,7 +235,8 @@ class KernelBackend(ABC):
     def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
         """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]. No block is in both."""
         for pool in pools:
-            pool.index_copy_(0, dst, pool.index_select(0, src))
+            blocks = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool  # no index_copy_ of float8
+            blocks.index_copy_(0, dst, blocks.index_select(0, src))
 
 
 def _runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -59,10 +59,11 @@ def test_swap_blocks_wants_as_many_places_as_blocks() -> None:
         TorchBackend().swap_blocks([(pool, pool.clone())], [0, 1], [2])
 
 
-def test_copy_blocks() -> None:
-    pools = [torch.randn(6, 2, 3) for _ in range(2)]
-    before = [p.clone() for p in pools]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_copy_blocks(dtype: torch.dtype) -> None:
+    pools = [torch.randn(6, 2, 3).to(dtype) for _ in range(2)]
+    before = [p.float() for p in pools]
     TorchBackend().copy_blocks(pools, torch.tensor([4, 0]), torch.tensor([1, 5]))
     for old, new in zip(before, pools, strict=True):
         old[[1, 5]] = old[[4, 0]]
-        assert torch.equal(new, old)
+        assert torch.equal(new.float(), old)

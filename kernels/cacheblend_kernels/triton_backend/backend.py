@@ -183,7 +183,7 @@ class TritonBackend(KernelBackend):
         return norms.act_and_mul(gate_up, activation)
 
     def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-        """One launch for all pools. Unlike the reference, no block may be in both src and dst."""
+        """One launch for all pools, whose addresses are kept on the device."""
         if not pools:
             return
         pointers = tuple(pool.data_ptr() for pool in pools)
