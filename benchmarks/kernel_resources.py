@@ -59,7 +59,7 @@ def markdown(rows: list[KernelResources], toolchain: dict[str, str], num_variant
                 f"{sum(r.spill_bytes > 0 for r in some)} | {max(r.spill_bytes for r in some)} | "
                 f"{max(r.shared_bytes for r in some)} | {matrix} |"
             )
-    lines += ["", "## Attention, bf16, head_dim 128, paged", "", "| variant | arch | warps | stages | registers |"]
+    lines += ["", "## Attention, bf16, head_dim 128", "", "| variant | arch | warps | stages | registers |"]
     lines[-1] += " spill bytes | shared bytes | matrix instruction |"
     lines.append("|---|---|---|---|---|---|---|---|")
     lines += [
@@ -102,7 +102,8 @@ def write(rows: list[KernelResources], toolchain: dict[str, str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="only this architecture (repeatable)")
-    parser.add_argument("--family", action="append", help="only this kernel family (repeatable)")
+    families = sorted({variant.family for arch in ARCHS for variant in all_variants(arch)})
+    parser.add_argument("--family", action="append", choices=families, help="only this kernel family (repeatable)")
     parser.add_argument("--core", action="store_true", help="only the variants of the quick check")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()

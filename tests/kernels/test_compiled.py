@@ -6,6 +6,8 @@ A subset of a bf16 model with heads of 128 (`core`); benchmarks/kernel_resources
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +108,15 @@ def test_the_context_is_split_where_the_batch_leaves_the_device_idle() -> None:
     splits = [num_context_splits(8, n, 132) for n in (512, 1024, 4096, 16384, 1 << 20)]
     assert splits == sorted(splits)
     assert splits[-1] <= 64
+
+
+def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the results are written: they would be of no kernel."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import kernel_resources
+
+    monkeypatch.setattr(kernel_resources, "write", lambda *_: pytest.fail("results written"))
+    monkeypatch.setattr(sys, "argv", ["kernel_resources.py", "--family", "attention"])
+    with pytest.raises(SystemExit, match="2"):
+        kernel_resources.main()
+    assert "invalid choice: 'attention'" in capsys.readouterr().err
