@@ -298,19 +298,7 @@ def _cache_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtyp
         backend.copy_blocks(pools, src, dst)
         return torch.stack(pools), torch.stack(want)
 
-    def swap() -> tuple[Tensor, Tensor]:
-        pool = torch.randn(9, 64, 4, 128, device=device).to(dtype)
-        host = torch.zeros(9, 64, 4, 128, dtype=dtype, pin_memory=device.type == "cuda")
-        back = torch.zeros_like(pool)
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        backend.swap_blocks([(pool, host)], [1, 2, 7], [4, 5, 0], stream)
-        backend.swap_blocks([(host, back)], [5, 0, 4], [3, 8, 6], stream)
-        if stream is not None:
-            torch.cuda.current_stream(device).wait_stream(stream)
-        return back[[6, 3, 8]], pool[[1, 2, 7]].double()
-
     yield "copy_blocks", "4 pools", EXACT, copy
-    yield "swap_blocks", "out and in again", EXACT, swap
 
 
 def _pools(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

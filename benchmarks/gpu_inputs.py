@@ -84,7 +84,6 @@ def attention_inputs(
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
         contiguous_slot=block_size if contiguous else -1,
         dense=dense,
-        max_rows=max(map(len, positions)),
         max_kv_len=max(kv_lens),
     )
     return AttentionInputs(q, *pools, meta)

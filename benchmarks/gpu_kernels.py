@@ -1,7 +1,7 @@
 """Each kernel's speed beside the ceiling of what it is bound by, and its numbers beside fp64, on one device.
 
-`gpu_check.py` imports three functions from here: `run_kernel_checks`, `measure_ceilings`, `measure_kernels`. They
-return plain dicts. To run this file alone:
+`gpu_check.py` imports `measure_ceilings` and `measure_kernels` from here; they return plain dicts. To run this file alone,
+with the checks of `gpu_checks.py`:
 
     python benchmarks/gpu_kernels.py [--device cuda] [--tiny] [--only prefill_attention]
 
@@ -26,8 +26,6 @@ from gpu_inputs import Shape, decode_inputs, prefill_inputs, rope_tables, stored
 from gpu_timing import Call, median_seconds, num_input_sets
 from torch import Tensor
 
-__all__ = ["FAMILIES", "measure_ceilings", "measure_kernels", "run_kernel_checks"]
-
 LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
 LLAMA_1B = Shape("llama-3.2-1b", num_heads=32, num_kv_heads=8, head_dim=64, hidden=2048, intermediate=8192)
 TINY = Shape("tiny", num_heads=4, num_kv_heads=2, head_dim=32, hidden=128, intermediate=256)
@@ -38,8 +36,7 @@ SUFFIX = 64
 class Work:
     """One measurement: the calls (same work, different inputs) and what one of them must do at the least.
 
-    bound: the ceiling it is held against: "copy" (bytes through device memory), "matmul" (flops) or "host" (bytes over
-    the bus).
+    bound: the ceiling it is held against: "copy" (bytes through device memory) or "matmul" (flops).
     """
 
     kernel: str
@@ -48,12 +45,11 @@ class Work:
     bound: str
     num_bytes: int = 0
     flops: int = 0
-    graph: bool = True
 
 
 def measure_ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """What the device can do: device_copy_gb_s (bytes read + written), matmul_tflop_s (bf16), host_to_device_gb_s and
-    device_to_host_gb_s (pinned memory)."""
+    """What the device can do: device_copy_gb_s (bytes read + written), matmul_tflop_s (bf16), host_to_device_gb_s
+    (pinned memory)."""
     size = 1 << (20 if tiny else 31)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255) for _ in range(2))
     copy = median_seconds([partial(target.copy_, source)], device, reps=10)
@@ -61,14 +57,12 @@ def measure_ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul = median_seconds([partial(torch.matmul, a, b)], device, reps=10)
     pinned = torch.empty(1 << (20 if tiny else 28), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty_like(pinned, device=device).random_(0, 255)
+    there = torch.empty_like(pinned, device=device)
     up = median_seconds([partial(there.copy_, pinned, non_blocking=True)], device, reps=10, graph=False)
-    down = median_seconds([partial(pinned.copy_, there, non_blocking=True)], device, reps=10, graph=False)
     return {
         "device_copy_gb_s": 2 * size / copy / 1e9,
         "matmul_tflop_s": 2 * n**3 / matmul / 1e12,
         "host_to_device_gb_s": pinned.numel() / up / 1e9,
-        "device_to_host_gb_s": pinned.numel() / down / 1e9,
     }
 
 
@@ -78,17 +72,16 @@ def measure_kernels(
     """Rows {kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes are each input read and output written once.
     A measurement that raised is a row {kernel, case, message}.
 
-    ceilings: what `measure_ceilings` returned. only: one kernel's name. A backend that cannot run here is left out.
+    ceilings: what `measure_ceilings` returned. only: one of FAMILIES. A backend that cannot run here is left out.
     """
-    bounds = {"copy": "device_copy_gb_s", "matmul": "matmul_tflop_s", "up": "host_to_device_gb_s"}
-    bounds["down"] = "device_to_host_gb_s"
+    bounds = {"copy": "device_copy_gb_s", "matmul": "matmul_tflop_s"}
     rows = []
     for make in _WORK:
         if only is not None and make.__name__ != f"_{only}":
             continue
         for work in make(device, tiny):
             try:
-                seconds = median_seconds(work.calls, device, reps=3 if tiny else 20, graph=work.graph)
+                seconds = median_seconds(work.calls, device, reps=3 if tiny else 20)
             except Exception as error:  # one that does not run here leaves the others their turn
                 rows.append({"kernel": work.kernel, "case": work.case, "message": f"{type(error).__name__}: {error}"})
                 continue
@@ -118,6 +111,7 @@ def _backends(device: torch.device) -> list[KernelBackend]:
 
 
 def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
+    backends = _backends(device)
     for shape in (TINY,) if tiny else (LLAMA_8B, LLAMA_1B):
         for length in (96,) if tiny else (4096, 16384):
             for kind in ("full", "full paged", "scattered 5%", "scattered 15%", "runs 15%", "suffix"):
@@ -125,7 +119,7 @@ def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
                 scale = shape.head_dim**-0.5
                 seen = int((inputs.meta.positions + 1).sum())
                 flops = 4 * shape.num_heads * shape.head_dim * seen
-                for backend in _backends(device):
+                for backend in backends:
                     if backend.name == "xformers" and kind != "full":
                         continue  # the same kernel as ours
                     pools = inputs.k_cache, inputs.v_cache
@@ -156,20 +150,22 @@ def _sdpa(inputs: Any, length: int, scale: float) -> Call:
 
 
 def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
+    names = [backend.name for backend in _backends(device)]
     for shape in (TINY,) if tiny else (LLAMA_8B, LLAMA_1B):
         for batch, length in ((1, 96), (2, 64)) if tiny else ((1, 4096), (1, 16384), (8, 4096), (8, 16384), (64, 4096)):
             per_call = 2 * batch * length * shape.num_kv_heads * shape.head_dim * 2
             sets = num_input_sets(per_call, device)
             inputs = [decode_inputs(shape, batch, length, device, seed) for seed in range(sets)]
-            for backend in _backends(device):
+            for name in names:
                 # one backend an input: xformers' keeps what it copied from the host for the tensors it saw last
-                calls = [_decode_call(select_backend(backend.name, device), one, shape, length) for one in inputs]
-                case = f"{shape.name} batch {batch}, context {length}, {backend.name}"
+                calls = [_decode_call(select_backend(name, device), one, shape, length) for one in inputs]
+                case = f"{shape.name} batch {batch}, context {length}, {name}"
                 yield Work("decode_attention", case, calls, "copy", num_bytes=per_call)
             if shape is not LLAMA_1B:
                 scales = torch.full((shape.num_kv_heads,), 0.02, device=device)
                 calls = [
-                    _decode_call(_backends(device)[0], one.to_float8(scales), shape, length, scales) for one in inputs
+                    _decode_call(select_backend("auto", device), one.to_float8(scales), shape, length, scales)
+                    for one in inputs
                 ]
                 case = f"{shape.name} batch {batch}, context {length}, float8 pool"
                 yield Work("decode_attention", case, calls, "copy", num_bytes=per_call // 2)
@@ -316,21 +312,6 @@ def _blocks(device: torch.device, tiny: bool) -> Iterator[Work]:
         backend.copy_blocks(pools, src, dst)
 
     yield Work("copy_blocks", f"{blocks} blocks of {2 * layers} pools", [copy], "copy", num_bytes=2 * moved)
-    host = [torch.zeros(pool, dtype=torch.bfloat16, pin_memory=device.type == "cuda") for _ in pools]
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    order = list(range(blocks))
-
-    def swap(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        def call() -> None:
-            backend.swap_blocks(pairs, order, order, stream)
-            if stream is not None:
-                torch.cuda.current_stream(device).wait_stream(stream)
-
-        return call
-
-    for bound, pairs in (("down", [*zip(pools, host, strict=True)]), ("up", [*zip(host, pools, strict=True)])):
-        case = f"{'out' if bound == 'down' else 'in'}, {blocks} adjacent blocks of {2 * layers} pools"
-        yield Work("swap_blocks", case, [swap(pairs)], bound, num_bytes=moved, graph=False)
 
 
 _WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
@@ -351,7 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
-    parser.add_argument("--only", help="one family: " + ", ".join(FAMILIES))
+    parser.add_argument("--only", choices=FAMILIES, help="one family")
     parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args()
     device = torch.device(args.device)

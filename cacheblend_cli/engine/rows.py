@@ -65,7 +65,6 @@ def packed_rows(
         kv_lens=upload([n for _, _, n in parts], device, torch.int32),
         contiguous_slot=single.contiguous_slot if single else -1,
         dense=single is not None and dense,
-        max_rows=max(counts),
         max_kv_len=max(n for _, _, n in parts),
     )
     return Rows(positions, slots, cos, sin, meta)

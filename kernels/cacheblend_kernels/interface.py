@@ -10,8 +10,6 @@ Shapes used throughout:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +39,8 @@ class AttentionMetadata:
     contiguous_slot: first slot of the sequence when there is one sequence and its blocks are adjacent in
         the pool (the keys are then a view), else -1.
     dense: positions are one run p, p+1, ..., p+n-1 (one sequence).
+    max_kv_len: the longest of kv_lens, for what must be known without asking the device; 0: not known, and a launch is
+        planned for as many positions as block_table has room for.
     """
 
     positions: Tensor
@@ -49,7 +49,6 @@ class AttentionMetadata:
     kv_lens: Tensor
     contiguous_slot: int = -1
     dense: bool = False
-    max_rows: int = 0
     max_kv_len: int = 0
 
     @property
@@ -207,42 +206,8 @@ class KernelBackend(ABC):
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or gelu_pytorch_tanh."""
 
-    def swap_blocks(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        src: Sequence[int],
-        dst: Sequence[int],
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """Copy blocks src -> dst from the first pool of each pair to the second, between device and pinned host memory.
-
-        The pools of a pair are [num_blocks, ...] with blocks of one shape and dtype. Runs of blocks that are adjacent on
-        both sides are one copy. On `stream` the copies are only queued: they wait for the work queued so far on the
-        current stream; the caller records an event before it reads or frees either side.
-        """
-        if len(src) != len(dst):
-            raise KernelError(f"{len(src)} blocks to copy, {len(dst)} to copy to")
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for start, stop in _runs(src, dst):
-                for source, target in pairs:
-                    length = stop - start
-                    target[dst[start] : dst[start] + length].copy_(
-                        source[src[start] : src[start] + length], non_blocking=stream is not None
-                    )
-
     def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
         """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]. No block is in both."""
         for pool in pools:
             blocks = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool  # no index_copy_ of float8
             blocks.index_copy_(0, dst, blocks.index_select(0, src))
-
-
-def _runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Index ranges over which src and dst both rise by one."""
-    start = 0
-    for i in range(1, len(src) + 1):
-        if i == len(src) or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1:
-            yield start, i
-            start = i

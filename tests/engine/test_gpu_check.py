@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu_check  # noqa: E402
 import gpu_end_to_end  # noqa: E402
+import gpu_kernels  # noqa: E402
 from gpu_budget import Budget  # noqa: E402
 from gpu_cost import Ceilings, prefill_floor  # noqa: E402
 from gpu_model import read_config  # noqa: E402
@@ -30,18 +31,18 @@ from gpu_report import markdown, targets  # noqa: E402
 from cacheblend_cli.model.spec import spec_from_config  # noqa: E402
 
 
-def run(out: Path, *more: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, the JSON, stderr."""
+def run(out: Path, *more: str) -> tuple[int, dict[str, Any], str, str]:
+    """Exit code, the JSON, stdout, stderr."""
     command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    assert "| kernel |" in done.stdout or more, done.stderr
-    return done.returncode, json.loads(out.with_suffix(".json").read_text()), done.stderr
+    return done.returncode, json.loads(out.with_suffix(".json").read_text()), done.stdout, done.stderr
 
 
 def test_every_step_runs_on_a_cpu(tmp_path: Path) -> None:
-    code, result, stderr = run(tmp_path / "all", "--store-dir", str(tmp_path), "--processes", "1")
+    code, result, stdout, stderr = run(tmp_path / "all", "--store-dir", str(tmp_path), "--processes", "1")
     assert (code, result["faults"], result["skipped"]) == (0, [], []), stderr
+    assert stdout.strip() == (tmp_path / "all.md").read_text().strip()
     assert not list(tmp_path.glob("cacheblend-gpu-*"))  # nothing stays but the two files
     kernels = {row["kernel"] for row in result["checks"]}
     assert kernels >= {
@@ -50,7 +51,7 @@ def test_every_step_runs_on_a_cpu(tmp_path: Path) -> None:
         "rope_and_cache",
         "load_kv",
         "kv_deviation",
-        "swap_blocks",
+        "copy_blocks",
     }
     assert all(row["ok"] for row in result["checks"])
     assert all(row["seconds"] > 0 and row["ceiling"] > 0 for row in result["kernels"])
@@ -73,7 +74,7 @@ def test_every_step_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_its_time_is_left_out_and_said(tmp_path: Path) -> None:
-    code, result, stderr = run(tmp_path / "none", "--budget", "0", "--processes", "1")
+    code, result, _, stderr = run(tmp_path / "none", "--budget", "0", "--processes", "1")
     assert code == 1  # the kernel checks did not end
     assert any("kernel checks" in fault for fault in result["faults"])
     assert "tiny from question to answer" in result["skipped"]
@@ -110,6 +111,13 @@ def test_wheels_are_put_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert importlib.import_module("cacheblend_probe").answer == 42
     with pytest.raises(SystemExit, match="no wheels"):
         gpu_check.install(tmp_path / "site", tmp_path / "elsewhere")
+
+
+def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--device", "cpu", "--tiny", "--only", "swap"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_kernels.main()
+    assert "invalid choice: 'swap'" in capsys.readouterr().err
 
 
 def test_a_budget_notes_what_it_refuses() -> None:

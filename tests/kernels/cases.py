@@ -29,7 +29,6 @@ class AttentionCase:
             m.kv_lens.to(device),
             m.contiguous_slot,
             m.dense,
-            m.max_rows,
             m.max_kv_len,
         )
         return AttentionCase(self.q.to(device), self.k_cache.to(device), self.v_cache.to(device), meta)
@@ -74,7 +73,6 @@ def attention_case(
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
         contiguous_slot=block_size if contiguous else -1,
         dense=dense,
-        max_rows=max(map(len, positions)),
         max_kv_len=max(kv_lens),
     )
     return AttentionCase(q.to(dtype)[:, :num_heads], k_cache.to(dtype), v_cache.to(dtype), meta)
