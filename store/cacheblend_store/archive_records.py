@@ -210,7 +210,7 @@ def parse_document(record: Mapping[str, Any]) -> DocumentRecord:
     for place in chunks:
         if not isinstance(place, list) or len(place) != 4 or not all(_is_count(n, 1 << 40) for n in place[1:]):
             raise fields.wrong("chunks")
-        places.append(DocumentChunk(_key(place[0], fields, "chunks"), *place[1:]))
+        places.append(DocumentChunk(fields.as_key(place[0], "chunks"), *place[1:]))
     document = DocumentRecord(
         fields.text("source"), fields.text("collection"), fields.text("content_digest"), tuple(places),
         fields.moment("updated"), settings,
@@ -270,30 +270,30 @@ class _Fields:
         return value[0], value[1]
 
     def hex(self, name: str, digits: int) -> str:
-        value = self.text(name)
-        if not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+        return self._hex(self._take(name), name, digits)
+
+    def _hex(self, value: Any, name: str, digits: int) -> str:
+        if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
             raise self.wrong(name)
         return value
 
     def key(self, name: str) -> bytes:
-        return bytes.fromhex(self.hex(name, 2 * KEY_BYTES))
+        return self.as_key(self._take(name), name)
+
+    def as_key(self, value: Any, name: str) -> bytes:
+        """A value that is in the field `name`."""
+        return bytes.fromhex(self._hex(value, name, 2 * KEY_BYTES))
 
     def keys(self, name: str) -> tuple[bytes, ...]:
         value = self._take(name)
         if not isinstance(value, list):
             raise self.wrong(name)
-        return tuple(_key(text, self, name) for text in value)
+        return tuple(self.as_key(text, name) for text in value)
 
     def done(self, *others: str) -> None:
         extra = set(self._record) - self._seen - set(others)
         if extra:
             raise ArchiveError(f"the manifest's record of {self._what} has an unknown field {sorted(extra)[0][:40]!r}")
-
-
-def _key(text: Any, fields: _Fields, name: str) -> bytes:
-    if not isinstance(text, str) or not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", text):
-        raise fields.wrong(name)
-    return bytes.fromhex(text)
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_store import locks
 from cacheblend_store.environment import clear_making
 from cacheblend_store.filesystem import DATA, check_file, check_space
+from cacheblend_store.progress import Progress
 from cacheblend_store.translation import translated
 
 if TYPE_CHECKING:
     from cacheblend_store.store import ChunkStore
 
 
-def compact(store: ChunkStore, progress: Callable[[int, int], None] | None = None) -> tuple[int, int]:
+def compact(store: ChunkStore, progress: Progress | None = None) -> tuple[int, int]:
     """Copy what is live into a new file and rename it over the old one; (bytes before, bytes after).
 
     Needs room for the copy beside the original, and no other process that has the store open. Killed or out of power

@@ -40,7 +40,8 @@ from cacheblend_store.filesystem import (
     system_errors,
 )
 from cacheblend_store.forks import detach_lock_table
-from cacheblend_store.pages import PageReader
+from cacheblend_store.pages import Meta, PageReader, parse_meta
+from cacheblend_store.state import write_identity
 from cacheblend_store.translation import MAX_READERS, MapOutgrown, Panic, translated
 
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
@@ -73,7 +74,7 @@ class Environment:
     # opening
 
     def _open(self, *, anew: bool = False) -> None:
-        """anew: this process may hold the writer lock."""
+        """anew: the file may be another than `check_path` looked at, and this process may hold the writer lock."""
         writable = os.access(self.path / DATA, os.W_OK) and os.access(self.path, os.W_OK)
         self.readonly = not writable
         # nobody's reader slot keeps this user's snapshots: then pages are read by hand, and LMDB's map is left alone
@@ -81,7 +82,8 @@ class Environment:
         if self._share is None:
             self._share = locks.share(self.path, self._timeout, create=writable)
         try:
-            check_file(self.path / DATA)
+            if anew:
+                check_file(self.path / DATA)
             self._file = os.open(self.path / DATA, os.O_RDONLY | os.O_CLOEXEC)
             self._inode = _inode(self._file)
             between = nullcontext() if anew or self.readonly else self._between_writes()
@@ -375,8 +377,6 @@ def release(environment: Environment) -> None:
 
 def make_store(path: Path, lock_timeout: float) -> None:
     """An empty store: made aside and renamed into place, so that a crash never leaves half a one."""
-    from cacheblend_store.state import write_identity
-
     with locks.writer_lock(path, lock_timeout):
         if (path / DATA).exists():
             return
@@ -432,9 +432,7 @@ def open_lmdb(path: Path, map_size: int, *, readonly: bool = False) -> Any:
                 raise
 
 
-def read_older_meta(handle: int, page_size: int, txnid: int) -> Any:
-    from cacheblend_store.pages import parse_meta
-
+def read_older_meta(handle: int, page_size: int, txnid: int) -> Meta | None:
     meta = parse_meta(os.pread(handle, 4096, (txnid & 1) * page_size))
     return meta if meta is not None and meta.txnid == txnid else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from cacheblend_store.archive_records import (
 )
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.keys import KeyParts, collection_id
+from cacheblend_store.progress import Progress
 from cacheblend_store.records import ChunkManifest
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def export_chunks(
     sign_key: bytes | None = None,
     salt: str = "",
     force: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ExportReport:
     """Write chunks (None: all), the prefixes they stand behind and the documents they are of to `path`.
 

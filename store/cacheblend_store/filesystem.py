@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import stat
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,13 +18,17 @@ from cacheblend_store.errors import (
     StoreNotFound,
     StorePermission,
 )
-from cacheblend_store.pages import NO_PAGE, Meta, PageReader, parse_meta
+from cacheblend_store.pages import NO_PAGE, PAGE_SIZES, Meta, PageReader, parse_meta
 
 DATA, LOCK = "data.mdb", "lock.mdb"
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 OWN_FILES = ("writer.lock", "open.lock", "making.tmp", "search.sqlite3", "search.sqlite3-journal")
 _MIN_FREE_BYTES = 64 << 20
 _TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
+_TAILS_KEPT = 64
+_free_tails: set[tuple[int, int, int, int]] = (
+    set()
+)  # device, inode, commit and length of files that end before free pages
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
     "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",
@@ -114,7 +117,7 @@ def read_metas(handle: int, data: Path) -> tuple[Meta, Meta]:
         if parse_meta(os.pread(handle, 4096, 4096)) is not None:
             raise StoreCorrupt(f"the first meta page of {data} is damaged", restore_hint(data.parent))
         raise StoreFormat(f"{data} is not an LMDB file", "name another --store")
-    if first.page_size not in (4096, 8192, 16384, 32768, 65536):
+    if first.page_size not in PAGE_SIZES:
         raise StoreCorrupt(f"a meta page of {data} is damaged", restore_hint(data.parent))
     second = parse_meta(os.pread(handle, 4096, first.page_size))
     if second is None:
@@ -137,17 +140,22 @@ def read_metas(handle: int, data: Path) -> tuple[Meta, Meta]:
 def _is_free(handle: int, data: Path, meta: Meta, size: int) -> bool:
     """Whether all that lies behind the end of the file are free pages. A commit does not write the pages that it took at the
     end of the file and gave back itself; nothing reads them, and who takes one again writes it."""
-    pages = PageReader(handle, meta, str(data.parent))
-    free = set[int]()
+    info = os.fstat(handle)
+    what = (info.st_dev, info.st_ino, meta.txnid, size)
+    if what in _free_tails:
+        return True
+    end, free = size // meta.page_size, set[int]()
     try:
-        for node in pages.nodes(meta.free):
-            pages.check_extent(node)
-            value = pages.value(node)
-            count = min(int.from_bytes(value[:8], "little"), len(value) // 8 - 1)
-            free.update(struct.unpack_from(f"<{count}Q", value, 8))
-    except (StoreCorrupt, struct.error):
+        for pages in PageReader(handle, meta, str(data.parent)).free_pages():
+            free.update(page for page in pages if page >= end)
+    except StoreCorrupt:
         return False
-    return all(page in free for page in range(size // meta.page_size, meta.next_pgno))  # ends at the first that is not
+    if not all(page in free for page in range(end, meta.next_pgno)):  # ends at the first that is not
+        return False
+    while len(_free_tails) >= _TAILS_KEPT:
+        _free_tails.pop()
+    _free_tails.add(what)
+    return True
 
 
 def _check_older(pages: PageReader, newest: int) -> None:

@@ -32,6 +32,11 @@ def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
     return digest.digest()
 
 
+def blob_key(key: bytes, layer: int) -> bytes:
+    """Under which a chunk's blob of one layer is stored: a chunk's blobs lie side by side, in order."""
+    return key + layer.to_bytes(4, "big")
+
+
 def collection_id(parts: KeyParts) -> str:
     """Hex digest of the parts without the left context: chunks that can stand in one prompt share it."""
     return _digest_of(b"collection", parts).hexdigest()

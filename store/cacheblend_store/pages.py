@@ -22,6 +22,7 @@ MAGIC, VERSION = 0xBEEFC0DE, 1
 HEADER = 16  # bytes of a page before its node pointers
 NO_PAGE = (1 << 64) - 1
 MAX_DEPTH = 32
+PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _BIG, _SUBTREE = 1, 2  # node flags
 _INTEGER_KEYS = 8  # the free list's flags
@@ -199,7 +200,12 @@ class PageReader:
         return 0
 
     def check_free_list(self) -> None:
-        """The list of free pages, from which a write takes its pages: page numbers in range, in order, none twice."""
+        """Every record of the list of free pages, from which a write takes its pages, is sound."""
+        for _ in self.free_pages():
+            pass
+
+    def free_pages(self) -> Iterator[tuple[int, ...]]:
+        """Page numbers of each record of the list of free pages: in range, in order, and no more than there are."""
         tree, seen = self.meta.free, 0
         for node in self.nodes(tree):
             self.check_extent(node)
@@ -212,6 +218,7 @@ class PageReader:
             if count and not (ordered and pages[-1] >= 2 and pages[0] < self.meta.next_pgno):
                 raise self._bad(tree.root, "a record of the free list is damaged")
             seen += count
+            yield pages
         if seen > self.meta.next_pgno:
             raise self._bad(tree.root, "the free list names more pages than there are")
 

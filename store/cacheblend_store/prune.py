@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cacheblend_store.errors import BadBlob
+from cacheblend_store.keys import KEY_BYTES
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.records import used_at
-from cacheblend_store.writer import StoreWriter
 
 if TYPE_CHECKING:
     from cacheblend_store.store import ChunkStore
@@ -31,8 +30,7 @@ class _Candidate:
     key: bytes
     used: float
     size: int
-    model_name: str
-    model: str
+    of_model: bool
     referred: bool
     context: str
 
@@ -55,32 +53,24 @@ def prune(
     """
     now = time.time()
     with store.read() as reader:
-        candidates = _candidates(reader)
+        candidates = _candidates(reader, model)
     gone = [
         c
         for c in candidates
         if (older_than is not None and now - c.used > older_than)
         or (orphans and not c.referred and c.context != "prefix")
-        or (model is not None and _is_model(c, model))
+        or c.of_model
     ]
     if to_bytes is not None:
         gone += _beyond(candidates, {c.key for c in gone}, to_bytes)
     if not dry_run:
         for start in range(0, len(gone), _BATCH):
-            _remove(store, [c.key for c in gone[start : start + _BATCH]])
+            store.remove_chunks(c.key for c in gone[start : start + _BATCH])
     return PruneReport(tuple(c.key for c in gone), sum(c.size for c in gone))
 
 
-def _remove(store: ChunkStore, keys: Collection[bytes]) -> None:
-    def work(writer: StoreWriter) -> None:
-        for key in keys:
-            writer.delete_chunk(key)
-
-    store._transact(work)
-
-
-def _candidates(reader: StoreReader) -> list[_Candidate]:
-    referred = {key[:20] for key in reader.keys_from(b"", "refs")}
+def _candidates(reader: StoreReader, model: str | None) -> list[_Candidate]:
+    referred = {key[:KEY_BYTES] for key in reader.keys_from(b"", "refs")}
     found = []
     for key in reader.keys_from(b""):
         try:
@@ -95,17 +85,12 @@ def _candidates(reader: StoreReader) -> list[_Candidate]:
                     key,
                     used,
                     manifest.num_bytes,
-                    manifest.model_name,
-                    manifest.model,
+                    model is not None and manifest.is_of_model(model),
                     key in referred,
                     manifest.context,
                 )
             )
     return found
-
-
-def _is_model(candidate: _Candidate, model: str) -> bool:
-    return candidate.model_name == model or (len(model) >= 4 and candidate.model.startswith(model))
 
 
 def _beyond(candidates: list[_Candidate], gone: set[bytes], to_bytes: int) -> list[_Candidate]:

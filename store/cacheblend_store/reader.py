@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
+from cacheblend_store.keys import blob_key
 from cacheblend_store.layouts import blob_layout
 from cacheblend_store.pages import PageReader
 from cacheblend_store.records import (
@@ -37,15 +38,14 @@ class StoreReader:
         value = self.get("chunks", key)
         return None if value is None else decode_manifest(key, value)
 
-    def layer(self, chunk: ChunkManifest | bytes, layer: int, *, verify: bool = True) -> dict[str, memoryview]:
+    def layer(self, chunk: ChunkManifest | bytes, layer: int) -> dict[str, memoryview]:
         """The tensors of one layer's blob as views. Raises BadBlob when it is missing, damaged or of another shape.
 
         chunk: the manifest, or the key (then the manifest is read first; unknown: BadBlob).
-        verify=False leaves the digest to the caller (`copy_layer` computes it while it copies).
         """
         manifest = self._manifest_of(chunk)
         blob = self.blob(manifest, layer)
-        if verify and blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
+        if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
         return _parts(manifest, layer, blob)
 
@@ -72,7 +72,7 @@ class StoreReader:
 
     def blob(self, manifest: ChunkManifest, layer: int) -> memoryview:
         """One layer's bytes as they are stored: a view, its length checked and its digest not."""
-        blob = self.get("blobs", manifest.key + layer.to_bytes(4, "big"))
+        blob = self.get("blobs", blob_key(manifest.key, layer))
         if blob is None:
             raise bad_blob(manifest, layer, "is missing")
         if len(blob) != manifest.blob_sizes[layer]:

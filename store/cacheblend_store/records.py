@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from cacheblend_store.errors import BadBlob, StoreError
-from cacheblend_store.keys import KEY_BYTES, pack_ids, unpack_ids
+from cacheblend_store.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
 from cacheblend_store.plain_json import (
     are_counts,
     check_fields,
@@ -180,7 +180,7 @@ def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | memoryvie
 
 def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
     """An xxhash object that wants the blob's bytes, in any pieces, and then gives `blob_digest`."""
-    return xxhash.xxh3_128(key + layer.to_bytes(4, "big") + num_tokens.to_bytes(4, "big"))
+    return xxhash.xxh3_128(blob_key(key, layer) + num_tokens.to_bytes(4, "big"))
 
 
 def use_record(key: bytes, moment: float) -> bytes:

@@ -24,16 +24,16 @@ from cacheblend_store.environment import (
     open_lmdb,
     put_in_place,
 )
-from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError, StoreLocked
+from cacheblend_store.errors import StoreCorrupt, StoreError, StoreLocked
 from cacheblend_store.filesystem import DATA, again_hint, check_space
-from cacheblend_store.keys import KEY_BYTES
-from cacheblend_store.pages import NO_PAGE, Branch, Leaf, Node, PageReader, Tree, parse_meta
+from cacheblend_store.keys import KEY_BYTES, blob_key
+from cacheblend_store.pages import NO_PAGE, PAGE_SIZES, Branch, Leaf, Node, PageReader, Tree, parse_meta
+from cacheblend_store.progress import Progress
 from cacheblend_store.records import ChunkManifest, blob_digest, decode_document, decode_manifest, document_key
 from cacheblend_store.state import read_identity, read_state, recount, state_value, write_identity, write_state
 from cacheblend_store.translation import translated
 
 _BATCH_BYTES = 64 << 20
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class _Source:
     def __init__(self, handle: int, data: Path) -> None:
         self._data = data
         metas = []
-        for offset in (0, 4096, 8192, 16384, 32768, 65536):
+        for offset in (0, *PAGE_SIZES):
             meta = parse_meta(os.pread(handle, 4096, offset))
             if meta is not None:
                 metas.append(meta)
-        sizes = [m.page_size for m in metas if m.page_size in (4096, 8192, 16384, 32768, 65536)]
+        sizes = [m.page_size for m in metas if m.page_size in PAGE_SIZES]
         if not metas:
             raise StoreCorrupt(
                 f"{data} has no meta page that reads: nothing can be rescued",
@@ -207,7 +207,7 @@ class _Copier:
                 lost += 1
                 continue
             for layer, blob in enumerate(blobs):
-                transaction.put(key + layer.to_bytes(4, "big"), blob, db=self._dbs["blobs"])
+                transaction.put(blob_key(key, layer), blob, db=self._dbs["blobs"])
             transaction.put(key, value, db=self._dbs["chunks"])
             kept.add(key)
             size += manifest.num_bytes
@@ -240,7 +240,7 @@ class _Copier:
     def _whole(self, manifest: ChunkManifest) -> list[bytes] | None:
         blobs = []
         for layer, digest in enumerate(manifest.blob_digests):
-            for node in self._blobs.get(manifest.key + layer.to_bytes(4, "big"), ()):
+            for node in self._blobs.get(blob_key(manifest.key, layer), ()):
                 try:
                     blob = self._source.pages.value(node)
                 except StoreError:
@@ -283,7 +283,7 @@ class _Copier:
         """Write the counters, which are those of the new file; the quota is kept when it reads."""
         try:
             quota = read_state(state_value(self._source.get), self._source.pages).max_bytes
-        except (StoreError, BadBlob):
+        except StoreError:
             quota = 0
         with self._target.begin(write=True) as transaction:
             path = Path(self._target.path()) / DATA

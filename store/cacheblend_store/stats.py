@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cacheblend_store.errors import BadBlob
-from cacheblend_store.filesystem import DATA
+from cacheblend_store.filesystem import DATA, DATABASES
 from cacheblend_store.pages import PageReader
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.records import ChunkManifest
@@ -69,8 +69,8 @@ def collect_stats(path: Path, reader: StoreReader, *, breakdown: bool = False) -
 def used_pages(pages: PageReader) -> int:
     """Pages that some tree of the snapshot holds, by LMDB's own counters."""
     trees = [pages.meta.main, pages.meta.free]
-    for name in (b"meta", b"chunks", b"blobs", b"documents", b"refs", b"lru"):
-        tree = pages.tree(name)
+    for name in DATABASES:
+        tree = pages.tree(name.encode())
         if tree is not None:
             trees.append(tree)
     return 2 + sum(tree.num_pages for tree in trees)

@@ -18,6 +18,7 @@ from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreEr
 from cacheblend_store.filesystem import check_space
 from cacheblend_store.heap import keep_freed_memory
 from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES
+from cacheblend_store.progress import Progress
 from cacheblend_store.prune import PruneReport, prune
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.records import ChunkManifest, DocumentRecord, document_key
@@ -25,7 +26,7 @@ from cacheblend_store.salvage import SalvageReport, salvage
 from cacheblend_store.state import read_identity
 from cacheblend_store.stats import StoreStats, collect_stats
 from cacheblend_store.translation import MapFull, Panic
-from cacheblend_store.verify import Progress, VerifyReport, verify
+from cacheblend_store.verify import VerifyReport, verify
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]

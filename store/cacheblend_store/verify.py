@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,17 +11,16 @@ import lmdb.verify
 from cacheblend_store import locks
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.filesystem import DATA
-from cacheblend_store.keys import KEY_BYTES
+from cacheblend_store.keys import KEY_BYTES, blob_key
+from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.records import decode_document
+from cacheblend_store.salvage import salvage
 from cacheblend_store.state import decode_state, recount, state_value
 from cacheblend_store.writer import StoreWriter
 
 if TYPE_CHECKING:
     from cacheblend_store.store import ChunkStore
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total): chunks for `verify`, steps elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,6 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
     A chunk that is removed is a hole: it is computed again when it is needed. Damaged pages cannot be mended in place:
     what reads is copied into a new file, which takes the old one's place (see `salvage`).
     """
-    from cacheblend_store.salvage import salvage
-
     store._environment()  # a store that is closed has no findings
     report = VerifyReport()
     _check_pages(store, report)
@@ -113,7 +109,7 @@ def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
             reader.layer(manifest, layer)
             report.blobs += 1
         report.bytes += manifest.num_bytes
-        if reader.get("blobs", key + manifest.num_layers.to_bytes(4, "big")) is not None:
+        if reader.get("blobs", blob_key(key, manifest.num_layers)) is not None:
             raise BadBlob(f"chunk {manifest.id[:12]} has more blobs than layers")
     except BadBlob as error:
         report.findings.append(Finding("manifest" if error.layer is None else "blob", error.message, key))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from cacheblend_store.errors import BadBlob, StoreFull
-from cacheblend_store.keys import KEY_BYTES
+from cacheblend_store.keys import KEY_BYTES, blob_key
 from cacheblend_store.pages import PageReader
 from cacheblend_store.records import (
     ChunkManifest,
@@ -22,7 +22,7 @@ from cacheblend_store.records import (
     use_record,
     used_at,
 )
-from cacheblend_store.state import State, footprint, read_state, recount, state_value, write_state
+from cacheblend_store.state import footprint, read_state, recount, state_value, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]
 Blob = bytes | bytearray | memoryview
@@ -43,9 +43,6 @@ class StoreWriter:
 
     def set_max_bytes(self, max_bytes: int) -> None:
         self.state = replace(self.state, max_bytes=max_bytes)
-
-    def set_state(self, state: State) -> None:
-        self.state = state
 
     def changed(self) -> None:
         """Something was added or removed: the generation rises."""
@@ -85,7 +82,7 @@ class StoreWriter:
             return "unchanged"
         existed = self.delete_chunk(manifest.key)
         for layer, blob in enumerate(blobs):
-            self._put_counted("blobs", manifest.key + layer.to_bytes(4, "big"), blob)
+            self._put_counted("blobs", blob_key(manifest.key, layer), blob)
         self._put_counted("chunks", manifest.key, encode_manifest(manifest))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
         self.changed()
@@ -256,7 +253,7 @@ class StoreWriter:
         """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
         tree = self._pages.tree(b"blobs")
         for layer, digest in enumerate(manifest.blob_digests):
-            key = manifest.key + layer.to_bytes(4, "big")
+            key = blob_key(manifest.key, layer)
             if tree:
                 self._pages.get(tree, key)
             blob = self._txn.get(key, db=self._dbs["blobs"])

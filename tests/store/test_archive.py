@@ -34,6 +34,7 @@ from cacheblend_store import (
     import_chunks,
 )
 from cacheblend_store.codecs import CODECS, encode_kv
+from cacheblend_store.keys import blob_key
 from children import Ended, limit_memory, outcomes
 from mutations import mutate
 from safetensors import safe_open
@@ -85,7 +86,7 @@ def content(store: ChunkStore) -> tuple[object, ...]:
 
 def damage(store: ChunkStore, manifest: ChunkManifest) -> None:
     """Flip a bit of one blob behind the back of its digest."""
-    name = manifest.key + (1).to_bytes(4, "big")
+    name = blob_key(manifest.key, 1)
     with store._writing() as (txn, dbs):
         blob = bytearray(txn.get(name, db=dbs["blobs"]))
         blob[-9] ^= 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cacheblend_store import CodecError
 from cacheblend_store.blob import parse_blob
-from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
+from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
 from cacheblend_store.layouts import GROUP, PLAIN, blob_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +75,10 @@ def test_zero_and_constant_values_come_back_exactly(codec: str, num_tokens: int)
     if "int" in codec:
         constant = torch.full_like(zero, 0.3)
         assert all(torch.equal(back, constant) for back in round_trip(constant, constant, codec))
+
+
+def test_only_a_dtype_that_holds_every_value_is_lossless() -> None:
+    assert [codec for codec in CODECS if is_lossless(codec, torch.float32)] == ["float32"]
 
 
 def test_an_outlier_costs_its_own_group_alone() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreFull
-from cacheblend_store.keys import KEY_BYTES
+from cacheblend_store.keys import KEY_BYTES, blob_key
 from cacheblend_store.records import encode_manifest
 from cacheblend_store.state import footprint
 from cacheblend_store.writer import with_digests
@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
         """It is a miss until it is put again; an audit names it; a repair removes it."""
         if seed not in self.expected.chunks:
             return
-        name = key_of(seed) + layer.to_bytes(4, "big")
+        name = blob_key(key_of(seed), layer)
         with self.store._writing() as (txn, dbs):
             blob = bytearray(txn.get(name, db=dbs["blobs"]))
             blob[-1] ^= 16

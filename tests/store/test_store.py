@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,13 +30,12 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
 )
-from cacheblend_store.blob import encode_blob, parse_blob
-from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
+from cacheblend_store.blob import parse_blob
+from cacheblend_store.codecs import CODECS, encode_kv
 from cacheblend_store.environment import open_environment
+from cacheblend_store.keys import blob_key
 from cacheblend_store.layouts import blob_spec
 from cacheblend_store.locks import writer_lock
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
 LAYERS, HEADS, DIM = 3, 2, 8
@@ -67,8 +65,9 @@ def load(store: ChunkStore, key: bytes) -> list[dict[str, bytes]]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ChunkStore:
-    return ChunkStore.open(tmp_path / "store", mode="write")
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        yield store
 
 
 def test_what_is_put_comes_back_and_survives_reopening(store: ChunkStore) -> None:
@@ -87,28 +86,6 @@ def test_what_is_put_comes_back_and_survives_reopening(store: ChunkStore) -> Non
         assert load(again, manifest.key) == expected
         with pytest.raises(StorePermission):
             again.put_chunk(manifest, blobs)
-
-
-def test_privacy_of_files(store: ChunkStore) -> None:
-    assert stat.S_IMODE(store.path.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(f.stat().st_mode) for f in store.path.iterdir()} == {0o600}
-    store.close()
-    store.path.chmod(0o707)
-    with pytest.raises(StorePermission):
-        ChunkStore.open(store.path, mode="write")
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 70])
-def test_codecs(codec: str, num_tokens: int) -> None:
-    torch.manual_seed(0)
-    k, v = torch.randn(2, num_tokens, HEADS, DIM)
-    parts = parse_blob(memoryview(encode_kv(k, v, codec)), blob_spec(codec, num_tokens, HEADS, DIM))
-    k2, v2 = decode_kv(view_kv(parts, codec, num_tokens, HEADS, DIM))
-    tolerance = {"float32": 0, "bfloat16": 0.02, "float16": 2e-3, "float8_e4m3": 0.2, "int8": 0.03, "int4": 0.35}[codec]
-    assert (k - k2).abs().max() <= tolerance
-    assert (v - v2).abs().max() <= tolerance
-    assert is_lossless(codec, torch.float32) == (codec == "float32")
 
 
 def test_keys_depend_on_everything_and_fields_do_not_run_together() -> None:
@@ -205,7 +182,7 @@ def test_every_kind_of_damage_to_a_blob_is_a_bad_blob(store: ChunkStore) -> None
     for damage in (lambda b: b[:-1], lambda b: b + b"x", lambda b: b"", lambda b: bytes([b[0] ^ 1]) + b[1:], None):
         store.put_chunk(manifest, blobs)
         with store._writing() as (txn, dbs):
-            name = manifest.key + (1).to_bytes(4, "big")
+            name = blob_key(manifest.key, 1)
             if damage is None:
                 txn.delete(name, db=dbs["blobs"])
             else:
@@ -222,7 +199,7 @@ def test_a_blob_swapped_with_another_layers_or_chunks_is_found(store: ChunkStore
     store.put_chunk(b, blobs_b)
     for foreign in (blobs_a[0], blobs_b[1]):
         with store._writing() as (txn, dbs):
-            txn.put(a.key + (1).to_bytes(4, "big"), foreign, db=dbs["blobs"])
+            txn.put(blob_key(a.key, 1), foreign, db=dbs["blobs"])
         with pytest.raises(BadBlob):
             load(store, a.key)
 
@@ -240,26 +217,6 @@ def test_a_damaged_manifest_is_passed_over_and_replaced(store: ChunkStore) -> No
     assert store.damaged_keys() == [manifest.key]
     assert store.put_chunk(manifest, blobs) == "replaced"
     assert store.damaged_keys() == []
-
-
-SPEC = blob_spec("float32", 5, HEADS, DIM)
-GOOD = encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()})
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.data())
-def test_the_blob_parser_trusts_nothing(data: st.DataObject) -> None:
-    blob = bytearray(GOOD)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(blob) - 1))
-        blob[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
-        if not blob:
-            break
-    try:
-        parts = parse_blob(memoryview(bytes(blob)), SPEC)
-    except BadBlob:
-        return
-    assert {n: len(v) for n, v in parts.items()} == {n: t.num_bytes for n, t in SPEC.items()}
 
 
 def test_a_store_that_lost_its_file_is_no_new_store(store: ChunkStore) -> None:
@@ -385,8 +342,7 @@ def test_a_forked_child_reopens(store: ChunkStore) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_copied_layer_is_the_layer_and_is_checked_where_it_lands(tmp_path: Path, codec: str) -> None:
-    store = ChunkStore.open(tmp_path / "store", mode="write")
+def test_a_copied_layer_is_the_layer_and_is_checked_where_it_lands(store: ChunkStore, codec: str) -> None:
     manifest, blobs = make_chunk(3, num_tokens=40, codec=codec)
     store.put_chunk(manifest, blobs)
     with store.read() as reader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 from collections import Counter
 from pathlib import Path
 
@@ -147,11 +146,7 @@ def free_tail(path: Path) -> tuple[int, int]:
     data = path / "data.mdb"
     with data.open("rb") as file:
         meta = max(read_metas(file.fileno(), data), key=lambda m: m.txnid)
-        pages = PageReader(file.fileno(), meta, str(path))
-        free = set[int]()
-        for node in pages.nodes(meta.free):
-            value = pages.value(node)
-            free.update(struct.unpack_from(f"<{int.from_bytes(value[:8], 'little')}Q", value, 8))
+        free = {page for pages in PageReader(file.fileno(), meta, str(path)).free_pages() for page in pages}
     return max(set(range(meta.next_pgno)) - free), meta.next_pgno
 
 
