@@ -71,9 +71,9 @@ def main() -> None:
                     "date": f"{datetime.now(UTC):%Y-%m-%d}",
                     "seconds": round(time.perf_counter() - start, 1),
                     "busy_cores_before": busy,
+                    "hardware": hardware(),
                 }
                 print(part, json.dumps(result[part])[:2000], file=sys.stderr, flush=True)
-    result["hardware"] = hardware()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     arguments.out.with_suffix(".md").write_text(table(result))

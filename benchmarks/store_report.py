@@ -6,12 +6,13 @@ from typing import Any
 
 
 def table(result: dict[str, Any]) -> str:
-    h = result["hardware"]
-    lines = [f"{h['cpu']}, {h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""]
+    lines = list[str]()
     for part, write in (("load", _load), ("write", _write), ("stall", _stall), ("many", _many), ("codecs", _codecs)):
         if part in result:
-            busy = result[part]["conditions"]["busy_cores_before"]
-            lines += [*write(result[part]), "", f"Cores that others kept busy before this part: {busy}.", ""]
+            conditions = result[part]["conditions"]
+            h, busy = conditions["hardware"], conditions["busy_cores_before"]
+            where = f"{h['cpu']}, {h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}, {conditions['date']}"
+            lines += [*write(result[part]), "", f"{where}. Cores that others kept busy before this part: {busy}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -4,6 +4,7 @@
 
 Runs `pytest -m torture tests/store tests/cli` and merges what the tests counted into benchmarks/results/torture.json and .md.
 A test writes its line after its assertions held; a test that fails writes none, and the script exits as pytest does.
+Lines of tests that are no more go.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ["tests/store", "tests/cli"]
 RESULTS = ROOT / "benchmarks" / "results"
+NOT_COUNTS = ("test", "date", "hardware")
 
 
 def main(arguments: list[str]) -> int:
+    tests = torture_tests()
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.jsonl"
         command = [
@@ -32,7 +36,7 @@ def main(arguments: list[str]) -> int:
             "-m",
             "torture",
             "--timeout=7200",
-            *(arguments or ["tests/store", "tests/cli"]),
+            *(arguments or FOLDERS),
         ]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, "TORTURE_LEDGER": str(ledger)}).returncode
         lines = ledger.read_text(encoding="utf-8").splitlines() if ledger.exists() else []
@@ -42,9 +46,17 @@ def main(arguments: list[str]) -> int:
         entry = json.loads(line)
         what = entry.pop("what")
         results[what] = {**entry, "date": f"{datetime.now(UTC):%Y-%m-%d}", "hardware": hardware()}
+    results = {what: entry for what, entry in results.items() if entry["test"] in tests}
     path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (RESULTS / "torture.md").write_text(table(results), encoding="utf-8")
     return code
+
+
+def torture_tests() -> set[str]:
+    """Names of all there are, as pytest gives them."""
+    command = [sys.executable, "-m", "pytest", "-m", "torture", "--collect-only", "--quiet", *FOLDERS]
+    listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {line for line in listed.splitlines() if "::" in line}
 
 
 def hardware() -> str:
@@ -58,13 +70,13 @@ def hardware() -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row a test: what was done, and what came of it."""
-    rows = ["| test | counts |", "|---|---|"]
+    """A row a test: what was done, what came of it, and when."""
+    rows = ["| test | counts | date |", "|---|---|---|"]
     for what, entry in sorted(results.items()):
         counts = (
-            f"{name.replace('_', ' ')} {_number(v)}" for name, v in entry.items() if name not in ("date", "hardware")
+            f"{name.replace('_', ' ')} {_number(value)}" for name, value in entry.items() if name not in NOT_COUNTS
         )
-        rows.append(f"| {what} | {', '.join(counts)} |")
+        rows.append(f"| {what} | {', '.join(counts)} | {entry['date']} |")
     where = sorted({entry["hardware"] for entry in results.values()})
     head = "`make torture`: what the store's tests counted, each after its assertions held."
     return "\n".join([head, "", *rows, "", f"Hardware: {'; '.join(where)}.", ""])

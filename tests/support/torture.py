@@ -19,5 +19,6 @@ class Ledger:
 
     def add(self, what: str, **counts: int | float | str) -> None:
         if self._path is not None:
+            test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]  # without its phase
             with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"what": what, **counts}) + "\n")
+                stream.write(json.dumps({"what": what, "test": test, **counts}) + "\n")
