@@ -64,6 +64,7 @@ def export(
 
     with options.open_store(settings, write=False) as kv_store, output.progress("export") as bar:
         keys = _choose(kv_store, named, source, model)
+        ids = [key.hex() for key in keys or {m.key for m in kv_store.chunks()}] if quiet else []
         report = export_chunks(
             kv_store, path, keys, sign_key=secret, salt=settings.salt, force=force,
             progress=lambda done, total: bar(done, total, "chunks"),
@@ -72,6 +73,9 @@ def export(
         facts = {"chunks": report.chunks, "documents": report.documents, "bytes": report.num_bytes}
         damaged = [key.hex() for key in report.damaged]
         output.json({"path": str(path), **facts, "signed": secret is not None, "damaged": damaged})
+    elif quiet:
+        for name in sorted(set(ids) - {key.hex() for key in report.damaged}):
+            output.text(name)
     else:
         output.note(
             f"{report.chunks} chunks of {report.documents} documents, {format_size(report.num_bytes)}, in {path}"

@@ -105,7 +105,7 @@ def ask(
     salt: options.Salt = None,
     lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
-    quiet: options.Quiet = False,
+    quiet: options.NoMessages = False,
 ) -> None:
     """Answer a question over stored chunks: load their KV, repair what is wrong in the new context, decode.
 

@@ -105,16 +105,24 @@ def rm(
         found = [d for d in reading.documents() if everything or d.source == source]
         if source is not None and not found:
             raise NotFoundError(f"no document {source} in the store", "list them: cacheblend chunks ls")
+        told = set(keys)
+        if not chunks:
+            told.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
-            keys = [m.key for m in reading.chunks(prefixes=True)] + reading.damaged_keys()
+            keys = list(told.union(m.key for m in reading.chunks(prefixes=True)))  # told is what ls lists: no prefix
     with options.open_store(settings, write=True, create=False) as kv_store:
-        removed = kv_store.remove_chunks(keys) if keys else 0
+        if keys:
+            kv_store.remove_chunks(keys)
         for document in found:
-            removed += len(kv_store.remove_document(document.collection, document.source, document.context))
+            keys += kv_store.remove_document(document.collection, document.source, document.context)
+    ids = [key.hex() for key in dict.fromkeys(keys) if key in told]
     if json:
-        output.json({"removed": removed})
+        output.json({"removed": len(ids), "ids": ids})
+    elif quiet:
+        for name in ids:
+            output.text(name)
     else:
-        output.note(f"removed {removed} chunks")
+        output.note(f"removed {len(ids)} chunks")
 
 
 def _record(m: ChunkManifest) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def evaluate(
     threads: options.Threads = None,
     lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
-    quiet: options.Quiet = False,
+    quiet: options.NoMessages = False,
 ) -> None:
     """Measure settings on questions that bring their contexts, against a full prefill of the same prompts.
 

@@ -90,6 +90,7 @@ LockTimeout = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
+NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
 
 
 def settings_of(**flags: Any) -> Settings:

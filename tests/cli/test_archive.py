@@ -49,6 +49,8 @@ def test_what_to_export(cli: Cli, stored: list[str], model: Path) -> None:
     assert cli("chunks", "export", "c", stored[0][:10], "--json").records[0]["chunks"] == 2
     assert cli("chunks", "export", "d", "--model", str(model), "--json").records[0]["chunks"] == len(stored) + 1
     assert cli("chunks", "export", "e", "--all", "--json").records[0]["chunks"] == len(stored) + 1
+    assert sorted(cli("chunks", "export", "g", "-q").out.split()) == sorted(stored)
+    assert cli("chunks", "export", "h", stored[0][:10], "-q").out.split() == [stored[0]]
     for arguments, code in (
         (("f", "ffffff"), 3), (("f", "--source", "nothing"), 3), (("f", "--all", "--model", "x"), 2), (("a",), 2),
         (("no/such/f",), 3), (("f", "--sign-key", "nokey"), 3),

@@ -171,12 +171,17 @@ def test_chunks_show_and_rm(cli: Cli, stored: list[str]) -> None:
     shown = cli("chunks", "show", stored[0][:10], "--json").records[0]
     assert shown["id"] == stored[0]
     assert shown["text"].startswith("# alpha")
-    assert cli("chunks", "rm", stored[0][:10], "--json").records == [{"removed": 1}]
+    assert cli("chunks", "rm", stored[0][:10], stored[0], "--json").records == [{"removed": 1, "ids": [stored[0]]}]
     assert cli("chunks", "show", stored[0]).code == 3
     statuses = [r["status"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--json").records]
     assert sum(s != "unchanged" for s in statuses) == 1
-    assert cli("chunks", "rm", "--source", "docs/beta.md").code == 0
-    assert all(r["source"] == "docs/alpha.md" for r in cli("chunks", "ls", "--json").records)
+    of_beta = cli("chunks", "ls", "--source", "beta", "-q").out.split()
+    assert sorted(cli("chunks", "rm", "--source", "docs/beta.md", "-q").out.split()) == sorted(of_beta)
+    left = cli("chunks", "ls", "--json").records
+    assert {r["source"] for r in left} == {"docs/alpha.md"}
+    removed = cli("chunks", "rm", "--all")
+    assert f"removed {len(left)} chunks" in removed.err  # what ls listed; the prefix goes as well
+    assert cli("chunks", "stats", "--json").records[0]["chunks"] == 0
 
 
 def test_chunks_are_listed_page_by_page(cli: Cli, stored: list[str]) -> None:
