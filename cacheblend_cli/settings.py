@@ -90,7 +90,8 @@ def _kind(hint: Any) -> type:
 
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
-_LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0}  # what no other place checks
+_LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # what no other place checks
+_MOST = {"threads": 4096}  # other whole numbers: what 64 bits hold
 _WORDS = {"ratio": "auto"}  # what can stand where a number is wanted
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _PATHS = ("store", "model")  # in a file they are relative to it
@@ -168,6 +169,8 @@ def _convert(name: str, value: Any, place: str) -> Any:
         hint = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
         hint += f" or {_WORDS[name]}" if name in _WORDS else ""
         raise UsageError(f"{shown} is {value!r}, and {hint} is wanted", "see: cacheblend config show") from None
+    if kind is int and converted > (most := _MOST.get(name, 2**63 - 1)):
+        raise UsageError(f"{shown} is {value!r}, and {most} is the most", "see: cacheblend config show")
     if name in _LEAST and converted < _LEAST[name]:
         raise UsageError(f"{shown} is {value!r}, and {_LEAST[name]} is the least", "see: cacheblend config show")
     return converted

@@ -13,7 +13,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 
 def search(
     query: Annotated[str, typer.Argument(help="Words to look for.")],
-    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="How many chunks.")] = 5,
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", help="How many chunks.", show_default="5")] = None,
     context: options.Context = None,
     store: options.Store = None,
     json: options.Json = False,
@@ -29,10 +29,10 @@ def search(
     output = Output(quiet=quiet)
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
-    settings = options.settings_of(store=store, context=context)
+    settings = options.settings_of(store=store, context=context, top_k=top_k)
     check_context(settings.context)
     with options.open_store(settings, write=False) as kv_store:
-        hits = find(kv_store, query, top_k, context=settings.context)
+        hits = find(kv_store, query, settings.top_k, context=settings.context)
     for hit in hits:
         if json:
             output.json(

@@ -97,6 +97,16 @@ def test_search_feeds_ask(cli: Cli, stored: list[str]) -> None:
     assert [c["id"] for c in answer["chunks"]] == found.out.split()
 
 
+def test_search_takes_as_many_as_ask(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """top_k: flag over environment over file."""
+    assert len(cli("search", "alpha beta", "-q").out.split()) == 5
+    Path("cacheblend.toml").write_text("top_k = 3\n")
+    assert len(cli("search", "alpha beta", "-q").out.split()) == 3
+    monkeypatch.setenv("CACHEBLEND_TOP_K", "2")
+    assert len(cli("search", "alpha beta", "-q").out.split()) == 2
+    assert len(cli("search", "alpha beta", "-q", "-k", "1").out.split()) == 1
+
+
 def test_ask_without_chunks_searches(cli: Cli, stored: list[str]) -> None:
     answer = cli("ask", "what does beta say?", "--top-k", "2", "--max-tokens", "2", "--json").records[0]
     assert len(answer["chunks"]) == 2
@@ -265,6 +275,12 @@ BAD = [
     (("precompute", "docs", "--chunk-tokens", "9999"), 2, "context"),
     (("precompute", "docs", "--kv-dtype", "int2"), 2, "unknown KV dtype"),
     (("precompute", "docs", "--context", "moon"), 2, "unknown context"),
+    (("search", "alpha", "-k", "0"), 2, "1 is the least"),
+    (("ask", "q", "--seed", "1" + "0" * 20), 2, "--seed"),
+    (("ask", "q", "--seed", "-" + "1" * 20), 2, "--seed"),
+    (("ask", "q", "--threads", "5000"), 2, "--threads"),
+    (("precompute", "docs", "--chunk-tokens", "1" + "0" * 20), 2, "--chunk-tokens"),
+    (("precompute", "docs", "--window", "1" + "0" * 20), 2, "--window"),
     (("search", " "), 2, "query is empty"),
     (("search", "qqqqzzz"), 3, "no stored chunk matches"),
     (("chunks", "rm"), 2, "say what to remove"),
