@@ -23,7 +23,7 @@ def _load(part: dict[str, Any]) -> list[str]:
         "",
         f"{part['tokens']} tokens of Qwen2.5-0.5B's shape in fp32, {size / 2**20:.0f} MiB in chunks of "
         f"{part['chunk_tokens']}, out of the page cache with every digest checked, beside a plain copy of the same bytes "
-        "out of a mapped file with the same threads. Wanted: 0.8 or more. Best of "
+        "out of a mapped file with the same threads. The aim: 0.8 or more. Best of "
         f"{part['rounds']} rounds; medians are in the JSON.",
         "",
         "| threads | to | store, ms | GB/s | copy, ms | ratio |",
@@ -65,7 +65,7 @@ def _write(part: dict[str, Any]) -> list[str]:
     return [
         "## Writing",
         "",
-        f"{part['chunks']} chunks of 512 tokens, {size / 2**20:.0f} MiB, durable on return. Wanted: 0.9 or more of a plain "
+        f"{part['chunks']} chunks of 512 tokens, {size / 2**20:.0f} MiB, durable on return. The aim: 0.9 or more of a plain "
         f"write and fsync of the same bytes. `precompute` commits groups of up to {part['group_bytes'] >> 20} MiB when "
         "chunks come faster than they are written, else each chunk at once. "
         f"Best of {part['rounds']} rounds; medians are in the JSON.",
@@ -85,7 +85,7 @@ def _stall(part: dict[str, Any]) -> list[str]:
     lines = [
         "## What a blend waits for",
         "",
-        f"{part['tokens']} chunk tokens of Qwen2.5-0.5B's shape, ratio {part['ratio']}, fp32. Wanted: 3 % or less.",
+        f"{part['tokens']} chunk tokens of Qwen2.5-0.5B's shape, ratio {part['ratio']}, fp32. The aim: 3 % or less.",
         "",
         "| KV dtype | prefill, ms | load beside it, ms | waited, ms | share |",
         "|---|---|---|---|---|",
