@@ -36,6 +36,7 @@ from cacheblend_cli.evaluation.summary import Summary, summarise
 
 ROOT = Path(__file__).parent.parent
 ANSWER_TOKENS = 24
+DIFFERENCE = "{value:+.3f} ({low:+.3f} to {high:+.3f})"
 Progress = Callable[[str, int, int], None]
 
 
@@ -116,24 +117,21 @@ def table(result: dict[str, Any]) -> str:
         for row in rows:
             cells = [
                 row["label"],
-                _value(row["exact_match"], "{:.1%}"),
-                _value(row["f1"], "{:.3f}"),
-                _difference(row["f1_difference"]),
-                _difference(row["f1_less_sink"]),
-                _value(row["kl"], "{:.3g}"),
-                _value(row["same_answer"], "{:.1%}"),
+                cell(row["exact_match"], "{value:.1%}"),
+                cell(row["f1"], "{value:.3f}"),
+                cell(row["f1_difference"], DIFFERENCE),
+                cell(row["f1_less_sink"], DIFFERENCE),
+                cell(row["kl"], "{value:.3g}"),
+                cell(row["same_answer"], "{value:.1%}"),
                 f"{row['budget']:.0%}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _value(interval: dict[str, float] | None, form: str) -> str:
-    return form.format(interval["value"]) if interval else ""
-
-
-def _difference(interval: dict[str, float] | None) -> str:
-    return "{value:+.3f} ({low:+.3f} to {high:+.3f})".format(**interval) if interval else ""
+def cell(interval: dict[str, float] | None, form: str) -> str:
+    """An interval's value, low and high as `form` has them; nothing where none was measured."""
+    return form.format(**interval) if interval else ""
 
 
 def hardware() -> dict[str, Any]:

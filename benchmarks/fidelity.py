@@ -1,10 +1,11 @@
 """How far blended answers are from full prefill's, and what closes the gap: the study behind docs/fidelity.md.
 
-    python benchmarks/fidelity.py [--data FILE] [--model DIR] [--limit N] [--records FILE] [--only GROUP] [--report]
+    python benchmarks/fidelity.py [--records FILE] [--only GROUP] [--report]
+    python benchmarks/fidelity.py --out FILE.json [--data FILE] [--model DIR] [--limit N] ...
 
 Every setting is measured on every question, against one full prefill of the same token ids. Writes
-benchmarks/results/fidelity.json and the tables and plots of docs/fidelity.md. --records keeps what is measured and goes on
-from it; --report draws again from fidelity.json.
+benchmarks/results/fidelity.json and the tables and plots of docs/fidelity.md, or those of another --out. --only replaces
+groups of the result that is there. --records keeps what is measured and goes on from it; --report draws again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from cacheblend_store import ChunkStore
 from contexts import hardware
-from fidelity_report import write_report
+from fidelity_report import merged, mismatch, write_report
 from fidelity_variants import ExpectedContexts, bottom_right, scaled_keys
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
@@ -32,6 +33,7 @@ from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.evaluation.summary import Summary, summarise
 
 ROOT = Path(__file__).parent.parent
+OUT, PAGE = ROOT / "benchmarks/results/fidelity.json", ROOT / "docs/fidelity.md"
 ANSWER_TOKENS = 24
 RATIOS = (0.05, 0.15, 0.30)
 TIMES = ("ttft_s", "prefill_s")
@@ -148,30 +150,43 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="default: the bundled demo model")
     parser.add_argument("--limit", type=int, default=None, help="the first questions only")
     parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")
-    parser.add_argument("--only", action="append", default=[], help="a group alone (repeatable)")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=(*groups(), "expected"), help="a group alone (repeatable)"
+    )
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/fidelity.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/fidelity.md")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument(
+        "--page", type=Path, default=None, help="default: docs/fidelity.md; beside another --out, OUT.md"
+    )
     parser.add_argument("--report", action="store_true", help="write the page from --out again, measure nothing")
     arguments = parser.parse_args()
+    page = arguments.page or (PAGE if arguments.out == OUT else arguments.out.with_suffix(".md"))
+    if (arguments.data or arguments.model or arguments.limit) and (arguments.out == OUT or page == PAGE):
+        parser.error("docs/fidelity.md is of the demo's questions, all of them: give --out FILE.json")
     if not arguments.report:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         engine = Engine.load(EngineConfig(model=arguments.model))
         samples = read_samples(arguments.data) if arguments.data else spellable_samples()
         samples = samples[: arguments.limit]
+        facts = {"hardware": hardware(), "model": engine.model.name, "questions": len(samples)}
+        old = json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else None
+        if old and (different := mismatch(old, facts)):
+            parser.error(
+                f"{arguments.out} differs in {', '.join(different)}: measure all groups, or give another --out"
+            )
         with RecordFile(arguments.records) as records:
             named, summaries = measure(engine, samples, records, set(arguments.only))
         result = {
-            "hardware": hardware(),
-            "model": engine.model.name,
+            **facts,
             "questions": summaries[0].samples,
             "groups": named,
             "settings": [{k: v for k, v in s.to_dict().items() if k not in TIMES} for s in summaries],
         }
+        result = merged(old, result) if old else result
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    write_report(json.loads(arguments.out.read_text()), arguments.page)
+    write_report(json.loads(arguments.out.read_text()), page)
 
 
 if __name__ == "__main__":

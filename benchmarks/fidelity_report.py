@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from contexts import cell
 from matplotlib.figure import Figure
 
 HEAD = (
@@ -13,21 +14,39 @@ HEAD = (
     "|---|---|---|---|---|---|---|---|---|"
 )
 LEVELS = ("full prefill", "noise floor", "reuse")
+SAME = ("model", "questions", "hardware")
+
+
+def mismatch(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What keeps the groups of two results off one page, which names one model, number of questions and machine."""
+    return [name for name in SAME if old[name] != new[name]]
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The old result with the new one's groups in the place of its own. Raises ValueError where they do not match."""
+    if different := mismatch(old, new):
+        raise ValueError(f"different {', '.join(different)}")
+    groups = old["groups"] | new["groups"]
+    rows = {row["label"]: row for row in (*old["settings"], *new["settings"])}
+    shown = {*LEVELS, *(label for labels in groups.values() for label in labels)}
+    return {**new, "groups": groups, "settings": [row for label, row in rows.items() if label in shown]}
 
 
 def write_report(result: dict[str, Any], page: Path) -> None:
-    """Fill the page's `<!-- NAME -->` ... `<!-- end -->` blocks and draw its plots beside it."""
+    """Fill the page's `<!-- NAME -->` ... `<!-- end -->` blocks and draw its plot beside it. A page that is not there is
+    made of the blocks alone."""
     rows = {row["label"]: row for row in result["settings"]}
     blocks = {"setup": _setup(result), "levels": _table(rows, [n for n in LEVELS if n in rows])}
     for name, labels in result["groups"].items():
         blocks[name] = _table(rows, labels)
     blocks["layers"] = _layers(rows)
-    text = page.read_text(encoding="utf-8")
+    empty = "\n\n".join(f"<!-- {name} -->\n<!-- end -->" for name in blocks) + "\n"
+    text = page.read_text(encoding="utf-8") if page.exists() else empty
     for name, block in blocks.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n\n{m[2]}", text, flags=re.DOTALL)
     page.write_text(text, encoding="utf-8")
-    _plot(result, rows, page.parent / "fidelity.svg")
+    _plot(result, rows, page.with_suffix(".svg"))
 
 
 def _setup(result: dict[str, Any]) -> str:
@@ -44,16 +63,15 @@ def _table(rows: dict[str, dict[str, Any]], labels: list[str]) -> str:
 
 def _row(row: dict[str, Any]) -> str:
     full = row["setting"]["mode"] == "full"
-    norm = row["norm_f1"]
     cells = [
         row["label"],
         "" if full else f"{row['ratio']:g}",
         "" if full else f"{row['budget']:.1%}",
-        _value(row["exact_match"], "{:.1%}"),
-        _value(row["f1"], "{:.3f}"),
-        "{value:.3f} ({low:.3f} to {high:.3f})".format(**norm) if norm else "",
-        _value(row["top1"], "{:.1%}"),
-        _value(row["kl"], "{:.2g}"),
+        cell(row["exact_match"], "{value:.1%}"),
+        cell(row["f1"], "{value:.3f}"),
+        cell(row["norm_f1"], "{value:.3f} ({low:.3f} to {high:.3f})"),
+        cell(row["top1"], "{value:.1%}"),
+        cell(row["kl"], "{value:.2g}"),
         f"{sum(row['k_error'][1:]) / (len(row['k_error']) - 1):.3f}" if row["k_error"] else "",
     ]
     return "| " + " | ".join(cells) + " |"
@@ -67,10 +85,6 @@ def _layers(rows: dict[str, dict[str, Any]]) -> str:
         for name, key in (("K", "k_error"), ("V", "v_error"), ("attention output", "attention_error")):
             lines.append(f"| {label} | {name} | {', '.join(f'{e:.3f}' for e in rows[label][key])} |")
     return "\n".join(lines)
-
-
-def _value(interval: dict[str, float] | None, form: str) -> str:
-    return form.format(interval["value"]) if interval else ""
 
 
 def _plot(result: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -> None:
@@ -87,7 +101,8 @@ def _plot(result: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -
         axes.axhline(1, color="#333333", linestyle="--", linewidth=1)
         axes.axhline(0, color="#b03a2e", linestyle=":", linewidth=1)
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=7, frameon=False, loc="lower right")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, frameon=False, loc="lower right")
     left.set_ylabel("NormF1 (0: plain reuse, 1: full prefill)")
     figure.suptitle(f"{result['model']}, {result['questions']} questions", fontsize=10)
     figure.savefig(path, metadata={"Date": None})
