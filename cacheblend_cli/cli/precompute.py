@@ -46,7 +46,10 @@ def precompute(
         ),
     ] = None,
     lock_timeout: options.LockTimeout = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say tokens, bytes and time, and store nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say tokens, bytes and time, as if nothing were stored yet, and store nothing."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -146,5 +149,5 @@ def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
     else:
         output.text(
             f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV, "
-            f"about {seconds:,.1f} s on this machine"
+            f"about {seconds:,.1f} s on this machine if nothing is stored yet"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
+from forging import forge
 
 Cli = Callable[..., Any]
 
@@ -29,10 +30,17 @@ def test_precompute_reports_chunks_and_does_only_what_changed(cli: Cli, docs: Pa
     assert "docs/beta.md is gone" in again.err
     listed = cli("chunks", "ls", "--json").records
     assert [r["id"] for r in listed] == [again.records[0]["id"]]
-    assert {r["status"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--force", "--json").records} <= {
-        "unchanged",
-        "replaced",
-    }
+
+
+def test_force_computes_again_what_no_digest_finds_wrong(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    forge(tmp_path / "store", stored[1])
+    arguments = ("precompute", "docs", "--chunk-tokens", "40", "--json")
+    assert {r["status"] for r in cli(*arguments).records} == {"unchanged"}
+    assert cli("chunks", "verify", "--recheck", "100").code == 4
+    again = cli(*arguments, "--force").records
+    assert [r["id"] for r in again if r["status"] == "replaced"] == [stored[1]]
+    assert {r["status"] for r in again} == {"replaced", "unchanged"}  # the same bytes again are no replacement
+    assert cli("chunks", "verify", "--recheck", "100").code == 0
 
 
 def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
@@ -41,6 +49,7 @@ def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
     assert facts["tokens"] > 0
     assert facts["seconds"] > 0
     assert not (tmp_path / "store").exists()
+    assert "if nothing is stored yet" in cli("precompute", "docs", "--dry-run").out
 
 
 def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> None:

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import pytest
 from cacheblend_store import ChunkStore, StoreNoSpace
-from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
+from cacheblend_store.codecs import CODECS
 from cacheblend_store.environment import Environment
+from forging import forge
 
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import UsageError
@@ -65,21 +66,6 @@ def test_verify_finds_damage_and_repair_removes_it(cli: Cli, stored: list[str], 
     assert {r["id"] for r in cli("chunks", "ls", "--json").records} == set(stored) - {stored[1]}
     again = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
     assert [r["id"] for r in again if r["status"] != "unchanged"] == [stored[1]]
-
-
-def forge(path: Path, key: str) -> None:
-    """Give a chunk another token's V in one layer, every digest right: what no audit of digests can find."""
-    with ChunkStore.open(path, mode="write") as store:
-        manifest = store.get_chunk(bytes.fromhex(key))
-        assert manifest is not None
-        blobs, shape = [], (manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
-        with store.read() as reader:
-            for layer in range(manifest.num_layers):
-                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape))
-                if layer == 2:
-                    v[3] = v[9]
-                blobs.append(encode_kv(k, v, manifest.codec))
-        assert store.put_chunk(manifest, blobs) == "replaced"
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -1,0 +1,23 @@
+"""KV that is wrong and that no digest finds wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cacheblend_store import ChunkStore
+from cacheblend_store.codecs import decode_kv, encode_kv, view_kv
+
+
+def forge(path: Path, key: str) -> None:
+    """Give a chunk another token's V in one layer, every digest right: what no audit of digests can find."""
+    with ChunkStore.open(path, mode="write") as store:
+        manifest = store.get_chunk(bytes.fromhex(key))
+        assert manifest is not None
+        blobs, shape = [], (manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
+        with store.read() as reader:
+            for layer in range(manifest.num_layers):
+                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape))
+                if layer == 2:
+                    v[3] = v[9]
+                blobs.append(encode_kv(k, v, manifest.codec))
+        assert store.put_chunk(manifest, blobs) == "replaced"
