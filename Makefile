@@ -28,7 +28,6 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/test_hygiene.py
 
 bench: install
 	$(BIN)/python benchmarks/prefill.py

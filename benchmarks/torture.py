@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from cacheblend_cli.evaluation.speed import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["tests/store", "tests/cli"]
@@ -60,13 +63,7 @@ def torture_tests() -> set[str]:
 
 
 def hardware() -> str:
-    cpu = platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = (
-            n.partition(":")[2].strip() for n in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in n
-        )
-        cpu = next(names, cpu)
-    return f"{cpu}, {os.cpu_count()} cores"
+    return f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores"
 
 
 def table(results: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
@@ -64,7 +65,7 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
         output.table(("chunk", "tokens", "status", "source"), rows, right=(1,))
     output.text(
         f"{plan.prompt_tokens} prompt tokens: {plan.cached_tokens} cached ({plan.exact_tokens} exact), "
-        f"{plan.fresh_tokens} fresh; {plan.kv_bytes / 2**20:.1f} MiB of KV to load"
+        f"{plan.fresh_tokens} fresh; {format_size(plan.kv_bytes)} of KV to load"
     )
     if plan.auto:
         a = plan.auto

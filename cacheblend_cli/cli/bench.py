@@ -11,6 +11,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.ask import blend_config
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
+from cacheblend_cli.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from cacheblend_cli.evaluation.bench import BenchReport, Speed
@@ -98,7 +99,7 @@ def _row(speed: Speed) -> list[str]:
     if speed.load_bytes_per_s is None:  # full prefill
         return [*cells, *[""] * (len(_COLUMNS) - 2)]
     cells += [f"{speed.speedup:.2f} x", f"{speed.ceiling:.2f} x", f"{speed.measured_over_ceiling:.0%}"]
-    cells += [f"{speed.kv_bytes_loaded / 2**20:.1f} MiB", f"{speed.load_bytes_per_s / 1e9:.2f} GB/s"]
+    cells += [format_size(speed.kv_bytes_loaded), f"{speed.load_bytes_per_s / 1e9:.2f} GB/s"]
     return [*cells, f"{speed.kv_load_stall_s * 1000:.1f} ms"]
 
 

@@ -10,6 +10,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -55,7 +56,7 @@ def _precompute(engine: Engine, store: ChunkStore, output: Output) -> None:
         report = engine.precompute(store, [str(handbook_dir())], PrecomputeOptions(chunk_tokens=CHUNK_TOKENS), on_event)
     output.note(
         f"precomputed {report.documents} pages: {report.new + report.unchanged + report.replaced} chunks, {report.tokens:,} tokens, "
-        f"{report.bytes / 2**20:.1f} MiB of KV in {report.seconds:.1f} s"
+        f"{format_size(report.bytes)} of KV in {report.seconds:.1f} s"
     )
 
 

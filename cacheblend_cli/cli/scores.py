@@ -58,6 +58,8 @@ def auto_line(reports: Sequence[AutoReport]) -> str:
 
 
 def _row(s: Summary, referenced: bool) -> list[str]:
+    from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
+
     cells = [s.label]
     if referenced:
         interval = f"{s.norm_f1.low:.2f} to {s.norm_f1.high:.2f}" if s.norm_f1 else ""
@@ -65,7 +67,7 @@ def _row(s: Summary, referenced: bool) -> list[str]:
     else:
         cells += [_number(s.f1_full), _number(s.rouge_full)]
     cells += [_share(s.same_answer), _share(s.top1), f"{s.kl.value:.2g}" if s.kl else ""]
-    if s.label == "noise floor":  # it is no way to answer
+    if s.label == NOISE_FLOOR.label:  # it is no way to answer
         return [*cells, "", "", ""]
     recomputed = f"{s.recomputed:.0%}" if s.setting["mode"] != "full" else "100%"
     return [*cells, recomputed, f"{s.budget:.0%}", f"{s.ttft_s * 1000:.1f} ms"]

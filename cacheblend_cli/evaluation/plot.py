@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.bootstrap import Interval
+from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
 from cacheblend_cli.evaluation.summary import Summary
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes)
     """Full prefill and each reuse as lines across."""
     for s in summaries:
         mode = s.setting["mode"]
-        if s.label == "noise floor" or mode == "blend":
+        if s.label == NOISE_FLOOR.label or mode == "blend":
             continue
         color, style = (_FULL, "--") if mode == "full" else (_REUSE, ":" if s.setting["context"] == "sink" else "-.")
         value = getattr(s, score)

@@ -125,3 +125,4 @@ def test_the_handbook_is_cut_at_paragraphs() -> None:
         chunks = cut(text, encode, CHUNK_TOKENS)
         check(text, chunks, encode, CHUNK_TOKENS)
         assert all(c.text.endswith("\n\n") for c in chunks[:-1])
+        assert len(chunks) >= 2

@@ -8,8 +8,8 @@ from pathlib import Path
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir, heldout_path, model_dir, questions
-from cacheblend_cli.evaluation.demo_table import accuracy
+from cacheblend_cli.demo import handbook_dir, heldout_path, model_dir, questions
+from cacheblend_cli.evaluation.demo_table import accuracy, spellable_samples
 from cacheblend_cli.evaluation.evaluate import FULL, evaluate
 from cacheblend_cli.evaluation.samples import read_samples
 from cacheblend_cli.evaluation.settings import Setting
@@ -42,21 +42,10 @@ def test_a_later_paragraph_does_not_name_its_subject() -> None:
 
 def test_full_prefill_answers_and_reuse_does_worse(tmp_path: Path) -> None:
     engine = Engine.load(EngineConfig())
-    samples = [s for s in read_samples(heldout_path()) if s.tags["names"] == "known" and s.tags["across"]][::12]
+    samples = [s for s in spellable_samples() if s.tags["across"]][::12]
     settings = [FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("all", BlendConfig(ratio=1.0))]
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         full, reuse, everything = summarise(evaluate(engine, store, samples, settings, max_tokens=24))
     assert accuracy(full) >= 0.85
     assert accuracy(reuse) <= accuracy(full) - 0.2
     assert accuracy(everything) == accuracy(full)
-
-
-def test_the_handbook_is_cut_into_paragraphs() -> None:
-    from cacheblend_cli.corpus.chunker import cut
-
-    encode = Engine.load(EngineConfig()).model.tokenizer.encode_text
-    for page in handbook_dir().glob("*.md"):
-        text = page.read_text()
-        chunks = cut(text, encode, CHUNK_TOKENS)
-        assert "".join(c.text for c in chunks) == text
-        assert len(chunks) >= 2
