@@ -209,8 +209,19 @@ def test_ask_neither_waits_nor_fails_to_note_what_it_used(
         monkeypatch.setattr(Environment, "writing", no_space)
         assert cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "1").code == 0
         return
-    held = os.open(tmp_path / "store" / "writer.lock", os.O_RDWR)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for the writer"))
+    note, left = ChunkStore.flush_touches, []
+
+    def while_another_writes(store: ChunkStore) -> bool:
+        held = os.open(tmp_path / "store" / "writer.lock", os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for the writer"))
+                left.append(note(store))
+                return left[-1]
+        finally:
+            os.close(held)
+
+    monkeypatch.setattr(ChunkStore, "flush_touches", while_another_writes)
     assert cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "1").code == 0
-    os.close(held)
+    assert False in left  # what it used could not be noted, and that is no failure
