@@ -104,6 +104,7 @@ class PageReader:
         self._handle, self.meta, self._where = handle, meta, where
         self._pages: dict[int, Branch | Leaf] = {}
         self._trees: dict[bytes, Tree] = {}
+        self._writable: dict[int, Bounds] = {}
         if meta.free.flags != _INTEGER_KEYS or meta.main.flags != 0:
             raise self._bad(0, "its flags are not those of a store")
 
@@ -169,6 +170,9 @@ class PageReader:
         """The path to `key` and, on every level, the neighbours that LMDB merges with or borrows from."""
         if tree.root == NO_PAGE:
             return
+        low, high = self._writable.get(tree.root, (b"", b""))
+        if low <= key and (high is None or key < high):
+            return  # the leaf that was checked last: a chunk's blobs follow one another
         pgno, depth, bounds = tree.root, 1, _EVERYTHING
         while isinstance(page := self._page_within(pgno, tree, bounds), Branch) and depth < MAX_DEPTH:
             at = max(0, bisect_right(page.keys, key) - 1)
@@ -178,6 +182,7 @@ class PageReader:
             depth += 1
         if depth != tree.depth:
             raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
+        self._writable[tree.root] = bounds
 
     def check_age(self) -> None:
         """The meta page is of the commit it says it is of, and not of the one before.

@@ -171,7 +171,7 @@ def document_key(collection: str, source: str, context: str = "sink") -> bytes:
     return xxhash.xxh3_128_digest(named.encode("utf-8", "surrogatepass"))
 
 
-def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | memoryview) -> bytes:
+def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray | memoryview) -> bytes:
     """xxh3-128 of the blob, bound to its chunk, layer and token count."""
     digest = blob_hasher(key, layer, num_tokens)
     digest.update(blob)

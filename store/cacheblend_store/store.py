@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ from cacheblend_store.state import read_identity
 from cacheblend_store.stats import StoreStats, collect_stats
 from cacheblend_store.translation import MapFull, Panic
 from cacheblend_store.verify import VerifyReport, verify
-from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
+from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_sizes
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
@@ -273,26 +272,16 @@ class ChunkStore:
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
         if not check_space(self.path, num_bytes, lambda: self.stats()["free_bytes"]):
             self._transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
-        if num_bytes < _LARGE:
-            whole = [with_digests(manifest, blobs) for manifest, blobs in given]
-            return self._put(given, whole.__getitem__)
-        keep_freed_memory()
-        with ThreadPoolExecutor(1, "store-digests") as beside:  # the next chunk's digests, while one is being written
-            digested = [beside.submit(with_digests, manifest, blobs) for manifest, blobs in given]
-            return self._put(given, lambda number: digested[number].result())
-
-    def _put(
-        self, chunks: Sequence[tuple[ChunkManifest, Sequence[Blob]]], whole: Callable[[int], ChunkManifest]
-    ) -> list[PutStatus]:
-        """whole: the manifest of the n-th chunk with its digests."""
+        if num_bytes >= _LARGE:
+            keep_freed_memory()
 
         def put(writer: StoreWriter) -> list[PutStatus]:
-            keep = {manifest.key for manifest, _ in chunks}
+            keep = {manifest.key for manifest, _ in given}
             if writer.state.max_bytes:
                 old = (writer.manifest(key) for key in keep)
                 there = sum(writer.incoming_bytes(m) for m in old if m is not None)
-                writer.make_room(sum(writer.incoming_bytes(whole(i)) for i in range(len(chunks))) - there, keep)
-            return [writer.put_chunk(whole(i), blobs) for i, (_, blobs) in enumerate(chunks)]
+                writer.make_room(sum(writer.incoming_bytes(with_sizes(*chunk)) for chunk in given) - there, keep)
+            return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
         return self._transact(put)
 

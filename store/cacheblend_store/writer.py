@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from cacheblend_store.errors import BadBlob, StoreFull
 from cacheblend_store.keys import KEY_BYTES, blob_key
 from cacheblend_store.pages import PageReader
 from cacheblend_store.records import (
+    DIGEST_BYTES,
     ChunkManifest,
     DocumentRecord,
     blob_digest,
@@ -76,14 +77,17 @@ class StoreWriter:
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
-        """Sizes and digests must be filled in."""
+        """Sizes and digests are filled in here, a blob's right before it is copied: it is read from memory once."""
         old = self.manifest(manifest.key)
-        if old is not None and old.token_ids == manifest.token_ids and self._holds(manifest):
+        if old is not None and old.token_ids == manifest.token_ids and self._holds(with_digests(manifest, blobs)):
             return "unchanged"
         existed = self.delete_chunk(manifest.key)
+        digests = []
         for layer, blob in enumerate(blobs):
+            digests.append(blob_digest(manifest.key, layer, manifest.num_tokens, blob))
             self._put_counted("blobs", blob_key(manifest.key, layer), blob)
-        self._put_counted("chunks", manifest.key, encode_manifest(manifest))
+        whole = replace(with_sizes(manifest, blobs), blob_digests=tuple(digests))
+        self._put_counted("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
         self.changed()
         return "replaced" if existed else "new"
@@ -264,12 +268,14 @@ class StoreWriter:
         return True
 
 
-def with_digests(manifest: ChunkManifest, blobs: Iterable[Blob]) -> ChunkManifest:
+def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
     """The manifest with sizes and digests of its blobs."""
-    views = [memoryview(b) for b in blobs]
-    assert len(views) == manifest.num_layers
-    return replace(
-        manifest,
-        blob_sizes=tuple(v.nbytes for v in views),
-        blob_digests=tuple(blob_digest(manifest.key, i, manifest.num_tokens, v) for i, v in enumerate(views)),
-    )
+    found = (blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
+    return replace(with_sizes(manifest, blobs), blob_digests=tuple(found))
+
+
+def with_sizes(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
+    """The manifest with sizes of its blobs, and zeros for digests: its record is as long as it will be."""
+    assert len(blobs) == manifest.num_layers
+    sizes = tuple(memoryview(blob).nbytes for blob in blobs)
+    return replace(manifest, blob_sizes=sizes, blob_digests=(bytes(DIGEST_BYTES),) * len(sizes))
