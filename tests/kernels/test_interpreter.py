@@ -1,4 +1,4 @@
-"""Runs `numeric/` in Triton's interpreter, one process a file and two at a time, where there is no GPU to run it on."""
+"""Runs `numeric/` in Triton's interpreter, one process a file and two at a time, whether or not there is a GPU too."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
 
 NUMERIC = Path(__file__).parent / "numeric"
 ROOT = Path(__file__).parents[2]
 FILES = sorted((path.name for path in NUMERIC.glob("test_*.py")), key=lambda name: name != "test_prefill_attention.py")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+NO_XFORMERS = pytest.mark.skipif(find_spec("xformers") is None, reason="xformers is not installed")
+CASES = [pytest.param(name, marks=NO_XFORMERS if "xformers" in name else ()) for name in FILES]
 
 Result = subprocess.CompletedProcess[str]
 
@@ -49,7 +55,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Result]]]:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", CASES)
 def test_in_interpreter(name: str, runs: dict[str, Future[Result]]) -> None:
     check(runs[name].result())
 

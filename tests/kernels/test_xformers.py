@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import assert_close, attention_case, attention_reference, scattered
 
+pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("xformers", reason="xformers is not installed")
 from cacheblend_kernels import xformers_backend as xb
 
