@@ -90,11 +90,13 @@ def test_empty_sequence_gets_zeros(device: torch.device) -> None:
 
 def test_float8_pool(device: torch.device) -> None:
     case = decode_case([30, 50], head_dim=32)
-    scales = torch.tensor([0.02, 0.5])
-    k8, v8 = ((c / scales[:, None]).to(torch.float8_e4m3fn) for c in (case.k_cache, case.v_cache))
-    held = AttentionCase(case.q, k8.float() * scales[:, None], v8.float() * scales[:, None], case.meta)
+    scales = torch.tensor([0.02, 0.5]), torch.tensor([0.04, 0.1])
+    k8, v8 = (
+        (c / s[:, None]).to(torch.float8_e4m3fn) for c, s in zip((case.k_cache, case.v_cache), scales, strict=True)
+    )
+    held = AttentionCase(case.q, *(c.float() * s[:, None] for c, s in zip((k8, v8), scales, strict=True)), case.meta)
     stored = AttentionCase(case.q, k8, v8, case.meta)
-    got = run(stored, device, k_scale=scales.to(device), v_scale=scales.to(device), num_splits=2)
+    got = run(stored, device, k_scale=scales[0].to(device), v_scale=scales[1].to(device), num_splits=2)
     assert_close(got, attention_reference(held, 32**-0.5), torch.float32)
 
 
