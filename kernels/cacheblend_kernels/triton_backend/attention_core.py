@@ -9,6 +9,7 @@ the context: Flash-Decoding (Dao et al., 2023). Logits are kept in base 2, since
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -178,6 +179,13 @@ def join_splits_kernel(
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + index * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp; one element each if unsplit."""
+    rows, heads, dim = q.shape if splits > 1 else (1, 1, 1)
+    part = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=q.device)
+    return part, torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
 
 
 def join_splits(part: Tensor, lse: Tensor, out: Tensor) -> None:

@@ -66,15 +66,20 @@ def check_pool(name: str, pool: Tensor) -> None:
     check(size > 0 and size & (size - 1) == 0, f"block size {size} is not a power of two")
 
 
-def check_pool_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
-    """Whether the pool is float8; then both scales must be there."""
-    if k_cache.dtype != torch.float8_e4m3fn:
+def check_pool_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, prefix: str = "") -> bool:
+    """Whether the pool is float8; then both scales must be there, else neither. prefix: of their names."""
+    if pool.dtype != torch.float8_e4m3fn:
         check(k_scale is None and v_scale is None, "pool scales are for a float8 pool")
         return False
-    for name, s in (("k", k_scale), ("v", v_scale)):
-        good = s is not None and s.dtype == torch.float32 and s.shape == (k_cache.shape[2],) and s.is_contiguous()
-        check(good, f"a float8 pool needs a {name} scale [num_kv_heads] float32")
+    check_head_scales("a float8 pool", pool.shape[2], {f"{prefix}k_scale": k_scale, f"{prefix}v_scale": v_scale})
     return True
+
+
+def check_head_scales(what: str, num_kv_heads: int, scales: dict[str, Tensor | None]) -> None:
+    """A scale a KV head, of float8 codes."""
+    for name, s in scales.items():
+        good = s is not None and s.dtype == torch.float32 and s.shape == (num_kv_heads,) and s.is_contiguous()
+        check(good, f"{what} needs {name} [{num_kv_heads}] float32")
 
 
 def check_attention(
@@ -101,13 +106,8 @@ def check_attention(
     check(scale > 0, f"scale is {scale}, not above 0")
     check(sliding_window is None or sliding_window > 0, f"sliding window {sliding_window}")
     check(soft_cap is None or soft_cap > 0, f"soft cap {soft_cap}")
-    if k_cache.dtype == torch.float8_e4m3fn:
-        for name, s in (("k_scale", k_scale), ("v_scale", v_scale)):
-            good = s is not None and s.dtype == torch.float32 and s.shape == (num_kv_heads,) and s.is_contiguous()
-            check(good, f"a float8 pool needs {name} [num_kv_heads] float32")
-    else:
+    if not check_pool_scales(k_cache, k_scale, v_scale):
         check(k_cache.dtype == q.dtype, f"q is {q.dtype}, the pool {k_cache.dtype}")
-        check(k_scale is None and v_scale is None, "scales are for a float8 pool")
     check_device(q, k_cache, v_cache, k_scale, v_scale)
 
 

@@ -21,6 +21,7 @@ from cacheblend_kernels.triton_backend.attention_core import (
     key_slots,
     load_keys,
     softmax_step,
+    split_buffers,
 )
 from cacheblend_kernels.triton_backend.checks import (
     check,
@@ -31,7 +32,6 @@ from cacheblend_kernels.triton_backend.checks import (
     pool_bits,
 )
 from cacheblend_kernels.triton_backend.configs import TileConfig, decode_config, num_context_splits, padded
-from cacheblend_kernels.triton_backend.prefill_attention import split_buffers
 
 
 @triton.jit(do_not_specialize=["first_slot", "table_stride", "window"])

@@ -30,6 +30,7 @@ from cacheblend_kernels.triton_backend.checks import (
     FLOATS,
     check,
     check_device,
+    check_head_scales,
     check_heads,
     check_pool,
     check_pool_scales,
@@ -167,8 +168,10 @@ def load_kv(
         check_slots(slot_mapping, num_rows)
     else:
         check(first_slot + num_rows <= k_cache.shape[0] * k_cache.shape[1], "the slots run past the pool")
-    fp8_pool = check_pool_scales(k_cache, pool_k_scale, pool_v_scale)
-    check_device(k, v, cos, sin, k_cache, v_cache, k_scale, v_scale, k_zero, v_zero, pool_k_scale, pool_v_scale)
+    fp8_pool = check_pool_scales(k_cache, pool_k_scale, pool_v_scale, "pool_")
+    read_slots = slot_mapping if first_slot < 0 else None
+    scales = (k_scale, v_scale, k_zero, v_zero, pool_k_scale, pool_v_scale)
+    check_device(k, v, cos, sin, k_cache, v_cache, read_slots, *scales)
     if num_rows == 0:
         return
     if codec == "fp8":
@@ -181,7 +184,7 @@ def load_kv(
             sin,
             pool_bits(k_cache),
             pool_bits(v_cache),
-            slot_mapping if first_slot < 0 else cos,
+            cos if read_slots is None else read_slots,
             cos if k_scale is None else k_scale,
             cos if k_zero is None else k_zero,
             cos if v_scale is None else v_scale,
@@ -235,7 +238,5 @@ def _codec(
     if k.dtype != torch.float8_e4m3fn:
         check(k_scale is None and v_scale is None, f"{k.dtype} takes no scales")
         return "plain"
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        good = t is not None and t.shape == (num_kv_heads,) and t.dtype == torch.float32 and t.is_contiguous()
-        check(good, f"float8 needs {name} [num_kv_heads] float32")
+    check_head_scales("float8", num_kv_heads, {"k_scale": k_scale, "v_scale": v_scale})
     return "fp8"

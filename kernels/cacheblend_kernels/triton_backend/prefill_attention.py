@@ -33,6 +33,7 @@ from cacheblend_kernels.triton_backend.attention_core import (
     load_keys,
     softmax_step,
     softmax_step_pair,
+    split_buffers,
 )
 from cacheblend_kernels.triton_backend.checks import check_attention, check_metadata, device_guard, pool_bits
 from cacheblend_kernels.triton_backend.configs import (
@@ -387,13 +388,6 @@ def tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
     """Boxes of block_n slots and one head of a pool [num_blocks, block_size, num_kv_heads, head_dim]."""
     num_slots, width = cache.shape[0] * cache.shape[1], cache.shape[2] * cache.shape[3]
     return TensorDescriptor(cache, [num_slots, width], [width, 1], [block_n, cache.shape[3]])
-
-
-def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Partial results [num_rows, num_heads, splits, head_dim] and their base-2 log-sum-exp; one element each if unsplit."""
-    rows, heads, dim = q.shape if splits > 1 else (1, 1, 1)
-    part = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=q.device)
-    return part, torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
 
 
 def _most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> int:

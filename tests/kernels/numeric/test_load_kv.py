@@ -79,14 +79,14 @@ def test_plain_values_of_one_dtype_are_copied_exactly(device: torch.device) -> N
 def test_float8_pool(codec: str, device: torch.device) -> None:
     tensors, k_value, v_value = stored(codec, 5, 2, 32)
     cos, sin = rope_tables(5, 32)
-    scale = torch.tensor([0.02, 0.05])
+    scales = torch.tensor([0.02, 0.05]), torch.tensor([0.03, 0.01])
     caches = [torch.zeros(2, BLOCK_SIZE, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
     moved = {name: t.to(device) for name, t in tensors.items()}
     load_kv(
         moved.pop("k"), moved.pop("v"), cos.to(device), sin.to(device), *caches, torch.arange(5), first_slot=0,
-        group_size=GROUP, pool_k_scale=scale.to(device), pool_v_scale=scale.to(device), **moved,
+        group_size=GROUP, pool_k_scale=scales[0].to(device), pool_v_scale=scales[1].to(device), **moved,
     )  # fmt: skip
-    for cache, want in zip(caches, (rope_reference(k_value, cos, sin), v_value), strict=True):
+    for cache, scale, want in zip(caches, scales, (rope_reference(k_value, cos, sin), v_value), strict=True):
         got = cache.cpu().float().view(-1, 2, 32)[:5] * scale[:, None]
         torch.testing.assert_close(got.double(), want, atol=2e-3, rtol=0.07)
 
@@ -106,3 +106,8 @@ def test_refusals(device: torch.device) -> None:
         load_kv(k.float(), v.float(), *tables, *caches, slots, k_scale=moved["k_scale"])
     with pytest.raises(KernelError, match="past the pool"):
         load_kv(k.float(), v.float(), *tables, *caches, slots, first_slot=12)
+    float8 = [c.to(torch.float8_e4m3fn) for c in caches]
+    with pytest.raises(KernelError, match="needs pool_v_scale"):
+        load_kv(k.float(), v.float(), *tables, *float8, slots, pool_k_scale=torch.ones(2, device=device))
+    with pytest.raises(KernelError, match="several devices"):
+        load_kv(k.float(), v.float(), *tables, *caches, slots.to("meta"))
