@@ -37,6 +37,7 @@ from cacheblend_cli.engine.commits import ChunkCommits, Committed
 from cacheblend_cli.engine.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.rope import LENGTH_DEPENDENT
 
 PREFIX_SOURCE = "(prefix)"
 
@@ -132,8 +133,12 @@ class Collection:
         return chunk_key(self._parts(self.prefix_ids, left), token_ids)
 
     def window(self, wanted: int) -> int:
-        """Tokens of a chunk and its left context at most: as wanted, within the model's context."""
-        return min(wanted, self.model.spec.max_position_embeddings - len(self.prefix_ids))
+        """Tokens of a chunk and its left context at most: as wanted, within the model's context, and below the length at
+        which RoPE changes its frequencies: chunks of one window are collected together, and get one set of them."""
+        rope, limit = self.model.decoder.rope, self.model.spec.max_position_embeddings
+        if rope.rope_type in LENGTH_DEPENDENT:
+            limit = min(limit, rope.original_max)
+        return min(wanted, limit - len(self.prefix_ids))
 
     @property
     def prefix_key(self) -> bytes:

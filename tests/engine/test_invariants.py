@@ -175,6 +175,28 @@ def test_gradual_filtering_narrows(llama: Setup) -> None:
     assert fresh[3] == answer.recomputed_tokens == -(-inexact // 5)
 
 
+def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None:
+    """Chunks that are collected together have one set of frequencies: that of the prompts they are exact in."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    }  # fmt: skip
+    write_checkpoint(tmp_path / "model", "llama-gqa", rope_parameters=rope, max_position_embeddings=512)
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16))
+    document = tmp_path / "long.md"
+    document.write_text("\n\n".join(f"{WORDS[p]} in {WORDS[p + 2]} {p}." for p in range(14)))
+    store = ChunkStore.open(tmp_path / "store", mode="write")
+    engine.precompute(store, [str(document)], PrecomputeOptions(chunk_tokens=16, window=400), lambda event: None)
+    keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][:3]
+    assert sum(m.num_tokens for m in store.chunks()) > 128
+    reused, full = (engine.ask(store, "who?", keys, BlendConfig(mode=m), GREEDY, verify=True) for m in ("reuse", "full"))
+    assert [c.status for c in reused.chunks] == ["exact"] * 3
+    assert reused.prompt_tokens + len(reused.generated_ids) <= 128
+    assert reused.verify is not None
+    assert reused.verify.kl < 1e-6
+    assert reused.generated_ids == full.generated_ids
+
+
 @pytest.mark.parametrize("type_", ["dynamic", "longrope", "linear"])
 def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
     """dynamic and longrope change their frequencies past the original length: nothing collected below it is exact there."""
