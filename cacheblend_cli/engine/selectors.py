@@ -157,7 +157,16 @@ def make_selector(name: str, seed: int = 0) -> Selector:
         parts.append((_named(policy, seed), int(count)))
     if parts and last in ("all", "none"):
         raise UsageError(f"{last!r} combines with nothing", "for example first:4+query")
-    return Combined(parts, _named(last, seed)) if parts else _named(last, seed)
+    selector = _named(last, seed)
+    if not parts:
+        return selector
+    every = [selector, *(part for part, _ in parts)]
+    if any(s.needs_check_layer for s in every) and any(isinstance(s, DraftAttention) for s in every):
+        raise UsageError(
+            f"{name!r}: draft looks before layer 0, and the other compares at a check layer",
+            "query goes with either, for example query:4+hkvd",
+        )
+    return Combined(parts, selector)
 
 
 def _named(name: str, seed: int) -> Selector:

@@ -92,6 +92,13 @@ def test_an_unknown_selector_says_what_is_known(name: str) -> None:
     assert "known" in error.value.hint or "for example" in error.value.hint
 
 
+@pytest.mark.parametrize("name", ["draft:2+hkvd", "hkvd:2+draft", "first:1+draft:2+perturb"])
+def test_a_draft_and_a_check_layer_do_not_combine(name: str) -> None:
+    with pytest.raises(UsageError, match=r"draft looks before layer 0") as error:
+        make_selector(name)
+    assert "query" in error.value.hint
+
+
 def test_check_layers_and_probe_layers_are_read() -> None:
     assert parse_checks("1:0.3,4:.15") == ((1, 0.3), (4, 0.15))
     assert parse_checks("") == ()
