@@ -13,7 +13,7 @@ from cacheblend_store import BadBlob, ChunkStore
 from cacheblend_store.codecs import is_lossless
 from cacheblend_store.layouts import CODECS
 
-from cacheblend_cli.corpus.documents import read_documents
+from cacheblend_cli.corpus.documents import read_documents, source_name
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.ask import Request, answer, check_context, resolve_chunks
 from cacheblend_cli.engine.auto import Controller, Observed, check_auto, decided
@@ -160,7 +160,7 @@ class Engine:
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run."""
         check_context(self.model, len(self.template.prefix_ids) + options.chunk_tokens, 0)
-        roots = [Path(p).as_posix() for p in paths if p != "-" and Path(p).is_dir()]
+        roots = [source_name(Path(p)) for p in paths if p != "-" and Path(p).is_dir()]
         return precompute(
             self.model,
             self.collection(options.salt, options.kv_dtype if options.kv_dtype != "auto" else None),

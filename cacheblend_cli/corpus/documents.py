@@ -32,10 +32,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is no document, and why."""
+    """A file that is no document, and why. unread: it may be one, nobody could look."""
 
     source: str
     reason: str
+    unread: bool = False
 
 
 def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
@@ -90,7 +91,7 @@ def _read(file: Path) -> Document | Skipped:
             return Skipped(source, f"larger than {MAX_BYTES >> 20} MiB")
         data = file.read_bytes()
     except OSError as error:
-        return Skipped(source, f"unreadable: {error.strerror}")
+        return Skipped(source, f"unreadable: {error.strerror}", unread=True)
     return _decode(source, data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -183,13 +184,15 @@ def precompute(
     """
     start, report = time.perf_counter(), PrecomputeReport()
     found: list[tuple[Document, list[Chunk]]] = []
+    kept, no_documents = set[str](), set[str]()
     for document in documents:
+        (kept if isinstance(document, Document) or document.unread else no_documents).add(document.source)
         if isinstance(document, Skipped):
             report.skipped.append((document.source, document.reason))
             on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
             continue
         found.append((document, cut(document.text, model.tokenizer.encode_text, options.chunk_tokens)))
-    gone = _gone(collection, store, {d.source for d, _ in found}, roots)
+    gone = _gone(collection, store, kept, no_documents, roots)
     planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
     report.documents = len(planned)
     report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
@@ -368,13 +371,28 @@ def _batches(
 
 
 def _gone(
-    collection: Collection, store: ChunkStore | None, present: set[str], roots: Sequence[str]
+    collection: Collection, store: ChunkStore | None, kept: set[str], no_documents: set[str], roots: Sequence[str]
 ) -> list[DocumentRecord]:
-    """Records, in any context, of documents under `roots` that are there no more."""
-    prefixes = tuple(root.rstrip("/") + "/" for root in roots)
-    if store is None or not prefixes:
+    """Records, in any context, of documents under `roots` that are on disk no more or are no documents any more.
+
+    A file under them that the walk passed over, since only its name brings it in, is neither.
+    """
+    if store is None or not roots:
         return []
-    return [r for r in store.documents(collection.id) if r.source.startswith(prefixes) and r.source not in present]
+    return [
+        r
+        for r in store.documents(collection.id)
+        if any(_is_under(r.source, root) for root in roots)
+        and r.source not in kept
+        and (r.source in no_documents or not os.path.exists(r.source))
+    ]
+
+
+def _is_under(source: str, root: str) -> bool:
+    """Whether a document of that name is one below a directory; both as `source_name` writes them."""
+    if root == ".":
+        return source != "-" and not source.startswith(("/", "../"))
+    return source.startswith(root.rstrip("/") + "/")
 
 
 def _stored_passages(

@@ -43,6 +43,60 @@ def test_force_computes_again_what_no_digest_finds_wrong(cli: Cli, stored: list[
     assert cli("chunks", "verify", "--recheck", "100").code == 0
 
 
+def sources(cli: Cli) -> set[str]:
+    return {r["source"] for r in cli("chunks", "ls", "--json").records}
+
+
+@pytest.mark.parametrize("root", [".", "./", "./docs/", "..", "/"])
+def test_documents_that_are_gone_go_from_the_store(
+    cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    """Those below the directory that was named, however it is spelt, and no others."""
+    if root == "..":
+        (tmp_path / "in").mkdir()
+        monkeypatch.chdir(tmp_path / "in")
+    elif root == "/":
+        root = str(tmp_path)
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.md"
+    outside.write_text("who works in Bergen\n")
+    (docs / "notes.tex").write_text("a file that only its name brings in\n")
+    assert cli("precompute", root).code == 0
+    under = sources(cli)
+    [beta] = (s for s in under if s.endswith("beta.md"))
+    assert cli("precompute", beta.replace("beta.md", "notes.tex")).code == 0
+    if root != "..":
+        assert cli("precompute", str(outside), "-", stdin="the parrot at home\n").code == 0
+    before = sources(cli)
+    (docs / "beta.md").unlink()
+    assert f"{beta} is gone" in cli("precompute", root).err
+    assert sources(cli) == before - {beta}
+
+
+def test_a_document_that_cannot_be_read_keeps_what_is_stored(
+    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("precompute", "docs").code == 0
+    before, read = sources(cli), Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path.name == "beta.md":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    again = cli("precompute", "docs")
+    assert "skipped docs/beta.md: unreadable: Permission denied" in again.err
+    assert sources(cli) == before
+
+
+def test_a_document_that_is_none_any_more_goes(cli: Cli, docs: Path) -> None:
+    assert cli("precompute", "docs").code == 0
+    (docs / "beta.md").write_bytes(b"\0\1")
+    again = cli("precompute", "docs")
+    assert "skipped docs/beta.md: binary" in again.err
+    assert sources(cli) == {"docs/alpha.md"}
+
+
 def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
     [facts] = cli("precompute", "docs", "--dry-run", "--json").records
     assert facts["documents"] == 2
