@@ -118,10 +118,10 @@ def prefill(
         check_context(model, plan.num_tokens, room)
         sequence = new_sequence(model.decoder, memory, plan.num_tokens + room, block_size)
         pool = sequence.pool
-        policy = blend.policy(model.spec.num_layers, request.lossless)
-        loader = KVLoader(model.decoder, store, pool, sequence, plan.segments, plan.num_tokens)
-        positions = output_positions(plan) if output_positions else None
         try:
+            policy = blend.policy(model.spec.num_layers, request.lossless)
+            loader = KVLoader(model.decoder, store, pool, sequence, plan.segments, plan.num_tokens)
+            positions = output_positions(plan) if output_positions else None
             start = time.perf_counter()
             with loader:
                 result = _run(model, pool, sequence, plan, policy, loader, positions)

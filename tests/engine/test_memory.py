@@ -96,6 +96,9 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, on_text=broken)
     assert memory.pool.allocator.num_used == 0
+    with pytest.raises(UsageError, match="check layer 9"):
+        engine.ask(None, "where does Mara work?", [], BlendConfig(selector="hkvd", check_layer=9), GREEDY)
+    assert memory.pool.allocator.num_used == 0
 
 
 def test_the_warm_up_runs_what_loading_and_checking_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
