@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_store import BadBlob, ChunkStore
+from cacheblend_store import BadBlob, ChunkStore, StoreError
 from cacheblend_store.codecs import is_lossless
 from cacheblend_store.layouts import CODECS
 
@@ -35,6 +35,7 @@ from cacheblend_cli.engine.precompute import (
 )
 from cacheblend_cli.engine.recheck import RecheckReport, recheck
 from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
@@ -331,11 +332,15 @@ class Engine:
         holes = {c.id: c for c in result.chunks if c.status == "computed"}
         if not holes:
             return
-        prefix = collect_prefix(self.model.decoder, collection.prefix_ids, self.config.block_size)
-        for planned in self._planned_holes(store, collection, result):
-            [kv] = collect(self.model.decoder, prefix, collect_sequences([planned]), self.config.block_size)
-            store_chunk(store, collection, planned, kv)
-        result.notes.append(f"stored the KV of {len(holes)} computed chunks")
+        told = f"the KV of {len(holes)} computed chunk{'s' if len(holes) > 1 else ''}"
+        try:
+            prefix = collect_prefix(self.model.decoder, collection.prefix_ids, self.config.block_size)
+            for planned in self._planned_holes(store, collection, result):
+                [kv] = collect(self.model.decoder, prefix, collect_sequences([planned]), self.config.block_size)
+                store_chunk(store, collection, planned, kv)
+            result.notes.append(f"stored {told}")
+        except (StoreError, DeviceError) as error:  # the answer is there, and stands without
+            result.notes.append(f"{told} could not be stored: {error.message}")
 
     def _planned_holes(self, store: ChunkStore, collection: Collection, result: Answer) -> list[PlannedChunk]:
         from cacheblend_cli.corpus.chunker import Chunk

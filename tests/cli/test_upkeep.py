@@ -225,3 +225,14 @@ def test_ask_neither_waits_nor_fails_to_note_what_it_used(
     monkeypatch.setattr(ChunkStore, "flush_touches", while_another_writes)
     assert cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "1").code == 0
     assert False in left  # what it used could not be noted, and that is no failure
+
+
+def test_an_answer_is_not_lost_with_the_kv_it_computed(
+    cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(tmp_path / "store", stored[1])
+    monkeypatch.setattr(Environment, "writing", no_space)
+    asked = cli("ask", "who?", "--chunks", ",".join(stored[:2]), "--max-tokens", "2", "--json")
+    assert asked.code == 0, asked.err
+    assert [c["status"] for c in asked.records[0]["chunks"]] == ["exact", "computed"]
+    assert "the KV of 1 computed chunk could not be stored: the disk is full" in asked.err
