@@ -15,8 +15,8 @@ from cacheblend_store.layouts import CODECS
 
 from cacheblend_cli.corpus.documents import read_documents, source_name
 from cacheblend_cli.engine.answer import Answer
-from cacheblend_cli.engine.ask import Request, answer, check_context, resolve_chunks
-from cacheblend_cli.engine.auto import Controller, Observed, check_auto, decided
+from cacheblend_cli.engine.ask import Request, answer, check_length, plan_of, resolve_chunks
+from cacheblend_cli.engine.auto import Controller, Observed, check_auto, decided, kv_bytes
 from cacheblend_cli.engine.collect import collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.contexts import prefer_exact
@@ -35,9 +35,9 @@ from cacheblend_cli.engine.precompute import (
 )
 from cacheblend_cli.engine.recheck import RecheckReport, recheck
 from cacheblend_cli.engine.sampling import SamplingParams
-from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
-from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 
 __all__ = [
@@ -160,7 +160,7 @@ class Engine:
         on_event: Callable[[PrecomputeEvent], None],
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run."""
-        check_context(self.model, len(self.template.prefix_ids) + options.chunk_tokens, 0)
+        self._check_chunk_tokens(options.chunk_tokens)
         roots = [source_name(Path(p)) for p in paths if p != "-" and Path(p).is_dir()]
         return precompute(
             self.model,
@@ -208,12 +208,14 @@ class Engine:
         for an empty question.
         """
         memory = self.memory()
-        controller = self._controller(store, question, chunks, blend, salt) if auto and blend.mode == "blend" else None
         started = time.perf_counter()
         notes: list[str] = []
         collection, request = self.request(store, question, chunks, blend, sampling, salt, notes)
-        if controller is not None:
-            wanted = request
+        controller = None
+        if auto and blend.mode == "blend":
+            resolved = time.perf_counter()
+            controller, wanted = self._controller(store, collection, request), request
+            started += time.perf_counter() - resolved  # measuring this machine, once, is no part of an answer
             report = controller.decide(collection, request, time.perf_counter() - started)
             request = replace(request, blend=decided(blend, report.decision))
         result = answer(
@@ -249,20 +251,18 @@ class Engine:
         blend: BlendConfig,
         salt: str = "",
         auto: bool = False,
+        sampling: SamplingParams | None = None,
     ) -> AskPlan:
-        """What `ask` would do, without doing it."""
-        collection, request = self.request(store, question, chunks, blend, SamplingParams(), salt, [])
+        """What `ask` would do, without doing it. Raises as it does for what it would refuse."""
+        sampling = sampling or SamplingParams()
+        collection, request = self.request(store, question, chunks, blend, sampling, salt, [])
         report = None
         if auto and blend.mode == "blend":
-            report = self._controller(store, question, chunks, blend, salt).decide(collection, request)
-            blend = decided(blend, report.decision)
-        plan = plan_prompt(
-            collection.prefix_ids,
-            request.chunks,
-            request.suffix_ids,
-            prefix_key=collection.prefix_key if request.prefix_cached else None,
-            reuse=blend.mode != "full",
-        )
+            report = self._controller(store, collection, request).decide(collection, request)
+            request = replace(request, blend=decided(blend, report.decision))
+        plan = plan_of(self.model, collection, request)
+        check_length(self.model, plan.num_tokens, sampling.max_tokens)
+        request.blend.policy(self.model.spec.num_layers, request.lossless)
         uses = [
             {
                 "id": s.key.hex() if s.key else "",
@@ -272,7 +272,7 @@ class Engine:
             }
             for s in plan.chunks
         ]
-        size = sum(collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids)
+        size = kv_bytes(collection, plan)
         told = report.to_dict() if report else None
         return AskPlan(plan.num_tokens, plan.cached_tokens, plan.exact_tokens, plan.fresh_tokens, size, uses, told)
 
@@ -291,7 +291,7 @@ class Engine:
         suffix_ids = self.template.suffix_ids(question)
         inputs: tuple[ChunkInput, ...] = resolve_chunks(self.model, collection, store, chunks, notes)
         prefix_cached = store is not None and _has(store, collection.prefix_key)
-        codecs = {m.codec for c in inputs if c.cached and store and (m := store.get_chunk(c.key))} | {collection.codec}
+        codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
         lossless = all(is_lossless(codec, self.model.decoder.dtype) for codec in codecs)
         return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached, lossless)
 
@@ -305,12 +305,9 @@ class Engine:
 
         return prefer_exact(keys, ids_of, collection.key, lambda key: _has(store, key))
 
-    def _controller(
-        self, store: ChunkStore | None, question: str, chunks: Sequence[bytes], blend: BlendConfig, salt: str
-    ) -> Controller:
+    def _controller(self, store: ChunkStore | None, collection: Collection, request: Request) -> Controller:
         """The controller for these chunks' codec, ready for this prompt."""
-        check_auto(blend)
-        collection, request = self.request(store, question, chunks, blend, SamplingParams(), salt, [])
+        check_auto(request.blend)
         controller = self._controllers.get(collection.codec)
         if controller is None:
             size = self.config.block_size
@@ -318,6 +315,16 @@ class Engine:
             self._controllers[collection.codec] = controller
         controller.ready(collection, store, request)
         return controller
+
+    def _check_chunk_tokens(self, chunk_tokens: int) -> None:
+        """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""
+        room = self.model.spec.max_position_embeddings - len(self.template.prefix_ids)
+        if chunk_tokens > room:
+            raise UsageError(
+                f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that the context of {self.model.name} has "
+                "room for behind the prompt's prefix",
+                f"use --chunk-tokens {min(512, room)}",
+            )
 
     def _collection_of(self, store: ChunkStore | None, chunks: Sequence[bytes], salt: str) -> Collection:
         """With kv_dtype auto, the codec is that of the first chunk this model has KV for: what was stored is used."""

@@ -142,7 +142,7 @@ def ask(
             keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context)
             keys = engine.prefer_exact(kv_store, keys, settings.salt)
         if dry_run:
-            plan = engine.plan(kv_store, item.question, keys, blend, settings.salt, auto=auto)
+            plan = engine.plan(kv_store, item.question, keys, blend, settings.salt, auto=auto, sampling=sampling)
             show_plan(plan, output, json=json, extra=extra)
             return
         on_text = None if json else lambda piece: output.text(piece, end="")

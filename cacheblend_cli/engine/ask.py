@@ -49,6 +49,12 @@ class Prefilled:
     loader: KVLoader
     prefill_s: float
 
+    @property
+    def recompute_fraction(self) -> float:
+        """Fresh token-layers over layers x reusable tokens; 1 for a full prefill, which reuses nothing."""
+        reusable = self.plan.cached_tokens
+        return self.result.fresh_token_layers / (len(self.result.layers) * reusable) if reusable else 1.0
+
 
 def resolve_chunks(
     model: LoadedModel,
@@ -57,7 +63,12 @@ def resolve_chunks(
     keys: Sequence[bytes],
     notes: list[str],
 ) -> tuple[ChunkInput, ...]:
-    """The chunks as this model sees them. A chunk of another model or codec, or a damaged one, becomes a hole."""
+    """The chunks as this model sees them.
+
+    A chunk that is stored in another codec is loaded in it. One of another model or salt gives its text: what this model
+    has of that text in the collection's codec is taken, and without any it is a hole. Raises NotFoundError for a chunk whose record is not there or
+    damaged, UsageError when there is no store.
+    """
     found: list[ChunkInput] = []
     for key in keys:
         if store is None:
@@ -85,13 +96,14 @@ def _as_input(
             manifest.token_ids,
             manifest.left_context_ids,
             same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
+            codec=manifest.codec,
         )
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
     for left in dict.fromkeys((manifest.left_context_ids, ())):  # the same context first
         own = store.get_chunk(collection.key(token_ids, left))
         if own is not None:
             return _as_input(model, collection, store, own, notes)
-    notes.append(f"chunk {manifest.id[:12]} has no KV for this model and KV dtype: it is computed")
+    notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
     return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
 
 
@@ -115,7 +127,7 @@ def prefill(
     blend = request.blend
     while True:
         plan = plan_of(model, collection, request)
-        check_context(model, plan.num_tokens, room)
+        check_length(model, plan.num_tokens, room)
         sequence = new_sequence(model.decoder, memory, plan.num_tokens + room, block_size)
         pool = sequence.pool
         try:
@@ -172,8 +184,6 @@ def answer(
     finally:
         done.sequence.release()
     plan, loader = done.plan, done.loader
-    layers = model.spec.num_layers
-    reusable = plan.cached_tokens
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
@@ -182,10 +192,10 @@ def answer(
         selector=request.blend.selector,
         ratio=request.blend.effective_ratio(),
         prompt_tokens=plan.num_tokens,
-        cached_tokens=reusable,
+        cached_tokens=plan.cached_tokens,
         exact_tokens=plan.exact_tokens,
         recomputed_tokens=len(done.result.chosen),
-        recompute_fraction=done.result.fresh_token_layers / (layers * reusable) if reusable else 0.0,
+        recompute_fraction=done.recompute_fraction,
         chunks=_chunk_uses(plan, done.result.chosen),
         timing=Timing(model_load_s, loader.load_s, loader.stall_s, done.prefill_s, ttft, generation.tokens_per_s),
         kv_bytes_loaded=loader.num_bytes,
@@ -198,7 +208,7 @@ def answer(
     )
 
 
-def check_context(model: LoadedModel, num_tokens: int, room: int) -> None:
+def check_length(model: LoadedModel, num_tokens: int, room: int) -> None:
     """Raises UsageError when prompt and answer do not fit the model's context."""
     limit = model.spec.max_position_embeddings
     if num_tokens + room > limit:

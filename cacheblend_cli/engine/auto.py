@@ -182,7 +182,7 @@ def workload(model: LoadedModel, collection: Collection, request: Request) -> Wo
 
 def kv_bytes(collection: Collection, plan: PromptPlan) -> int:
     """To load from the store, of all layers."""
-    return sum(collection.chunk_bytes(len(s.token_ids)) for s in plan.segments if s.cached and s.token_ids)
+    return sum(collection.chunk_bytes(len(s.token_ids), s.codec) for s in plan.segments if s.cached and s.token_ids)
 
 
 def _count(spans: list[tuple[int, int]]) -> int:

@@ -145,10 +145,10 @@ class Collection:
     def prefix_key(self) -> bytes:
         return chunk_key(self._parts((), ()), self.prefix_ids)
 
-    def chunk_bytes(self, num_tokens: int) -> int:
-        """Bytes of KV of a chunk in this codec."""
+    def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
+        """Bytes of KV of a chunk in this codec or another."""
         spec = self.model.spec
-        layer = blob_spec(self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
+        layer = blob_spec(codec or self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
         return spec.num_layers * sum(t.num_bytes for t in layer.values())
 
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:

@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
-from cacheblend_cli.engine.ask import Prefilled, check_context, prefill
+from cacheblend_cli.engine.ask import Prefilled, check_length, prefill
 from cacheblend_cli.engine.precompute import PrecomputeOptions
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
@@ -119,7 +119,7 @@ class _Run:
         self.results.resumed += len(self._settings) - len(missing)
         if missing:
             try:
-                check_context(self._engine.model, self._prompt_tokens(sample), self._max_tokens)
+                check_length(self._engine.model, self._prompt_tokens(sample), self._max_tokens)
             except UsageError as error:
                 self.results.skipped.append((number + 1, error.message))
                 return
@@ -167,7 +167,7 @@ class _Run:
             label=setting.label,
             sample=sample.digest,
             ttft_s=reference.ttft_s,
-            **_prompt(reference.prefilled, layers=len(reference.k)),
+            **_prompt(reference.prefilled),
             **_scores(sample, reference.text),
         )
 
@@ -185,7 +185,7 @@ class _Run:
             same_answer=found.text == reference.text,
             f1_full=f1(found.text, [reference.text]),
             rouge_full=rouge_l(found.text, [reference.text]),
-            **_prompt(found.prefilled, layers=len(reference.k)),
+            **_prompt(found.prefilled),
             **_scores(sample, found.text),
         )
 
@@ -195,15 +195,15 @@ def _contexts(settings: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
 
 
-def _prompt(done: Prefilled, layers: int) -> dict[str, Any]:
-    """Tokens and work of a prefill. The budget: fresh token-layers over layers x reusable tokens; 1 for full prefill."""
-    plan, cached = done.plan, done.plan.cached_tokens
+def _prompt(done: Prefilled) -> dict[str, Any]:
+    """Tokens and work of a prefill."""
+    plan = done.plan
     return {
         "prompt_tokens": plan.num_tokens,
-        "cached_tokens": cached,
+        "cached_tokens": plan.cached_tokens,
         "exact_tokens": plan.exact_tokens,
         "recomputed_tokens": len(done.result.chosen),
-        "recompute_fraction": done.result.fresh_token_layers / (layers * cached) if cached else 1.0,
+        "recompute_fraction": done.recompute_fraction,
         "prefill_s": done.prefill_s,
     }
 

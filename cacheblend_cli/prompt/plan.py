@@ -14,7 +14,8 @@ SegmentStatus = Literal["exact", "blended", "computed"]
 class ChunkInput:
     """A chunk as the prompt gets it. `left_context_ids`: what stood between the prefix and it when it was collected.
 
-    cached: the store has its KV. same_regime: it was collected under the RoPE frequencies this prompt uses.
+    cached: the store has its KV. same_regime: it was collected under the RoPE frequencies this prompt uses. codec: of the
+    stored KV, "" for the prompt's own.
     """
 
     key: bytes
@@ -23,13 +24,15 @@ class ChunkInput:
     left_context_ids: tuple[int, ...] = ()
     cached: bool = True
     same_regime: bool = True
+    codec: str = ""
 
 
 @dataclass(frozen=True)
 class Segment:
     """A run of the prompt, positions start:end.
 
-    status: "exact" (cached, its KV is right here), "blended" (cached, its KV needs repair), "computed" (fresh).
+    status: "exact" (cached, its KV is right here), "blended" (cached, its KV needs repair), "computed" (fresh). codec: as
+    in ChunkInput.
     """
 
     kind: SegmentKind
@@ -38,6 +41,7 @@ class Segment:
     status: SegmentStatus
     key: bytes | None = None
     source: str = ""
+    codec: str = ""
 
     @property
     def end(self) -> int:
@@ -115,7 +119,7 @@ def plan_prompt(
             status = "exact"
         else:
             status, right = "blended", False
-        segments.append(Segment("chunk", position, chunk.token_ids, status, chunk.key, chunk.source))
+        segments.append(Segment("chunk", position, chunk.token_ids, status, chunk.key, chunk.source, chunk.codec))
         position += len(chunk.token_ids)
         behind.extend(chunk.token_ids)
     segments.append(Segment("suffix", position, tuple(suffix_ids), "computed"))

@@ -190,6 +190,37 @@ def test_dry_run_of_ask(cli: Cli, stored: list[str]) -> None:
     assert plan["cached_tokens"] > plan["exact_tokens"] > 0
 
 
+def test_a_dry_run_refuses_what_ask_refuses(cli: Cli, stored: list[str]) -> None:
+    for flags in (("--max-tokens", "2000"), ("--selector", "hkvd", "--check-layer", "9")):
+        asked, planned = (cli("ask", "one?", "--chunks", ",".join(stored), *flags, *dry) for dry in ((), ("--dry-run",)))
+        assert (planned.code, planned.err) == (asked.code, asked.err) == (2, asked.err)
+        assert planned.out == ""
+
+
+def test_a_dry_run_knows_the_bytes_of_every_codec(cli: Cli, docs: Path) -> None:
+    ids = []
+    for name, codec in (("alpha", "float32"), ("beta", "int8")):
+        ids += cli("precompute", f"docs/{name}.md", "--kv-dtype", codec, "-q").out.split()
+    flags = ("ask", "one?", "--chunks", ",".join(ids), "--json", "--max-tokens", "1")
+    [plan], [answer] = cli(*flags, "--dry-run").records, cli(*flags).records
+    assert plan["kv_bytes"] == answer["kv_bytes_loaded"] > 0
+    assert [c["status"] for c in answer["chunks"]] == [c["status"] for c in plan["chunks"]] == ["exact", "blended"]
+
+
+def test_a_full_prefill_is_all_of_the_work(cli: Cli, stored: list[str]) -> None:
+    [answer] = cli("ask", "one?", "--chunks", stored[0], "--mode", "full", "--json", "--max-tokens", "1").records
+    assert answer["recompute_fraction"] == 1
+    [answer] = cli("ask", "one?", "--chunks", stored[0], "--json", "--max-tokens", "1").records
+    assert answer["recompute_fraction"] == 0
+
+
+def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path) -> None:
+    refused = cli("precompute", "docs", "--chunk-tokens", "9999")
+    assert refused.code == 2
+    assert "--chunk-tokens 9999" in refused.err
+    assert "hint: use --chunk-tokens 512" in refused.err
+
+
 def test_a_corrupt_blob_is_reported_computed_and_replaced(cli: Cli, stored: list[str], tmp_path: Path) -> None:
     good = cli(
         "ask", "who?", "--chunks", ",".join(stored[:3]), "--mode", "full", "--max-tokens", "6", "--json"

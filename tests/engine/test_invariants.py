@@ -189,7 +189,9 @@ def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None
     engine.precompute(store, [str(document)], PrecomputeOptions(chunk_tokens=16, window=400), lambda event: None)
     keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][:3]
     assert sum(m.num_tokens for m in store.chunks()) > 128
-    reused, full = (engine.ask(store, "who?", keys, BlendConfig(mode=m), GREEDY, verify=True) for m in ("reuse", "full"))
+    reused, full = (
+        engine.ask(store, "who?", keys, BlendConfig(mode=m), GREEDY, verify=True) for m in ("reuse", "full")
+    )
     assert [c.status for c in reused.chunks] == ["exact"] * 3
     assert reused.prompt_tokens + len(reused.generated_ids) <= 128
     assert reused.verify is not None
@@ -223,3 +225,8 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
         expected = setup.reference(ids).logits[0]
     assert (full - expected[-full.shape[0] :]).abs().max() <= 1e-4
     assert (full - blended).abs().max() <= 1e-4
+    planned = setup.engine.plan(setup.store, QUESTION, setup.keys, BlendConfig(), sampling=GREEDY)
+    answer = setup.engine.ask(setup.store, QUESTION, setup.keys, BlendConfig(), GREEDY)
+    assert (planned.cached_tokens, planned.exact_tokens) == (answer.cached_tokens, answer.exact_tokens)
+    assert planned.kv_bytes == answer.kv_bytes_loaded
+    assert (planned.exact_tokens == 0) == (type_ != "linear")
