@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_store import BadBlob, ChunkStore, StoreError
+from cacheblend_store import ChunkStore, StoreError
 from cacheblend_store.codecs import is_lossless
 from cacheblend_store.layouts import CODECS
 
@@ -236,7 +236,7 @@ class Engine:
             seen = Observed.of_answer(result, report.before_s, self.model.decoder.device.type)
             controller.learn(report, collection, wanted, seen)
         if save_holes and store is not None and store.writable and result.mode != "full":
-            self._save_holes(store, collection, result)
+            self._save_holes(store, collection, chunks, result)
         if store is not None and result.mode != "full":
             store.touch([bytes.fromhex(c.id) for c in result.chunks if c.status != "computed"])
             if request.prefix_cached:
@@ -290,7 +290,7 @@ class Engine:
         collection = self._collection_of(store, chunks, salt)
         suffix_ids = self.template.suffix_ids(question)
         inputs: tuple[ChunkInput, ...] = resolve_chunks(self.model, collection, store, chunks, notes)
-        prefix_cached = store is not None and _has(store, collection.prefix_key)
+        prefix_cached = store is not None and store.has_chunk(collection.prefix_key)
         codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
         lossless = all(is_lossless(codec, self.model.decoder.dtype) for codec in codecs)
         return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached, lossless)
@@ -300,10 +300,10 @@ class Engine:
         collection = self._collection_of(store, keys, salt)
 
         def ids_of(key: bytes) -> tuple[int, ...]:
-            manifest = store.get_chunk(key) if _has(store, key) else None
+            manifest = store.get_chunk(key) if store.has_chunk(key) else None
             return manifest.token_ids if manifest else ()
 
-        return prefer_exact(keys, ids_of, collection.key, lambda key: _has(store, key))
+        return prefer_exact(keys, ids_of, collection.key, lambda key: store.has_chunk(key))
 
     def _controller(self, store: ChunkStore | None, collection: Collection, request: Request) -> Controller:
         """The controller for these chunks' codec, ready for this prompt."""
@@ -330,11 +330,15 @@ class Engine:
         """With kv_dtype auto, the codec is that of the first chunk this model has KV for: what was stored is used."""
         if self.config.kv_dtype == "auto" and store is not None:
             for key in chunks:
-                if _has(store, key) and (manifest := store.get_chunk(key)) and manifest.model == self.model.fingerprint:
+                if (
+                    store.has_chunk(key)
+                    and (manifest := store.get_chunk(key))
+                    and manifest.model == self.model.fingerprint
+                ):
                     return self.collection(salt, manifest.codec)
         return self.collection(salt)
 
-    def _save_holes(self, store: ChunkStore, collection: Collection, result: Answer) -> None:
+    def _save_holes(self, store: ChunkStore, collection: Collection, named: Sequence[bytes], result: Answer) -> None:
         """Collect and store what the answer had to compute: missing chunks, and chunks whose KV was bad."""
         holes = {c.id: c for c in result.chunks if c.status == "computed"}
         if not holes:
@@ -342,34 +346,33 @@ class Engine:
         told = f"the KV of {len(holes)} computed chunk{'s' if len(holes) > 1 else ''}"
         try:
             prefix = collect_prefix(self.model.decoder, collection.prefix_ids, self.config.block_size)
-            for planned in self._planned_holes(store, collection, result):
+            for planned in self._planned_holes(store, collection, named, result):
                 [kv] = collect(self.model.decoder, prefix, collect_sequences([planned]), self.config.block_size)
                 store_chunk(store, collection, planned, kv)
             result.notes.append(f"stored {told}")
         except (StoreError, DeviceError) as error:  # the answer is there, and stands without
             result.notes.append(f"{told} could not be stored: {error.message}")
 
-    def _planned_holes(self, store: ChunkStore, collection: Collection, result: Answer) -> list[PlannedChunk]:
+    def _planned_holes(
+        self, store: ChunkStore, collection: Collection, named: Sequence[bytes], result: Answer
+    ) -> list[PlannedChunk]:
+        """The computed chunks, each once. named: the keys the question came with, which for a chunk of another model is
+        where its text and its place in its document are found."""
         from cacheblend_cli.corpus.chunker import Chunk
 
-        planned, at = [], len(collection.prefix_ids)
-        for use in result.chunks:
+        planned: dict[bytes, PlannedChunk] = {}
+        at = len(collection.prefix_ids)
+        for use, name in zip(result.chunks, named, strict=True):
             ids = tuple(result.prompt_ids[at : at + use.tokens])
             at += use.tokens
             key = bytes.fromhex(use.id)
-            if use.status != "computed":
+            if use.status != "computed" or key in planned:
                 continue
-            old = store.get_chunk(key)
-            left = old.left_context_ids if old else ()
-            text = old.text if old else self.model.tokenizer.decode(ids)
-            span = old.span if old else (0, len(text))
-            chunk = Chunk(old.index if old else 0, text, ids, *span)
-            planned.append(PlannedChunk(key, use.source, chunk, left, old.context if old else "sink"))
-        return planned
-
-
-def _has(store: ChunkStore, key: bytes) -> bool:
-    try:
-        return store.get_chunk(key) is not None
-    except BadBlob:
-        return False
+            own = store.get_chunk(key)
+            known = own or store.get_chunk(name)
+            if known is None:  # it went while the answer was made
+                continue
+            left, context = (own.left_context_ids, own.context) if own else ((), "sink")
+            chunk = Chunk(known.index, known.text, ids, *known.span)
+            planned[key] = PlannedChunk(key, use.source, chunk, left, context)
+        return list(planned.values())

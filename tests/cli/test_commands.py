@@ -170,6 +170,25 @@ def test_search_takes_as_many_as_ask(cli: Cli, stored: list[str], monkeypatch: p
     assert len(cli("search", "alpha beta", "-q", "-k", "1").out.split()) == 1
 
 
+def test_holes_of_another_model_are_found_at_their_places(
+    cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = sorted(cli("chunks", "ls", "--json").records, key=lambda r: (r["source"], r["index"]))
+    of_alpha = [r for r in listed if r["source"] == "docs/alpha.md"]
+    assert len(of_alpha) > 1
+    write_checkpoint(tmp_path / "other", "llama-gqa", seed=7)
+    monkeypatch.setenv("CACHEBLEND_MODEL", str(tmp_path / "other"))
+    ids = [r["id"] for r in of_alpha]
+    named = cli("ask", "alpha?", "--chunks", ",".join(ids), "--max-tokens", "2", "--json")
+    assert {c["status"] for c in named.records[0]["chunks"]} == {"computed"}
+    assert f"stored the KV of {len(ids)} computed chunks" in named.err
+    found = cli("ask", "alpha?", "--top-k", "9", "--max-tokens", "2", "--json").records[0]["chunks"]
+    assert [c["id"] for c in found] == [c["id"] for c in named.records[0]["chunks"]], "in reading order"
+    with ChunkStore.open(tmp_path / "store") as store:
+        theirs, ours = ([store.get_chunk(bytes.fromhex(i)) for i in of] for of in (ids, [c["id"] for c in found]))
+    assert [(m.text, m.index, m.span) for m in ours] == [(m.text, m.index, m.span) for m in theirs]
+
+
 def test_ask_without_chunks_searches(cli: Cli, stored: list[str]) -> None:
     answer = cli("ask", "what does beta say?", "--top-k", "2", "--max-tokens", "2", "--json").records[0]
     assert len(answer["chunks"]) == 2
@@ -192,7 +211,9 @@ def test_dry_run_of_ask(cli: Cli, stored: list[str]) -> None:
 
 def test_a_dry_run_refuses_what_ask_refuses(cli: Cli, stored: list[str]) -> None:
     for flags in (("--max-tokens", "2000"), ("--selector", "hkvd", "--check-layer", "9")):
-        asked, planned = (cli("ask", "one?", "--chunks", ",".join(stored), *flags, *dry) for dry in ((), ("--dry-run",)))
+        asked, planned = (
+            cli("ask", "one?", "--chunks", ",".join(stored), *flags, *dry) for dry in ((), ("--dry-run",))
+        )
         assert (planned.code, planned.err) == (asked.code, asked.err) == (2, asked.err)
         assert planned.out == ""
 
