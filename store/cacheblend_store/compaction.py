@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_store import locks
-from cacheblend_store.environment import clear_making
+from cacheblend_store.datafile import clear_making
 from cacheblend_store.filesystem import DATA, check_file, check_space
 from cacheblend_store.progress import Progress
 from cacheblend_store.translation import translated

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_store import locks
-from cacheblend_store.environment import (
-    DATABASES,
+from cacheblend_store.datafile import (
     MAKING,
     MAP_SIZE,
     clear_making,
     fresh_folder,
-    open_environment,
     open_lmdb,
     put_in_place,
 )
+from cacheblend_store.environment import open_environment
 from cacheblend_store.errors import StoreCorrupt, StoreError, StoreLocked
-from cacheblend_store.filesystem import DATA, again_hint, check_space
+from cacheblend_store.filesystem import DATA, DATABASES, again_hint, check_space, system_errors
 from cacheblend_store.keys import KEY_BYTES, blob_key
 from cacheblend_store.pages import NO_PAGE, PAGE_SIZES, Branch, Leaf, Node, PageReader, Tree, parse_meta
 from cacheblend_store.progress import Progress
@@ -46,12 +45,15 @@ class SalvageReport:
 
 
 def salvage(path: Path, lock_timeout: float, progress: Progress | None = None) -> SalvageReport:
-    """Rebuild the store at `path`. Needs room for a copy, and no other process that has it open.
+    """Rebuild the store at `path`. Needs room for a copy, and no other process that has it open. Where a page of an index
+    does not read, the whole file is looked through, and what was removed lately may come back.
 
     Raises StoreCorrupt when nothing says what the file is, StoreLocked, StoreNoSpace.
     """
     data = path / DATA
-    if not data.exists():
+    with system_errors(path):
+        there = data.exists()
+    if not there:
         raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
     reports: list[SalvageReport] = []
     with locks.writer_lock(path, lock_timeout):

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from cacheblend_store.compaction import compact
-from cacheblend_store.environment import MAP_SIZE, Environment, acquire, release
+from cacheblend_store.datafile import MAP_SIZE
+from cacheblend_store.environment import Environment, acquire, release
 from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.filesystem import check_space
 from cacheblend_store.heap import keep_freed_memory

@@ -13,7 +13,7 @@ import lmdb
 import pytest
 from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission
 from cacheblend_store.blob import MAX_HEADER_BYTES, blob_header, encode_blob, parse_blob
-from cacheblend_store.environment import DATABASES
+from cacheblend_store.filesystem import DATABASES
 from cacheblend_store.layouts import blob_spec
 from small_chunks import make_chunk
 

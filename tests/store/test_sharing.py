@@ -362,6 +362,8 @@ def test_a_store_that_may_not_be_read_says_so(foreign: Path, file: str) -> None:
     def work() -> str:
         with pytest.raises(StorePermission) as refused:
             ChunkStore.open(foreign)
+        with pytest.raises(StorePermission):
+            ChunkStore.repair(foreign)
         return refused.value.message
 
     assert "cannot read" in str(as_nobody(work))

@@ -6,8 +6,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from cacheblend_store.environment import DATABASES
-from cacheblend_store.filesystem import read_meta
+from cacheblend_store.filesystem import DATABASES, read_meta
 from cacheblend_store.pages import NO_PAGE, Branch, PageReader, Tree
 
 
