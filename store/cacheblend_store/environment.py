@@ -12,7 +12,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ _shared: dict[str, Environment] = {}
 _inherited: list[Environment] = []  # the parent's
 _gated: dict[int, list[Environment]] = {}  # by thread that is forking: those in which no other thread writes
 _lost: set[str] = set()  # paths of stores that another thread of the parent was writing to
+_waiting: set[str] = set()  # paths of stores that a thread still waits to open, which py-lmdb opens once a process
 _registry = threading.RLock()
 
 
@@ -68,7 +70,9 @@ class Environment:
     # opening
 
     def _open(self, *, anew: bool = False) -> None:
-        """anew: the file may be another than `check_path` looked at, and this process may hold the writer lock."""
+        """anew: the file may be another than the one that `check_path` looked at."""
+        if str(self.path.resolve()) in _waiting:
+            raise locks.being_written(self.path)
         writable = os.access(self.path / DATA, os.W_OK) and os.access(self.path, os.W_OK)
         self.readonly = not writable
         # nobody's reader slot keeps this user's snapshots: then pages are read by hand, and LMDB's map is left alone
@@ -80,39 +84,67 @@ class Environment:
                 check_file(self.path / DATA)
             self._file = os.open(self.path / DATA, os.O_RDONLY | os.O_CLOEXEC)
             self._inode = _inode(self._file)
-            between = nullcontext() if anew or self.readonly else self._between_writes()
-            with between, translated(self.path):
-                self.lmdb = open_lmdb(self.path, self._map_size, readonly=self.readonly)
-                if writable:
-                    self.lmdb.reader_check()
-                self.dbs = self._open_databases()
+            self._open_lmdb()
         except BaseException:
             self._close_file()
             self._unshare()
             raise
         self._free_list_checked = False
 
-    def _between_writes(self) -> AbstractContextManager[None]:
-        """py-lmdb begins a write transaction to open a database that may be written, and LMDB waits for its turn for ever."""
+    def _open_lmdb(self) -> None:
+        """In a thread: py-lmdb begins a write transaction to open what may be written, and LMDB waits for its turn without
+        limit. Raises StoreLocked when a writer's transaction outlasts the time-out: it may have been stopped."""
+        key, answer = str(self.path.resolve()), Future[tuple[Any, dict[str, Any]]]()
 
-        def newest() -> int:
-            with suppress(StoreCorrupt):
-                return read_meta(self._file, self.path / DATA).txnid
-            return -1
+        def work() -> None:
+            try:
+                answer.set_result(self._opened())
+            except BaseException as error:
+                answer.set_exception(error)
 
-        return locks.between_writes(self.path, self._timeout, newest)
+        def let_go(late: Future[tuple[Any, dict[str, Any]]]) -> None:
+            if late.exception() is None:
+                late.result()[0].close()
+            _waiting.discard(key)
 
-    def _open_databases(self) -> dict[str, Any]:
+        threading.Thread(target=work, name="store-open", daemon=True).start()
+        in_time = False
         try:
-            for _ in range(_TRIES):
-                try:
-                    return {name: self.lmdb.open_db(name.encode(), create=False) for name in DATABASES}
-                except lmdb.MapResizedError:  # another process grew the file since it was mapped
-                    self.lmdb.set_mapsize(0)
-            raise self._grows_too_fast()
-        except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
-            self.lmdb.close()
-            raise no_store(self.path) from error
+            in_time = bool(wait([answer], self._timeout).done)
+        finally:
+            if not in_time:
+                _waiting.add(key)
+                answer.add_done_callback(let_go)
+        if not in_time:
+            raise locks.being_written(self.path)
+        self.lmdb, self.dbs = answer.result()
+
+    def _opened(self) -> tuple[Any, dict[str, Any]]:
+        with translated(self.path):
+            opened = open_lmdb(self.path, self._map_size, readonly=self.readonly)
+            try:
+                if not self.readonly:
+                    opened.reader_check()
+                for _ in range(_TRIES):
+                    try:
+                        return opened, self._handles(opened)
+                    except lmdb.MapResizedError:  # another process grew the file since it was mapped
+                        opened.set_mapsize(0)
+                raise self._grows_too_fast()
+            except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
+                opened.close()
+                raise no_store(self.path) from error
+            except BaseException:
+                opened.close()
+                raise
+
+    def _handles(self, opened: Any) -> dict[str, Any]:
+        if self.readonly:
+            return {name: opened.open_db(name.encode(), create=False) for name in DATABASES}
+        with opened.begin(
+            write=True
+        ) as transaction:  # one of our own: py-lmdb's would keep all threads waiting with it
+            return {name: opened.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def close(self) -> None:
         """Only for the process that opened it."""

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,17 +18,14 @@ _held: set[int] = set()  # descriptors of exclusive locks, which a forked child 
 
 
 @contextmanager
-def writer_lock(path: Path, timeout: float, *, shared: bool = False) -> Iterator[None]:
-    """Hold the store's writer lock, which names its holder. Raises StoreLocked after `timeout` seconds.
-
-    shared: keep writers out and nobody else.
-    """
+def writer_lock(path: Path, timeout: float) -> Iterator[None]:
+    """Hold the store's writer lock, which names its holder. Raises StoreLocked after `timeout` seconds."""
     handle = _open(path / WRITER, os.O_RDWR | os.O_CREAT)
     pid = os.getpid()
     _held.add(handle)
     try:
-        if not _wait(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, timeout):
-            raise _being_written(path, handle)
+        if not _wait(handle, fcntl.LOCK_EX, timeout):
+            raise being_written(path)
         note = f"process {pid} on {os.uname().nodename} ({_command()})".encode()[:300]
         with suppress(OSError):  # the name of the holder is a courtesy: a full disk must not stop the lock
             os.pwrite(handle, note, 0)
@@ -42,34 +39,14 @@ def writer_lock(path: Path, timeout: float, *, shared: bool = False) -> Iterator
             os.close(handle)
 
 
-@contextmanager
-def between_writes(path: Path, timeout: float, commits: Callable[[], int]) -> Iterator[None]:
-    """Wait until nobody writes, for what LMDB would let wait for a writer without limit, and keep writers out meanwhile.
-
-    A writer that has committed since is no reason to wait on: it is alive, and with it LMDB's own lock takes turns.
-    commits: rises with every commit. Raises StoreLocked when one transaction takes longer than `timeout` seconds. Does
-    nothing for a user who cannot have the lock.
-    """
-    try:
-        handle = _open(path / WRITER, os.O_RDWR | os.O_CREAT)
-    except StorePermission:
-        yield
-        return
-    pid, before = os.getpid(), commits()
-    _held.add(handle)
-    try:
-        if not _wait(handle, fcntl.LOCK_SH, timeout, lambda: commits() != before):
-            raise _being_written(path, handle)
-        yield
-    finally:
-        if pid == os.getpid():
-            _held.discard(handle)
-            os.close(handle)
-
-
-def _being_written(path: Path, handle: int) -> StoreLocked:
-    holder = os.pread(handle, 300, 0).decode(errors="replace").strip() or "another process"
-    return StoreLocked(f"the store at {path} is being written by {holder}", "wait for it, or raise --lock-timeout")
+def being_written(path: Path) -> StoreLocked:
+    """What to raise for whoever waited too long for the writer, whose name is in the lock file."""
+    holder = ""
+    with suppress(OSError):
+        holder = (path / WRITER).read_bytes()[:300].decode(errors="replace").strip()
+    return StoreLocked(
+        f"the store at {path} is being written by {holder or 'another process'}", "wait for it, or raise --lock-timeout"
+    )
 
 
 def share(path: Path, timeout: float, *, create: bool) -> int | None:
@@ -99,16 +76,13 @@ def make_shared(handle: int) -> None:
     fcntl.flock(handle, fcntl.LOCK_SH)
 
 
-def _wait(handle: int, kind: int, timeout: float, enough: Callable[[], bool] = lambda: False) -> bool:
-    """Whether the lock was had before `timeout` seconds were over. True without it as soon as `enough`."""
+def _wait(handle: int, kind: int, timeout: float) -> bool:
     deadline, pause = time.monotonic() + timeout, 0.0005
     while True:
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if enough():
-                return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)

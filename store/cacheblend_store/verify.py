@@ -76,7 +76,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
 
 def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
     """py-lmdb's own structural audit, of a file that no writer changes meanwhile where this user can hold them off."""
-    held = locks.writer_lock(store.path, store._lock_timeout, shared=True) if store.writable else nullcontext()
+    held = locks.writer_lock(store.path, store._lock_timeout) if store.writable else nullcontext()
     with held:
         try:
             found = lmdb.verify.verify(str(store.path / DATA))

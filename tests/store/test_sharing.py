@@ -138,37 +138,40 @@ def test_opening_beside_a_writer_that_was_stopped_ends(tmp_path: Path, mode: str
     assert f"process {writer.pid} " in message
 
 
-def test_opening_beside_a_writer_that_is_busy_waits_its_turn(tmp_path: Path) -> None:
-    """However short its time-out: the writer lock is never free, and commits go on."""
+def test_a_store_opens_once_a_stopped_writer_goes_on(tmp_path: Path) -> None:
+    """In the process that was refused before, whose first attempt LMDB lets wait still."""
     path = tmp_path / "store"
+    ChunkStore.open(path, mode="write").close()
+    writer = Child(hold(path))
 
-    def write(acknowledge: Callable[[], None]) -> None:
-        with ChunkStore.open(path, mode="write") as store, writer_lock(path, 5):
-            environment = store._environment()
-            acknowledge()
-            while True:
-                with environment.lmdb.begin(write=True) as txn:
-                    txn.put(b"x", os.urandom(8), db=environment.dbs["refs"])
-
-    writer = Child(write)
-
-    def work(_: int) -> str:
-        with ChunkStore.open(path, lock_timeout=5) as store:
-            return store.identity
+    def work(acknowledge: Callable[[], None]) -> None:
+        for timeout in (0.1, 0.1):
+            with pytest.raises(StoreLocked):
+                ChunkStore.open(path, mode="write", lock_timeout=timeout)
+        acknowledge()
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                ChunkStore.open(path, mode="write", lock_timeout=1).close()
+                return
+            except StoreLocked:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
 
     try:
         writer.until(1)
-        for _, identity in outcomes(work, range(10), timeout=30):
-            assert not isinstance(identity, Ended), identity
+        refused = Child(work)
+        refused.until(1)
     finally:
         writer.kill()
+    assert refused.wait(30) == (0, 1)
 
 
-def test_opening_beside_an_audit_does_not_wait(store: ChunkStore) -> None:
-    with writer_lock(store.path, 5, shared=True):  # as `verify` holds it
+def test_opening_waits_for_transactions_and_not_for_the_lock(store: ChunkStore) -> None:
+    with writer_lock(store.path, 5):  # as `verify` holds it for as long as it reads the file
 
         def work(_: int) -> str:
-            with ChunkStore.open(store.path, mode="write", lock_timeout=0) as again:
+            with ChunkStore.open(store.path, mode="write", lock_timeout=0.5) as again:
                 with pytest.raises(StoreLocked, match=str(os.getppid())):
                     again.put_chunk(*make_chunk(500))
                 return again.identity
