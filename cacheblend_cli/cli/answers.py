@@ -63,9 +63,11 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
     if plan.chunks:
         rows = [(c["id"][:12], c["tokens"], c["status"], c["source"]) for c in plan.chunks]
         output.table(("chunk", "tokens", "status", "source"), rows, right=(1,))
+    before = plan.prompt_tokens - plan.cached_tokens - plan.fresh_tokens
     output.text(
         f"{plan.prompt_tokens} prompt tokens: {plan.cached_tokens} cached ({plan.exact_tokens} exact), "
-        f"{plan.fresh_tokens} fresh; {format_size(plan.kv_bytes)} of KV to load"
+        + (f"{before} before them cached too, " if before else "")
+        + f"{plan.fresh_tokens} fresh; {format_size(plan.kv_bytes)} of KV to load"
     )
     if plan.auto:
         a = plan.auto

@@ -78,7 +78,7 @@ def export(
             output.text(name)
     else:
         output.note(
-            f"{report.chunks} chunks of {report.documents} documents, {format_size(report.num_bytes)}, in {path}"
+            f"{report.chunks} chunks, prompt prefixes included, of {report.documents} documents, {format_size(report.num_bytes)}, in {path}"
             + ("" if secret else ", not signed")
         )
     if report.damaged:

@@ -32,7 +32,10 @@ def ls(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List the chunks: id, tokens, size, source, beginning of the text. Pages follow the order of the ids."""
+    """List the chunks: id, tokens, size, source, beginning of the text. Pages follow the order of the ids.
+
+    The KV of a prompt's prefix is stored like a chunk's; it is not listed here.
+    """
     output = Output(quiet=quiet)
     last = None
     with options.open_store(options.settings_of(store=store), write=False) as kv_store:
@@ -47,6 +50,8 @@ def ls(
                 output.text(manifest.id)
             else:
                 rows.append(manifest)
+    if last is None:
+        output.note("no chunk is stored" if source is None and after is None else "no such chunk, or no more of them")
     if rows:
         rows.sort(key=lambda m: (m.source, m.index))
         table = [

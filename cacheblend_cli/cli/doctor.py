@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
@@ -40,12 +41,18 @@ def doctor(
         for section, entries in facts.items():
             output.text(section)
             for name, value in entries.items():
-                output.text(f"  {name:<20}{value}")
+                output.text(f"  {name:<20}{_shown(name, value)}")
         output.text("everything works" if not errors else f"{len(errors)} broken")
     if errors:
         from cacheblend_cli.cli.exits import report
 
         raise typer.Exit(report(errors[0], output))
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "max_bytes" and not value:
+        return "no quota"
+    return format_size(value) if isinstance(value, int) and "bytes" in name else str(value)
 
 
 def _versions() -> dict[str, str]:

@@ -120,7 +120,8 @@ def _check_named(paths: list[str], report: PrecomputeReport) -> None:
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise UsageError(
-            f"{bad[0][0]} was not stored: {bad[0][1]}{more}", "cacheblend reads UTF-8 text; convert it first"
+            f"{bad[0][0]} was not stored: {bad[0][1]}{more}",
+            "cacheblend reads files of UTF-8 text that are not empty; - is stdin",
         )
     if not report.documents and not report.removed:
         raise UsageError(

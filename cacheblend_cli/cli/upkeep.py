@@ -44,7 +44,9 @@ def stats(
         }
         output.json({**record, "sources": by_source} if sources else record)
         return
-    output.text(f"{settings.store_path}: {found.chunks} chunks of {found.documents} documents")
+    output.text(
+        f"{settings.store_path}: {found.chunks} chunks, prompt prefixes included, of {found.documents} documents"
+    )
     quota = f" of at most {format_size(found.max_bytes)}" if found.max_bytes else ""
     output.text(
         f"{format_size(found.live_bytes)} of KV{quota}; file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free"

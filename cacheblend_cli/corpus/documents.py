@@ -86,7 +86,7 @@ def _read(file: Path) -> Document | Skipped:
     source = source_name(file)
     try:
         if not file.is_file():
-            return Skipped(source, "a broken link" if file.is_symlink() else "not a regular file")
+            return Skipped(source, "not a regular file" if file.exists() else "a broken link")
         if file.stat().st_size > MAX_BYTES:
             return Skipped(source, f"larger than {MAX_BYTES >> 20} MiB")
         data = file.read_bytes()

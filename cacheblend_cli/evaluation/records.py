@@ -80,7 +80,8 @@ class RecordFile:
                 self._records[record.key] = record
             self._stream = path.open("a", encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot use {path}: {error}", "check the path and its permissions") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot use {path}: {reason}", "check the path and its permissions") from error
 
     def __enter__(self) -> RecordFile:
         return self

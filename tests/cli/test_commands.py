@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,8 +206,12 @@ def test_batch_answers_each_line(cli: Cli, stored: list[str], tmp_path: Path) ->
 
 
 def test_dry_run_of_ask(cli: Cli, stored: list[str]) -> None:
-    [plan] = cli("ask", "one?", "--chunks", ",".join(stored[:2]), "--dry-run", "--json").records
+    ask = ("ask", "one?", "--chunks", ",".join(stored[:2]), "--dry-run")
+    [plan] = cli(*ask, "--json").records
     assert plan["cached_tokens"] > plan["exact_tokens"] > 0
+    told = re.findall(r"(\d+) (?:prompt|cached|before|fresh)", cli(*ask).out)
+    assert [int(told[0]), int(told[1])] == [plan["prompt_tokens"], plan["cached_tokens"]]
+    assert sum(map(int, told[1:])) == plan["prompt_tokens"]  # what is said adds up
 
 
 def test_a_dry_run_refuses_what_ask_refuses(cli: Cli, stored: list[str]) -> None:
@@ -318,6 +323,8 @@ def test_chunks_are_listed_page_by_page(cli: Cli, stored: list[str]) -> None:
         after = ("--after", page[-1][:16])
     assert pages == everything
     assert "--after" in cli("chunks", "ls", "--limit", "1").err
+    nothing = cli("chunks", "ls", "--source", "gamma")
+    assert (nothing.code, nothing.out, nothing.err) == (0, "", "no such chunk, or no more of them\n")
     assert cli("chunks", "ls", "--after", "zz").code == 3
 
 
@@ -365,7 +372,10 @@ def test_doctor_calls_no_damaged_store_well(cli: Cli, stored: list[str], tmp_pat
     assert "chunks verify --repair" in result.err
     assert "1 broken" in cli("doctor").out
     assert cli("chunks", "verify", "--repair").code == 0
-    assert cli("doctor").code == 0
+    whole = cli("doctor")
+    assert whole.code == 0
+    assert "no quota" in whole.out
+    assert "KiB" in whole.out
 
 
 BAD = [

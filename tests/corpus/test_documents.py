@@ -78,7 +78,14 @@ def test_links_that_lead_back_up_are_not_followed(here: Path) -> None:
     (here / "docs/sub/b.md").write_text("b\n")
     (here / "docs/sub/up").symlink_to(here / "docs")
     (here / "docs/broken.md").symlink_to(here / "nowhere")
-    assert read("docs") == {"docs/a.md": "a\n", "docs/broken.md": "[a broken link]", "docs/sub/b.md": "b\n"}
+    os.mkfifo(here / "pipe")
+    (here / "docs/pipe.md").symlink_to(here / "pipe")
+    assert read("docs") == {
+        "docs/a.md": "a\n",
+        "docs/broken.md": "[a broken link]",
+        "docs/pipe.md": "[not a regular file]",
+        "docs/sub/b.md": "b\n",
+    }
 
 
 def test_a_linked_directory_is_read_once(here: Path) -> None:
