@@ -43,6 +43,7 @@ from cacheblend_store.translation import MapOutgrown, Panic, translated
 
 _SMALLEST_PAGE = 4096
 _FORK_WAIT = 5.0  # seconds
+_LEAST_WAIT = 2.0  # seconds that opening may take on a busy machine where nobody is waited for
 _TRIES = 64  # at what others can make fail again and again
 
 _shared: dict[str, Environment] = {}
@@ -107,16 +108,17 @@ class Environment:
                 late.result()[0].close()
             _waiting.discard(key)
 
-        threading.Thread(target=work, name="store-open", daemon=True).start()
-        in_time = False
+        thread, in_time = threading.Thread(target=work, name="store-open", daemon=True), False
+        thread.start()
         try:
-            in_time = bool(wait([answer], self._timeout).done)
+            in_time = bool(wait([answer], max(self._timeout, _LEAST_WAIT)).done)
         finally:
             if not in_time:
                 _waiting.add(key)
                 answer.add_done_callback(let_go)
         if not in_time:
             raise locks.being_written(self.path)
+        thread.join()  # it has ended, but for its last steps, which no fork should copy
         self.lmdb, self.dbs = answer.result()
 
     def _opened(self) -> tuple[Any, dict[str, Any]]:
@@ -141,9 +143,8 @@ class Environment:
     def _handles(self, opened: Any) -> dict[str, Any]:
         if self.readonly:
             return {name: opened.open_db(name.encode(), create=False) for name in DATABASES}
-        with opened.begin(
-            write=True
-        ) as transaction:  # one of our own: py-lmdb's would keep all threads waiting with it
+        # a transaction of our own: py-lmdb would wait for one with the interpreter's lock held
+        with opened.begin(write=True) as transaction:
             return {name: opened.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def close(self) -> None:

@@ -167,6 +167,12 @@ def test_a_store_opens_once_a_stopped_writer_goes_on(tmp_path: Path) -> None:
     assert refused.wait(30) == (0, 1)
 
 
+def test_opening_does_not_count_as_waiting(store: ChunkStore) -> None:
+    store.close()
+    with ChunkStore.open(store.path, mode="write", lock_timeout=0) as again:
+        assert seed_of(again, 1) == 1
+
+
 def test_opening_waits_for_transactions_and_not_for_the_lock(store: ChunkStore) -> None:
     with writer_lock(store.path, 5):  # as `verify` holds it for as long as it reads the file
 
