@@ -136,10 +136,12 @@ def blank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    import torch
+
+    from cacheblend_cli.evaluation.speed import device_name
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory)}
+    return {"cpu": device_name(torch.device("cpu")), "cores": os.cpu_count(), "memory_gib": round(memory)}
 
 
 def out_stem(arguments: argparse.Namespace) -> Path:
