@@ -7,17 +7,20 @@ not have read both show. The error of a case is the largest over its rows of |go
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
 import torch
 from cacheblend_kernels import KernelBackend, KernelError, select_backend
-from gpu_inputs import AttentionInputs, Shape, attention_inputs, rope_tables, scattered_positions, stored_kv
+from gpu_inputs import AttentionInputs, attention_inputs, rope_tables, scattered_positions
+from kernel_references import decoded, poisoned_outputs, rope_reference, stored_kv
 from torch import Tensor
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EXACT = 0.0
+FLOAT8 = 2**-4  # half a step of a number with three bits after the first
+NUM_ROWS = 70
 Case = tuple[str, str, float, Callable[[], tuple[Tensor, Tensor]]]  # kernel, case, tolerance, () -> (got, want fp64)
 
 
@@ -38,7 +41,7 @@ def kernel_checks(device: torch.device, tiny: bool, part: int = 0, parts: int = 
         row: dict[str, Any] = {"kernel": kernel, "case": case, "dtype": str(dtype).removeprefix("torch.")}
         row |= {"backend": backend.name, "tolerance": tolerance}
         try:
-            with _poisoned_outputs():
+            with poisoned_outputs():
                 got, want = run()
             error = row_error(got, want)
         except Exception as fault:  # a failed launch is a result too: the rest still runs
@@ -52,25 +55,6 @@ def row_error(got: Tensor, want: Tensor) -> float:
     got, want = got.double().flatten(1), want.double().flatten(1)
     error = (got - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-30)
     return float(error.nan_to_num(nan=float("inf")).max()) if not got.isnan().any() else float("nan")
-
-
-@contextmanager
-def _poisoned_outputs() -> Iterator[None]:
-    """Every tensor a wrapper allocates starts as NaN."""
-    kept = torch.empty, torch.empty_like
-
-    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
-
-        return call
-
-    torch.empty, torch.empty_like = map(poisoned, kept)
-    try:
-        yield
-    finally:
-        torch.empty, torch.empty_like = kept
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
@@ -129,55 +113,62 @@ def attention_reference(
 
 
 def _attention_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
+    prefill = partial(_attention, backend, device, dtype, "prefill_attention")
+
+    def decode(case: str, kv_lens: list[int], *shape: Any, **options: Any) -> Case:
+        last = [torch.tensor([n - 1]) for n in kv_lens]
+        return _attention(backend, device, dtype, "decode_attention", case, last, kv_lens, *shape, **options)
+
     length = 96 if tiny else 1500
     rows = scattered_positions(length, length // 3)
     for heads in ((4, 4), (8, 2), (7, 1), (16, 2), (32, 8)):
-        yield _prefill(backend, f"heads {heads}", [rows], [length], heads, 64, device, dtype)
-        yield _decode(backend, f"heads {heads}", [length, 1, 65], heads, 64, device, dtype)
+        yield prefill(f"heads {heads}", [rows], [length], heads, 64)
+        yield decode(f"heads {heads}", [length, 1, 65], heads, 64)
     for head_dim in (64, 80, 96, 128, 256):
-        yield _prefill(backend, f"head_dim {head_dim}", [rows], [length], (8, 2), head_dim, device, dtype)
-        yield _decode(backend, f"head_dim {head_dim}", [length, 17], (8, 2), head_dim, device, dtype)
+        yield prefill(f"head_dim {head_dim}", [rows], [length], (8, 2), head_dim)
+        yield decode(f"head_dim {head_dim}", [length, 17], (8, 2), head_dim)
     for block_size in (16, 64):
         for contiguous in (False, True):
             case = f"block {block_size}{', adjacent' * contiguous}"
             options = {"block_size": block_size, "contiguous": contiguous}
-            yield _prefill(backend, case, [rows], [length], (8, 2), 128, device, dtype, **options)
-            yield _decode(backend, case, [length], (8, 2), 128, device, dtype, **options)
+            yield prefill(case, [rows], [length], (8, 2), 128, **options)
+            yield decode(case, [length], (8, 2), 128, **options)
     for window in (1, 50, 64, 700):
-        yield _prefill(backend, f"window {window}", [rows], [length], (8, 2), 128, device, dtype, window=window)
-        yield _decode(backend, f"window {window}", [length, 30], (8, 2), 128, device, dtype, window=window)
+        yield prefill(f"window {window}", [rows], [length], (8, 2), 128, window=window)
+        yield decode(f"window {window}", [length, 30], (8, 2), 128, window=window)
     for cap, window in ((0.5, None), (30.0, None), (30.0, 50)):
         case = f"soft cap {cap}, window {window}"
-        yield _prefill(backend, case, [rows], [length], (8, 2), 256, device, dtype, cap=cap, window=window)
-        yield _decode(backend, case, [length, 30], (8, 2), 256, device, dtype, cap=cap, window=window)
-    yield _prefill(backend, "float8 pool", [rows], [length], (8, 2), 128, device, dtype, float8=True)
-    yield _decode(backend, "float8 pool", [length, 40], (8, 2), 128, device, dtype, float8=True)
+        yield prefill(case, [rows], [length], (8, 2), 256, cap=cap, window=window)
+        yield decode(case, [length, 30], (8, 2), 256, cap=cap, window=window)
+    yield prefill("float8 pool", [rows], [length], (8, 2), 128, float8=True)
+    yield decode("float8 pool", [length, 40], (8, 2), 128, float8=True)
     whole = torch.arange(length)
-    yield _prefill(backend, "full", [whole], [length], (8, 2), 128, device, dtype, contiguous=True, dense=True)
-    yield _prefill(backend, "full, paged", [whole], [length], (8, 2), 128, device, dtype, dense=True)
-    yield _prefill(backend, "suffix", [whole[-40:]], [length], (32, 8), 128, device, dtype, dense=True)
-    yield _prefill(backend, "one row", [whole[-1:]], [length], (32, 8), 128, device, dtype)
+    yield prefill("full", [whole], [length], (8, 2), 128, contiguous=True, dense=True)
+    yield prefill("full, paged", [whole], [length], (8, 2), 128, dense=True)
+    yield prefill("suffix", [whole[-40:]], [length], (32, 8), 128, dense=True)
+    yield prefill("one row", [whole[-1:]], [length], (32, 8), 128)
     several = [torch.tensor([0]), rows, torch.tensor([], dtype=torch.int64), whole[:33], torch.tensor([3, 4, 60])]
     lens = [1, length, 5, 33, 64]
-    yield _prefill(backend, "several sequences", several, lens, (8, 2), 128, device, dtype)
+    yield prefill("several sequences", several, lens, (8, 2), 128)
     many = [1 + (37 * i) % length for i in range(8 if tiny else 64)]
-    yield _decode(backend, "many sequences", many, (8, 2), 128, device, dtype)
+    yield decode("many sequences", many, (8, 2), 128)
     if not tiny:
         long = 9000
         wide = scattered_positions(long, 1000, run=7)
-        yield _prefill(backend, "long", [wide], [long], (32, 8), 128, device, dtype)
-        yield _decode(backend, "long", [long], (32, 8), 128, device, dtype)
+        yield prefill("long", [wide], [long], (32, 8), 128)
+        yield decode("long", [long], (32, 8), 128)
 
 
-def _prefill(
+def _attention(
     backend: KernelBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: str,
     case: str,
     positions: list[Tensor],
     kv_lens: list[int],
     heads: tuple[int, int],
     head_dim: int,
-    device: torch.device,
-    dtype: torch.dtype,
     *,
     window: int | None = None,
     cap: float | None = None,
@@ -186,108 +177,51 @@ def _prefill(
 ) -> Case:
     def run() -> tuple[Tensor, Tensor]:
         inputs = attention_inputs(positions, kv_lens, *heads, head_dim, device, dtype=dtype, **options)
-        scales = torch.linspace(0.01, 0.03, heads[1], device=device) if float8 else None
-        inputs = inputs if scales is None else inputs.to_float8(scales)
-        scale = head_dim**-0.5
-        got = backend.prefill_attention(
-            inputs.q,
-            inputs.k_cache,
-            inputs.v_cache,
-            inputs.meta,
-            scale=scale,
-            sliding_window=window,
-            soft_cap=cap,
-            k_scale=scales,
-            v_scale=scales,
-        )
-        return got, attention_reference(inputs, scale, window, cap, scales, scales)
+        scales = _pool_scales(heads[1], device) if float8 else {}
+        inputs = inputs.to_float8(**scales) if float8 else inputs
+        scale, meta = head_dim**-0.5, inputs.meta
+        common = {"scale": scale, "sliding_window": window, "soft_cap": cap, **scales}
+        arguments = (inputs.q, inputs.k_cache, inputs.v_cache)
+        if kernel == "prefill_attention":
+            got = backend.prefill_attention(*arguments, meta, **common)
+        else:
+            got = backend.decode_attention(
+                *arguments,
+                meta.block_table,
+                meta.kv_lens,
+                contiguous_slot=meta.contiguous_slot,
+                max_kv_len=meta.max_kv_len,
+                **common,
+            )
+        return got, attention_reference(inputs, scale, window, cap, **scales)
 
-    return "prefill_attention", case, TOLERANCE[dtype], run
-
-
-def _decode(
-    backend: KernelBackend,
-    case: str,
-    kv_lens: list[int],
-    heads: tuple[int, int],
-    head_dim: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    window: int | None = None,
-    cap: float | None = None,
-    float8: bool = False,
-    **options: Any,
-) -> Case:
-    def run() -> tuple[Tensor, Tensor]:
-        positions = [torch.tensor([n - 1]) for n in kv_lens]
-        inputs = attention_inputs(positions, kv_lens, *heads, head_dim, device, dtype=dtype, **options)
-        scales = torch.linspace(0.01, 0.03, heads[1], device=device) if float8 else None
-        inputs = inputs if scales is None else inputs.to_float8(scales)
-        scale = head_dim**-0.5
-        got = backend.decode_attention(
-            inputs.q,
-            inputs.k_cache,
-            inputs.v_cache,
-            inputs.meta.block_table,
-            inputs.meta.kv_lens,
-            scale=scale,
-            sliding_window=window,
-            soft_cap=cap,
-            contiguous_slot=inputs.meta.contiguous_slot,
-            max_kv_len=max(kv_lens),
-            k_scale=scales,
-            v_scale=scales,
-        )
-        return got, attention_reference(inputs, scale, window, cap, scales, scales)
-
-    return "decode_attention", case, TOLERANCE[dtype], run
+    return kernel, case, TOLERANCE[dtype], run
 
 
-def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """fp64 rotate-half RoPE of [num_rows, heads, head_dim]."""
-    x, half = x.double(), x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos.double()[:, None] + turned * sin.double()[:, None]
+def _pool_scales(num_kv_heads: int, device: torch.device) -> dict[str, Tensor]:
+    """Of a float8 pool; K's and V's are not alike, so that one taken for the other shows."""
+    return {
+        "k_scale": torch.linspace(0.01, 0.03, num_kv_heads, device=device),
+        "v_scale": torch.linspace(0.05, 0.02, num_kv_heads, device=device),
+    }
 
 
 def _cache_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    num_rows, tolerance = 70, TOLERANCE[dtype]
-    for head_dim in (64, 80, 96, 128, 256):
-        shape = Shape("", 28, 4, head_dim, 0, 0)
-
-        def write(shape: Shape = shape) -> tuple[Tensor, Tensor]:
-            fused = torch.randn(num_rows, 36, shape.head_dim, device=device, dtype=dtype)
-            q, k, v = fused.split((28, 4, 4), dim=1)
-            tables = rope_tables(num_rows, shape.head_dim, device)
-            pools, slots = _pools(shape, device, dtype), torch.randperm(128, device=device)[:num_rows]
-            out = backend.rope_and_cache(q, k, v, *tables, *pools, slots)
-            assert out is not None
-            written = [p.view(128, -1)[slots] for p in pools]
-            want = (rope_reference(q, *tables), rope_reference(k, *tables), v.double())
-            return torch.cat([out.flatten(1), *written], 1), torch.cat([w.flatten(1) for w in want], 1)
-
-        yield "rope_and_cache", f"head_dim {head_dim}", tolerance, write
+    for head_dim, float8 in (*product((64, 80, 96, 128, 256), (False,)), (80, True), (128, True)):
+        case, tolerance = f"head_dim {head_dim}{', float8 pool' * float8}", FLOAT8 if float8 else TOLERANCE[dtype]
+        yield "rope_and_cache", case, tolerance, partial(_write, backend, device, dtype, head_dim, float8)
         for codec in ("bf16", "fp16", "fp8", "int8", "int4"):
+            for run in (True, False) if head_dim in (80, 128) else (True,):
+                name = f"{codec}, {case}, {'adjacent slots' if run else 'a slot mapping'}"
+                yield "load_kv", name, tolerance, partial(_load, backend, device, dtype, head_dim, codec, run, float8)
+    for head_dim in (64, 80, 128):
 
-            def load(shape: Shape = shape, codec: str = codec) -> tuple[Tensor, Tensor]:
-                stored = stored_kv(codec, num_rows, shape, device)
-                tables, pools = rope_tables(num_rows, shape.head_dim, device), _pools(shape, device, dtype)
-                slots = torch.arange(7, 7 + num_rows, device=device)
-                backend.load_kv(
-                    cos=tables[0],
-                    sin=tables[1],
-                    k_cache=pools[0],
-                    v_cache=pools[1],
-                    slot_mapping=slots,
-                    first_slot=7,
-                    **stored,
-                )
-                k, v = decoded(codec, stored, shape.head_dim)
-                want = torch.cat((rope_reference(k, *tables).flatten(1), v.flatten(1)), 1)
-                return torch.cat([p.view(128, -1)[slots] for p in pools], 1), want
+        def rotate(head_dim: int = head_dim) -> tuple[Tensor, Tensor]:
+            x = torch.randn(NUM_ROWS, 36, head_dim, device=device, dtype=dtype)[:, :28]
+            tables = rope_tables(NUM_ROWS, head_dim, device)
+            return backend.rope(x, *tables), rope_reference(x, *tables)
 
-            yield "load_kv", f"{codec}, head_dim {head_dim}", tolerance, load
+        yield "rope", f"head_dim {head_dim}", TOLERANCE[dtype], rotate
 
     def copy() -> tuple[Tensor, Tensor]:
         pools = [torch.randn(9, 64, 4, 128, device=device).to(dtype) for _ in range(4)]
@@ -301,24 +235,76 @@ def _cache_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtyp
     yield "copy_blocks", "4 pools", EXACT, copy
 
 
-def _pools(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    return [
-        torch.full((2, 64, shape.num_kv_heads, shape.head_dim), torch.nan, device=device, dtype=dtype) for _ in range(2)
-    ]
+def _write(
+    backend: KernelBackend, device: torch.device, dtype: torch.dtype, head_dim: int, float8: bool
+) -> tuple[Tensor, Tensor]:
+    """rope_and_cache: the rotated q beside what the slots hold."""
+    fused = torch.randn(NUM_ROWS, 36, head_dim, device=device, dtype=dtype)
+    q, k, v = fused.split((28, 4, 4), dim=1)
+    tables, slots = rope_tables(NUM_ROWS, head_dim, device), torch.randperm(128, device=device)[:NUM_ROWS]
+    pools, scales = _pools(head_dim, device, dtype, float8)
+    out = backend.rope_and_cache(q, k, v, *tables, *pools, slots, **scales)
+    assert out is not None
+    want = rope_reference(q, *tables).flatten(1), *_holdable(rope_reference(k, *tables), v.double(), scales)
+    return torch.cat([out.flatten(1), *_held(pools, scales, slots)], 1), torch.cat(want, 1)
 
 
-def decoded(codec: str, stored: dict[str, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """K and V of `stored_kv` in fp64."""
-    k, v = stored["k"], stored["v"]
-    if codec in ("bf16", "fp16"):
-        return k.double(), v.double()
-    if codec == "fp8":
-        return tuple(x.float().double() * stored[f"{p}_scale"].double()[:, None] for p, x in (("k", k), ("v", v)))  # type: ignore[return-value]
-    if codec == "int4":
-        k, v = (torch.stack((x % 16, x // 16), -1).flatten(-2) for x in (k, v))
-    group = torch.arange(k.shape[0], device=k.device) // 32
-    wide = {name: t.double() for name, t in stored.items()}
-    return k.double() * wide["k_scale"][group] + wide["k_zero"][group], v.double() * wide["v_scale"] + wide["v_zero"]
+def _load(
+    backend: KernelBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    codec: str,
+    run: bool,
+    float8: bool,
+) -> tuple[Tensor, Tensor]:
+    """load_kv: what the slots hold. run: they are adjacent, and no slot mapping is read."""
+    stored, tables = stored_kv(codec, NUM_ROWS, 4, head_dim, device), rope_tables(NUM_ROWS, head_dim, device)
+    pools, scales = _pools(head_dim, device, dtype, float8)
+    slots = torch.arange(7, 7 + NUM_ROWS, device=device) if run else torch.randperm(128, device=device)[:NUM_ROWS]
+    backend.load_kv(
+        cos=tables[0],
+        sin=tables[1],
+        k_cache=pools[0],
+        v_cache=pools[1],
+        slot_mapping=torch.full_like(slots, -1) if run else slots,
+        first_slot=7 if run else -1,
+        **stored,
+        **{f"pool_{name}": scale for name, scale in scales.items()},
+    )
+    k, v = decoded(stored, head_dim)
+    want = _holdable(rope_reference(k, *tables), v, scales)
+    return torch.cat(_held(pools, scales, slots), 1), torch.cat(want, 1)
+
+
+def _pools(
+    head_dim: int, device: torch.device, dtype: torch.dtype, float8: bool
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """K's and V's pool of 128 slots of 4 heads, all NaN, and the scales of a float8 one."""
+    held = torch.float8_e4m3fn if float8 else dtype
+    pools = [torch.full((2, 64, 4, head_dim), torch.nan, device=device).to(held) for _ in range(2)]
+    return pools, _pool_scales(4, device) if float8 else {}
+
+
+def _holdable(k: Tensor, v: Tensor, scales: dict[str, Tensor]) -> list[Tensor]:
+    """fp64 K and V [num_rows, 4, head_dim] as far as a float8 pool can hold them, flat."""
+    if scales:
+        most = [448 * scales[f"{part}_scale"].double()[:, None] for part in "kv"]
+        k, v = (torch.minimum(torch.maximum(x, -m), m) for x, m in zip((k, v), most, strict=True))
+    return [k.flatten(1), v.flatten(1)]
+
+
+def _held(pools: list[Tensor], scales: dict[str, Tensor], slots: Tensor) -> list[Tensor]:
+    """What the slots hold, K's and V's numbers, [num_rows, 4 * head_dim] each."""
+    values = [p.float().view(128, 4, -1)[slots] for p in pools]
+    if scales:
+        values = [x * s[:, None] for x, s in zip(values, (scales["k_scale"], scales["v_scale"]), strict=True)]
+    return [x.flatten(1) for x in values]
+
+
+def _norm_reference(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
 
 
 def _row_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -327,38 +313,51 @@ def _row_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype)
     def random(*size: int) -> Tensor:
         return torch.randn(*size, device=device).to(dtype)
 
-    for kind in ("k", "v", "kv"):
+    for kind, float8 in product(("k", "v", "kv"), (False, True)):
 
-        def deviation(kind: str = kind) -> tuple[Tensor, Tensor]:
+        def deviation(kind: str = kind, float8: bool = float8) -> tuple[Tensor, Tensor]:
             k, v = random(50, 16, 128).split(8, dim=1)
             pools, slots = [random(2, 64, 8, 128) for _ in range(2)], torch.randperm(128, device=device)[:50]
+            scales = _pool_scales(8, device) if float8 else {}
+            olds = [p.view(128, 8, 128)[slots].double() for p in pools]
+            if float8:
+                pools = [(20 * p.float()).to(torch.float8_e4m3fn) for p in pools]
+                olds = [
+                    p.float().view(128, 8, 128)[slots].double() * s.double()[:, None]
+                    for p, s in zip(pools, scales.values(), strict=True)
+                ]
             want = sum(
-                (fresh.double() - pool.view(128, 8, 128)[slots].double()).square().sum((1, 2))
-                for part, fresh, pool in zip("kv", (k, v), pools, strict=True)
+                (fresh.double() - old).square().sum((1, 2))
+                for part, fresh, old in zip("kv", (k, v), olds, strict=True)
                 if part in kind
             )
             assert isinstance(want, Tensor)
-            return backend.kv_deviation(k, v, *pools, slots, kind=kind)[:, None], want[:, None]
+            return backend.kv_deviation(k, v, *pools, slots, kind=kind, **scales)[:, None], want[:, None]
 
-        yield "kv_deviation", kind, 1e-5, deviation
+        yield "kv_deviation", f"{kind}{', float8 pool' * float8}", 1e-5, deviation
     for width in (80, 128, 2048, 4096, 8192):
 
         def norm(width: int = width) -> tuple[Tensor, Tensor]:
             x, residual, weight = random(33, width), random(33, width), random(width)
             kept = residual.clone()
             out, total = backend.add_rms_norm(x, residual, weight, 1e-5)
-            wide = total.double()
-            want = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-            return torch.cat((out, total), 1), torch.cat((want, x.double() + kept.double()), 1)
+            return torch.cat((out, total), 1), torch.cat(
+                (_norm_reference(total, weight), x.double() + kept.double()), 1
+            )
 
         def plain_norm(width: int = width) -> tuple[Tensor, Tensor]:
             x, weight = random(33, width), random(width)
-            wide = x.double()
-            want = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-            return backend.rms_norm(x, weight, 1e-5), want
+            return backend.rms_norm(x, weight, 1e-5), _norm_reference(x, weight)
 
         yield "add_rms_norm", f"width {width}", tolerance, norm
         yield "rms_norm", f"width {width}", tolerance, plain_norm
+    for heads, head_dim in ((28, 128), (4, 80)):  # QK-norm: heads of a fused projection
+
+        def head_norm(heads: int = heads, head_dim: int = head_dim) -> tuple[Tensor, Tensor]:
+            x, weight = random(33, heads + 8, head_dim)[:, :heads], random(head_dim)
+            return backend.rms_norm(x, weight, 1e-5), _norm_reference(x, weight)
+
+        yield "rms_norm", f"{heads} strided heads of {head_dim}", tolerance, head_norm
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,

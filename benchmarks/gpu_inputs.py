@@ -30,11 +30,11 @@ class AttentionInputs:
     v_cache: Tensor
     meta: AttentionMetadata
 
-    def to_float8(self, scales: Tensor) -> AttentionInputs:
+    def to_float8(self, k_scale: Tensor, v_scale: Tensor) -> AttentionInputs:
         """The pools as float8_e4m3fn, divided by scales [num_kv_heads] fp32."""
         k, v = (
-            (cache.float() / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-            for cache in (self.k_cache, self.v_cache)
+            (cache.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for cache, scale in ((self.k_cache, k_scale), (self.v_cache, v_scale))
         )
         return replace(self, k_cache=k, v_cache=v)
 
@@ -141,28 +141,3 @@ def rope_tables(num_rows: int, head_dim: int, device: torch.device) -> tuple[Ten
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device).double() / head_dim)
     angles = (torch.arange(num_rows, device=device)[:, None] * frequencies).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
-
-
-def stored_kv(codec: str, num_rows: int, shape: Shape, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-    """K and V as `KernelBackend.load_kv` takes them: k, v and, by codec, k_scale, v_scale, k_zero, v_zero."""
-    gen = torch.Generator(device).manual_seed(seed)
-    heads, dim = shape.num_kv_heads, shape.head_dim
-    plain = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    values = [torch.randn(num_rows, heads, dim, device=device, generator=gen) for _ in range(2)]
-    if codec in plain:
-        return dict(zip("kv", (x.to(plain[codec]) for x in values), strict=True))
-    if codec == "fp8":
-        scales = [x.abs().amax((0, 2)) / 448 for x in values]
-        codes = [(x / s[:, None]).to(torch.float8_e4m3fn) for x, s in zip(values, scales, strict=True)]
-        return {"k": codes[0], "v": codes[1], "k_scale": scales[0], "v_scale": scales[1]}
-    width = dim if codec == "int8" else dim // 2
-    k, v = (
-        torch.randint(0, 256, (num_rows, heads, width), device=device, generator=gen).to(torch.uint8) for _ in range(2)
-    )
-    groups = -(-num_rows // 32)
-    sizes = {"k": (groups, heads, dim), "v": (num_rows, heads, 1)}
-    made = {"k": k, "v": v}
-    for part, size in sizes.items():
-        made[f"{part}_scale"] = torch.rand(size, device=device, generator=gen) / (255 if codec == "int8" else 15)
-        made[f"{part}_zero"] = torch.randn(size, device=device, generator=gen)
-    return made

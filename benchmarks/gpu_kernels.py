@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from cacheblend_kernels import KernelBackend, KernelError, select_backend
 from gpu_checks import run_kernel_checks
-from gpu_inputs import Shape, decode_inputs, prefill_inputs, rope_tables, stored_kv
+from gpu_inputs import Shape, decode_inputs, prefill_inputs, rope_tables
 from gpu_timing import Call, median_seconds, num_input_sets
+from kernel_references import stored_kv
 from torch import Tensor
 
 LLAMA_8B = Shape("llama-3.1-8b", num_heads=32, num_kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
@@ -164,7 +165,7 @@ def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
             if shape is not LLAMA_1B:
                 scales = torch.full((shape.num_kv_heads,), 0.02, device=device)
                 calls = [
-                    _decode_call(select_backend("auto", device), one.to_float8(scales), shape, length, scales)
+                    _decode_call(select_backend("auto", device), one.to_float8(scales, scales), shape, length, scales)
                     for one in inputs
                 ]
                 case = f"{shape.name} batch {batch}, context {length}, float8 pool"
@@ -243,7 +244,10 @@ def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
     for codec in ("bf16", "fp16", "fp8", "int8", "int4"):
         per_row = 2 * 2 * width + 8 * shape.head_dim  # pool written, tables read; the stored form is added below
         sets = _rows(device, tiny, per_row)
-        stored = [stored_kv(codec, r.num_rows, shape, device, seed) for seed, r in enumerate(sets)]
+        stored = [
+            stored_kv(codec, r.num_rows, shape.num_kv_heads, shape.head_dim, device, seed=seed)
+            for seed, r in enumerate(sets)
+        ]
         read = sum(t.numel() * t.element_size() for t in stored[0].values())
         calls: list[Call] = [
             partial(

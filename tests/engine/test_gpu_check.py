@@ -48,6 +48,7 @@ def test_every_step_runs_on_a_cpu(tmp_path: Path) -> None:
     assert kernels >= {
         "prefill_attention",
         "decode_attention",
+        "rope",
         "rope_and_cache",
         "load_kv",
         "kv_deviation",

@@ -107,14 +107,6 @@ def attention_reference(
     return out
 
 
-def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """fp64 rotate-half RoPE of [num_rows, heads, head_dim]."""
-    x, cos, sin = x.cpu().double(), cos.cpu().double(), sin.cpu().double()
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos[:, None] + turned * sin[:, None]
-
-
 def rope_tables(num_rows: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """cos, sin [num_rows, head_dim] fp32 at scattered positions."""
     positions = torch.randint(0, 5000, (num_rows,), generator=torch.Generator().manual_seed(seed)).double()

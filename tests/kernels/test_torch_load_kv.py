@@ -5,37 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cacheblend_kernels.torch_backend import BLOCK_VALUES, TorchBackend
-from torch import Tensor
+from kernel_references import CODECS, decoded, stored_kv
 
 GROUP = 4
-FORMS = ("float32", "float16", "bfloat16", "float8", "int8", "int4")
 
 
-def stored(form: str, num_rows: int, heads: int, dim: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """(what load_kv takes, K and V they stand for in fp64), value by value."""
-    if form == "float8":  # every code occurs, NaNs among them
-        codes = (torch.arange(num_rows * heads * dim) % 256).to(torch.uint8).view(num_rows, heads, dim)
-        k, v = codes.view(torch.float8_e4m3fn), codes.flip(0).view(torch.float8_e4m3fn)
-        scale = torch.rand(2, heads) + 0.1
-        tensors = {"k": k, "v": v, "k_scale": scale[0], "v_scale": scale[1]}
-        return tensors, *(t.double() * s.double()[:, None] for t, s in ((k, scale[0]), (v, scale[1])))
-    if not form.startswith("int"):
-        k, v = torch.randn(2, num_rows, heads, dim).to(getattr(torch, form))
-        return {"k": k, "v": v}, k.double(), v.double()
-    codes = torch.randint(0, 256 if form == "int8" else 16, (2, num_rows, heads, dim)).double()
-    groups = -(-num_rows // GROUP)
-    k_scale, k_zero = torch.randn(2, groups, heads, dim)
-    v_scale, v_zero = torch.randn(2, num_rows, heads, 1)
-    of_row = torch.arange(num_rows) // GROUP
-    wanted = codes[0] * k_scale[of_row] + k_zero[of_row], codes[1] * v_scale + v_zero
-    packed = codes.to(torch.uint8)
-    if form == "int4":
-        packed = packed[..., 0::2] | (packed[..., 1::2] << 4)
-    scales = {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
-    return {"k": packed[0], "v": packed[1], **scales}, *wanted
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CODECS)
 @pytest.mark.parametrize(
     ("num_rows", "heads", "dim"), [(1, 2, 64), (3, 1, 16), (9, 2, 64), (5, 3, 80), (BLOCK_VALUES // 128 + 6, 2, 64)]
 )
@@ -44,7 +19,8 @@ def stored(form: str, num_rows: int, heads: int, dim: int) -> tuple[dict[str, Te
 def test_load_kv(form: str, num_rows: int, heads: int, dim: int, wide: bool, run: bool) -> None:
     torch.manual_seed(0)
     backend = TorchBackend()
-    tensors, k_value, v_value = stored(form, num_rows, heads, dim)
+    tensors = stored_kv(form, num_rows, heads, dim, torch.device("cpu"), group_size=GROUP, nan=True)
+    k_value, v_value = decoded(tensors, dim, GROUP)
     angle = torch.randn(num_rows, dim // 2)
     cos, sin = (torch.cat((t, t), 1) for t in (angle.cos(), angle.sin()))
     tables = backend.rope_tables(cos, sin, heads) if wide else (cos, sin)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from kernel_references import poisoned_outputs
 
 
 @pytest.fixture
@@ -16,15 +15,6 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor a wrapper allocates starts as NaN: what a kernel forgets to write shows."""
-
-    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
-
-        return call
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+def _poisoned_outputs() -> Iterator[None]:
+    with poisoned_outputs():
+        yield

@@ -7,7 +7,8 @@ import torch
 from cacheblend_kernels import KernelError
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.cache_ops import rope, rope_and_cache
-from cases import TOLERANCE, rope_reference, rope_tables
+from cases import TOLERANCE, rope_tables
+from kernel_references import rope_reference
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 8
 

@@ -6,41 +6,18 @@ import pytest
 import torch
 from cacheblend_kernels import KernelError
 from cacheblend_kernels.triton_backend.load_kv import load_kv
-from cases import TOLERANCE, rope_reference, rope_tables
+from cases import TOLERANCE, rope_tables
+from kernel_references import CODECS, decoded, rope_reference, stored_kv
 
 GROUP = 4  # tokens that share a K scale; small, so that a few rows span groups
 BLOCK_SIZE = 8
-CODECS = ["float32", "float16", "bfloat16", "fp8", "int8", "int4"]
+CPU = torch.device("cpu")
 
 
-def stored(
-    codec: str, num_rows: int, heads: int, dim: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(the kernel's tensors, K and V they stand for in fp64)."""
-    if codec in ("float32", "float16", "bfloat16"):
-        k, v = (torch.randn(num_rows, heads, dim).to(getattr(torch, codec)) for _ in range(2))
-        return {"k": k, "v": v}, k.double(), v.double()
-    if codec == "fp8":
-        # every byte but the two NaNs occurs: subnormals, zeros of both signs, the largest
-        codes = torch.arange(num_rows * heads * dim).view(num_rows, heads, dim) % 256
-        codes[(codes & 127) == 127] = 0
-        k = codes.to(torch.uint8).view(torch.float8_e4m3fn)
-        v = codes.flip(0).to(torch.uint8).view(torch.float8_e4m3fn)
-        k_scale, v_scale = torch.rand(heads) + 0.01, torch.rand(heads) + 0.01
-        tensors = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        return tensors, *(t.float().double() * s.double()[:, None] for t, s in ((k, k_scale), (v, v_scale)))
-    top = 256 if codec == "int8" else 16
-    k, v = (torch.randint(0, top, (num_rows, heads, dim)) for _ in range(2))
-    groups = -(-num_rows // GROUP)
-    k_scale, k_zero = torch.rand(groups, heads, dim) / top, torch.randn(groups, heads, dim)
-    v_scale, v_zero = torch.rand(num_rows, heads, 1) / top, torch.randn(num_rows, heads, 1)
-    by_row = torch.arange(num_rows) // GROUP
-    k_value = k.double() * k_scale.double()[by_row] + k_zero.double()[by_row]
-    v_value = v.double() * v_scale.double() + v_zero.double()
-    if codec == "int4":
-        k, v = (t[..., 0::2] | (t[..., 1::2] << 4) for t in (k, v))
-    tensors = {"k": k.to(torch.uint8), "v": v.to(torch.uint8)}
-    return {**tensors, "k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}, k_value, v_value
+def stored(codec: str, *shape: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """(the kernel's tensors, K and V they stand for in fp64) of shape (num_rows, num_kv_heads, head_dim)."""
+    tensors = stored_kv(codec, *shape, CPU, group_size=GROUP)
+    return tensors, *decoded(tensors, shape[2], GROUP)
 
 
 @pytest.mark.parametrize("run", [False, True])
@@ -75,7 +52,7 @@ def test_plain_values_of_one_dtype_are_copied_exactly(device: torch.device) -> N
         assert torch.equal(cache.cpu().view(-1, 2, 32)[2:7], v)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int4"])
+@pytest.mark.parametrize("codec", ["bf16", "int4"])
 def test_float8_pool(codec: str, device: torch.device) -> None:
     tensors, k_value, v_value = stored(codec, 5, 2, 32)
     cos, sin = rope_tables(5, 32)
