@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ _FORK_WAIT = 5.0  # seconds
 _LEAST_WAIT = 2.0  # seconds that opening may take on a busy machine where nobody is waited for
 _TRIES = 64  # at what others can make fail again and again
 
+Opened = tuple[Any, dict[str, Any]]
+"""py-lmdb's environment, and its database handles by name."""
 _shared: dict[str, Environment] = {}
 _inherited: list[Environment] = []  # the parent's
 _gated: dict[int, list[Environment]] = {}  # by thread that is forking: those in which no other thread writes
@@ -93,9 +95,16 @@ class Environment:
         self._free_list_checked = False
 
     def _open_lmdb(self) -> None:
-        """In a thread: py-lmdb begins a write transaction to open what may be written, and LMDB waits for its turn without
-        limit. Raises StoreLocked when a writer's transaction outlasts the time-out: it may have been stopped."""
-        key, answer = str(self.path.resolve()), Future[tuple[Any, dict[str, Any]]]()
+        """py-lmdb begins a write transaction to open what may be written, and LMDB waits for its turn without limit.
+
+        Raises StoreLocked when a writer's transaction outlasts the time-out: it may have been stopped.
+        """
+        with nullcontext(True) if self.readonly else locks.unwritten(self.path) as at_once:
+            self.lmdb, self.dbs = self._opened() if at_once else self._opened_in_time()
+
+    def _opened_in_time(self) -> Opened:
+        """In a thread, which waits on when this one does not any more."""
+        key, answer = str(self.path.resolve()), Future[Opened]()
 
         def work() -> None:
             try:
@@ -103,7 +112,7 @@ class Environment:
             except BaseException as error:
                 answer.set_exception(error)
 
-        def let_go(late: Future[tuple[Any, dict[str, Any]]]) -> None:
+        def let_go(late: Future[Opened]) -> None:
             if late.exception() is None:
                 late.result()[0].close()
             _waiting.discard(key)
@@ -119,9 +128,9 @@ class Environment:
         if not in_time:
             raise locks.being_written(self.path)
         thread.join()  # it has ended, but for its last steps, which no fork should copy
-        self.lmdb, self.dbs = answer.result()
+        return answer.result()
 
-    def _opened(self) -> tuple[Any, dict[str, Any]]:
+    def _opened(self) -> Opened:
         with translated(self.path):
             opened = open_lmdb(self.path, self._map_size, readonly=self.readonly)
             try:

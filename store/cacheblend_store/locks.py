@@ -39,6 +39,24 @@ def writer_lock(path: Path, timeout: float) -> Iterator[None]:
             os.close(handle)
 
 
+@contextmanager
+def unwritten(path: Path) -> Iterator[bool]:
+    """Whether nobody holds the writer lock just now; when nobody does, nobody gets it meanwhile."""
+    try:
+        handle = _open(path / WRITER, os.O_RDWR | os.O_CREAT)
+    except StorePermission:
+        yield False
+        return
+    pid = os.getpid()
+    _held.add(handle)
+    try:
+        yield _wait(handle, fcntl.LOCK_SH, 0.0)
+    finally:
+        if pid == os.getpid():
+            _held.discard(handle)
+            os.close(handle)
+
+
 def being_written(path: Path) -> StoreLocked:
     """What to raise for whoever waited too long for the writer, whose name is in the lock file."""
     holder = ""
