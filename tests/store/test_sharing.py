@@ -120,7 +120,10 @@ def hold(path: Path) -> Callable[[Callable[[], None]], None]:
 
 
 @pytest.mark.parametrize("mode", ["read", "write"])
-def test_opening_beside_a_writer_that_was_stopped_ends(tmp_path: Path, mode: str) -> None:
+def test_opening_beside_a_writer_that_was_stopped_ends(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_store.environment._LEAST_WAIT", 0.2)
     path = tmp_path / "store"
     ChunkStore.open(path, mode="write").close()
     writer = Child(hold(path))
@@ -138,8 +141,9 @@ def test_opening_beside_a_writer_that_was_stopped_ends(tmp_path: Path, mode: str
     assert f"process {writer.pid} " in message
 
 
-def test_a_store_opens_once_a_stopped_writer_goes_on(tmp_path: Path) -> None:
+def test_a_store_opens_once_a_stopped_writer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process that was refused before, whose first attempt LMDB lets wait still."""
+    monkeypatch.setattr("cacheblend_store.environment._LEAST_WAIT", 0.2)
     path = tmp_path / "store"
     ChunkStore.open(path, mode="write").close()
     writer = Child(hold(path))
