@@ -15,6 +15,12 @@ DEVIATIONS = ("v", "k", "kv")
 POOL_DTYPES = ("auto", "float8_e4m3")
 
 
+def check_kv_dtype(name: str) -> None:
+    """Raises UsageError for a name that is no codec of the store."""
+    if name != "auto" and name not in CODECS:
+        raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {', '.join(CODECS)}")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """model: a directory or hub id, None for the bundled demo model. threads: CPU threads, None for torch's own choice.
@@ -36,8 +42,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UsageError(f"block size {self.block_size} is no power of two", "64 fits every backend")
-        if self.kv_dtype != "auto" and self.kv_dtype not in CODECS:
-            raise UsageError(f"unknown KV dtype {self.kv_dtype!r}", f"known: auto, {', '.join(CODECS)}")
+        check_kv_dtype(self.kv_dtype)
         if self.kv_pool_dtype not in POOL_DTYPES:
             raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -95,16 +100,18 @@ class BlendConfig:
     def policy(self, num_layers: int, layer0_exact: bool) -> BlendPolicy:
         """The policy for a model of num_layers. Raises UsageError when a check layer is not in the model."""
         checks, selector = self.checks or ((self.check_layer, self.ratio),), make_selector(self.selector, self.seed)
-        if self.effective_ratio() == 0.0 or (self.effective_ratio() == 1.0 and self.nucleus == 0):
+        nucleus = 0.0 if self.selector == "all" else self.nucleus
+        wrong = [layer for layer, _ in checks if not 1 <= layer < num_layers]
+        if self.effective_ratio() == 0.0 or (self.effective_ratio() == 1.0 and nucleus == 0):
             checks = ((1, self.effective_ratio()),)
         elif self.checks and not selector.needs_check_layer:
             raise UsageError(
                 f"the selector {self.selector} chooses before layer 0, and --gradual names check layers",
                 "hkvd and perturb choose at check layers",
             )
-        elif selector.needs_check_layer and not all(1 <= layer < num_layers for layer, _ in checks):
+        elif selector.needs_check_layer and wrong:
             raise UsageError(
-                f"check layer {checks[-1][0]} is not among layers 1 to {num_layers - 1}",
+                f"check layer {wrong[0]} is not among layers 1 to {num_layers - 1}",
                 "layer 0 has no deviation: its K and V depend on the token alone",
             )
         return BlendPolicy(
@@ -112,7 +119,7 @@ class BlendConfig:
             checks=checks,
             deviation=self.deviation,
             block=self.block,
-            nucleus=self.nucleus,
+            nucleus=nucleus,
             probe_layers=self._probed(num_layers),
             draft_tokens=self.draft_tokens,
             mean_shift=self.mean_shift,

@@ -20,7 +20,7 @@ from cacheblend_store import (
     collection_id,
 )
 from cacheblend_store.codecs import encode_kv
-from cacheblend_store.layouts import CODECS, blob_spec
+from cacheblend_store.layouts import blob_spec
 
 from cacheblend_cli.corpus.chunker import Chunk, cut
 from cacheblend_cli.corpus.documents import Document, Skipped
@@ -35,6 +35,7 @@ from cacheblend_cli.engine.collect import (
     pack_tokens,
 )
 from cacheblend_cli.engine.commits import ChunkCommits, Committed
+from cacheblend_cli.engine.config import check_kv_dtype
 from cacheblend_cli.engine.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
@@ -64,8 +65,7 @@ class PrecomputeOptions:
         if self.window < 1 or self.neighbours < 1:
             name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
             raise UsageError(f"--{name} {value} is not 1 or more", "see: cacheblend precompute --help")
-        if self.kv_dtype != "auto" and self.kv_dtype not in CODECS:
-            raise UsageError(f"unknown KV dtype {self.kv_dtype!r}", f"known: auto, {', '.join(CODECS)}")
+        check_kv_dtype(self.kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,6 @@ class PrecomputeEvent:
     chunk: ChunkResult | None = None
     message: str = ""
     tokens_total: int = 0
-    chunks_total: int = 0
 
 
 @dataclass
@@ -197,14 +196,14 @@ def precompute(
     report.documents = len(planned)
     report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
     report.bytes = sum(collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks)
-    total = sum(len(chunks) for _, chunks in planned)
-    on_event(PrecomputeEvent("plan", tokens_total=report.tokens, chunks_total=total))
+    on_event(PrecomputeEvent("plan", tokens_total=report.tokens))
     if options.dry_run or store is None:
         report.estimated_seconds = _estimate(model, collection, planned, block_size)
         return report
     prefix = ensure_prefix(model, collection, store, block_size)
+    commits = ChunkCommits(store)
     for batch in _batches(planned, 4 * pack_tokens(model.decoder.device)):
-        _precompute_batch(model, collection, store, prefix, batch, options, on_event, block_size, report)
+        _precompute_batch(model, collection, store, commits, prefix, batch, options, on_event, block_size, report)
     for record in gone:
         report.removed += len(store.remove_document(collection.id, record.source, record.context))
         on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
@@ -268,6 +267,7 @@ def _precompute_batch(
     model: LoadedModel,
     collection: Collection,
     store: ChunkStore,
+    commits: ChunkCommits,
     prefix: PrefixKV,
     batch: list[tuple[Document, list[PlannedChunk]]],
     options: PrecomputeOptions,
@@ -283,7 +283,7 @@ def _precompute_batch(
     results: dict[bytes, ChunkResult] = {}
     own = options.context
     replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
-    for key, status, size in _collect_and_commit(model, collection, store, prefix, missing, block_size):
+    for key, status, size in _collect_and_commit(model, collection, commits, prefix, missing, block_size):
         planned = wanted[key]
         if planned.source in replaced_sources and status == "new":
             status = "replaced"
@@ -314,12 +314,11 @@ def _is_news(store: ChunkStore, record: DocumentRecord) -> bool:
 def _collect_and_commit(
     model: LoadedModel,
     collection: Collection,
-    store: ChunkStore,
+    commits: ChunkCommits,
     prefix: PrefixKV,
     missing: Sequence[PlannedChunk],
     block_size: int,
 ) -> Iterator[Committed]:
-    commits = ChunkCommits(store)
     kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
     for planned, kv in zip(missing, kvs, strict=True):
         assert planned.key == kv.key
@@ -429,12 +428,12 @@ def _estimate(
     planned: list[tuple[Document, list[PlannedChunk]]],
     block_size: int,
 ) -> float:
-    """Seconds to collect everything, from a measured prefill of one chunk of the average size."""
+    """Seconds to collect everything, from a measured prefill of as many tokens as go together, in one sequence."""
     chunks = [p for _, found in planned for p in found]
     if not chunks:
         return 0.0
     tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
-    size = max(1, min(pack_tokens(model.decoder.device), tokens))
+    size = max(1, collection.window(min(pack_tokens(model.decoder.device), tokens)))
     probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Capture(b"", 0, size),))
     prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
     best = float("inf")

@@ -81,13 +81,14 @@ def recheck(
         try:
             mismatch = _compare(store, manifest, fresh, NOISE[model.decoder.dtype])
         except BadBlob:
-            continue
-        report.checked += 1
-        if mismatch is not None:
-            report.mismatches.append(mismatch)
-            if repair:
-                store_chunk(store, of, _planned(manifest), fresh)
-                report.replaced += 1
+            pass  # which is for `verify` to tell
+        else:
+            report.checked += 1
+            if mismatch is not None:
+                report.mismatches.append(mismatch)
+                if repair:
+                    store_chunk(store, of, _planned(manifest), fresh)
+                    report.replaced += 1
         if progress is not None:
             progress(done, len(chosen))
     return report

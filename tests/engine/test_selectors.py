@@ -112,6 +112,8 @@ def test_check_layers_and_probe_layers_are_read() -> None:
         BlendConfig(checks=((4, 0.3), (1, 0.1)))
     with pytest.raises(UsageError):
         BlendConfig(selector="query", probe_layers=(2, 9)).policy(4, True)
+    with pytest.raises(UsageError, match="check layer 0 is not among layers 1 to 3"):
+        BlendConfig(selector="hkvd", checks=((0, 0.3), (2, 0.1))).policy(4, True)
     assert BlendConfig(selector="query").policy(28, True).probe_layers == tuple(range(9, 23))
     assert BlendConfig(selector="query").policy(1, True).probe_layers == (0,)
 
@@ -192,6 +194,13 @@ def test_perturb_sees_the_suffix_attend_to_itself(bench: Bench) -> None:
     first.sequence.release()
     again = bench.prefill(BlendConfig(selector="perturb", ratio=0.2, check_layer=2))
     assert torch.equal(first.result.chosen, again.result.chosen)
+
+
+def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:
+    full = bench.prefill(BlendConfig(mode="full"))
+    found = bench.prefill(BlendConfig(selector="all", nucleus=0.5))
+    assert len(found.result.chosen) == found.plan.inexact_tokens
+    assert (found.result.logits - full.result.logits).abs().max() <= 1e-4
 
 
 def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
