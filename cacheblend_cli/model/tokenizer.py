@@ -70,11 +70,6 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def token_text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False) or str(
-            self._tokenizer.id_to_token(token_id)
-        )
-
     def special(self, name: str) -> str | None:
         """The text of `bos_token`, `eos_token`, ... as tokenizer_config.json has it."""
         value = self.config.get(name)
@@ -101,24 +96,32 @@ class Tokenizer:
             ) from error
         return rendered
 
-    @property
-    def has_template(self) -> bool:
-        return self._template_source is not None
-
     @cached_property
     def _template(self) -> Any:
-        """Compiled as transformers compiles it: sandboxed, trimmed blocks, loop controls, raise_exception, strftime_now."""
+        """Compiled as transformers compiles it: sandboxed, trimmed blocks, loop controls, the generation tag,
+        raise_exception, strftime_now, and a tojson that leaves text as it is."""
         from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        from cacheblend_cli.model.generation_tag import GenerationTag
+
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
-        def tojson(value: Any, indent: int | None = None) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
+        def tojson(
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: int | None = None,
+            separators: tuple[str, str] | None = None,
+            sort_keys: bool = False,
+        ) -> str:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, GenerationTag]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)

@@ -36,14 +36,13 @@ class PromptTemplate:
         return (*encode(self.before_question), *plain, *encode(self.after_question))
 
 
-def split_template(tokenizer: Tokenizer, system: str | None = None) -> PromptTemplate:
+def split_template(tokenizer: Tokenizer) -> PromptTemplate:
     """Render the chat template around sentinels and split it there.
 
     Raises UsageError when the template drops or repeats the user's message.
     """
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": CONTENT.format(chunks=CHUNKS, question=QUESTION)})
-    rendered = tokenizer.render(messages)
+    message = {"role": "user", "content": CONTENT.format(chunks=CHUNKS, question=QUESTION)}
+    rendered = tokenizer.render([message])
     if rendered.count(CHUNKS) != 1 or rendered.count(QUESTION) != 1:
         raise UsageError(
             "the chat template does not render the user's message exactly once",

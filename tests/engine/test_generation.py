@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,24 @@ def test_the_template_matches_transformers(tmp_path: Path) -> None:
     rendered = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.render(messages) == rendered
     assert ours.encode_template(rendered) == reference(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_written_for_training_renders_as_with_transformers(tmp_path: Path) -> None:
+    """It marks what the assistant says, and gives tojson arguments."""
+    from transformers import AutoTokenizer
+
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    config = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% set who = 'nobody' %}{% for m in messages %}{% generation %}{% set who = m['role'] %}\n{{ who }}: "
+        "{{ m | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true) }}{% endgeneration %}{{ who }}\n{% endfor %}"
+    )
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "wer f\u00fchrt <das>?"}]
+    reference = AutoTokenizer.from_pretrained(tmp_path / "m")
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert '{"content":"wer f\\u00fchrt <das>?","role":"user"}nobody' in expected
+    assert Tokenizer(tmp_path / "m").render(messages) == expected
 
 
 def test_control_tokens_in_a_question_stay_text(tmp_path: Path) -> None:
