@@ -11,7 +11,6 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.spec import ModelSpec
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 class RotaryEmbedding:
@@ -23,8 +22,6 @@ class RotaryEmbedding:
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self.rope_type = str(spec.rope["rope_type"])
-        if self.rope_type not in KNOWN:
-            raise UsageError(f"unknown RoPE type {self.rope_type!r}", f"known: {', '.join(KNOWN)}")
         self.spec, self.device = spec, device
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         self._inv_freq: dict[int, tuple[Tensor, float]] = {}
@@ -74,10 +71,10 @@ class RotaryEmbedding:
             return 1.0 / (float(self.spec.rope["rope_theta"]) ** exponent), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        if self._config is None:
-            self._config = _transformers_config(self.spec)
         length = seq_len if self.rope_type in LENGTH_DEPENDENT else None
         try:
+            if self._config is None:
+                self._config = _transformers_config(self.spec)  # which checks the parameters too
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self._config, torch.device("cpu"), seq_len=length)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(

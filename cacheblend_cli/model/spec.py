@@ -10,6 +10,7 @@ from typing import Any
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ def _rope_parameters(config: dict[str, Any], max_positions: int) -> dict[str, An
         parameters.setdefault("rope_type", parameters.pop("type"))
     parameters.setdefault("rope_type", "default")
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    if parameters["rope_type"] == "mrope":
-        raise UsageError("unknown RoPE type 'mrope'", "known: default, linear, dynamic, yarn, longrope, llama3")
+    if parameters["rope_type"] not in ROPE_TYPES:
+        raise UsageError(f"unknown RoPE type {parameters['rope_type']!r}", f"known: {', '.join(ROPE_TYPES)}")
     if "original_max_position_embeddings" in config:
         parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
     return parameters

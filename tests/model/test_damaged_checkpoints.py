@@ -1,0 +1,80 @@
+"""Checkpoints that are not whole, or not what their config.json says: each is refused with what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.model.loading import load_model
+
+NORM, EXTRA = "model.norm.weight", "model.layers.9.mlp.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def config(**values: Any) -> Callable[[Path], None]:
+    """Fields of config.json; None takes one away."""
+
+    def damage(path: Path) -> None:
+        fields = json.loads((path / "config.json").read_text()) | values
+        (path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+
+    return damage
+
+
+def index(text: str) -> Callable[[Path], None]:
+    return lambda path: (path / "model.safetensors.index.json").write_text(text) and None
+
+
+def cut(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (weights(lambda t: t.pop(NORM)), f"lacks 1 tensors, the first is {NORM}"),
+        (weights(lambda t: t.update({EXTRA: torch.zeros(2, 2)})), f"unexpected tensor {EXTRA}"),
+        (weights(lambda t: t.update({NORM: torch.zeros(63)})), "has shape [63], and config.json implies [64]"),
+        (cut, "is not a readable safetensors file"),
+        (lambda path: (path / "model.safetensors").unlink(), "has no *.safetensors weights"),
+        (index('{"weight_map": {"a": "more.safetensors"}}'), "lacks the shard more.safetensors"),
+        (index('{"weight_map": {"a": "../m/model.safetensors"}}'), "names files outside its directory"),
+        (index('{"weight_map": ["a"]}'), "is not a valid index"),
+        (config(layer_types=["full_attention"] * 3), "layer_types in config.json: 3"),
+        (config(layer_types=["chunked_attention"] * 4), "layer_types in config.json: ['chunked_attention']"),
+        (config(rope_parameters={"rope_type": "mrope"}), "unknown RoPE type 'mrope'"),
+        (config(rope_parameters={"rope_type": "yarn"}), "rope_parameters of type 'yarn' are incomplete"),
+        (config(architectures=["GPT2LMHeadModel"]), "unknown architecture GPT2LMHeadModel"),
+        (config(hidden_act="relu"), "unknown activation 'relu'"),
+        (config(num_key_value_heads=3), "4 attention heads do not divide into 3 KV heads"),
+        (config(intermediate_size=None), "config.json lacks 'intermediate_size'"),
+    ],
+)
+def test_it_is_refused_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
+    path = tmp_path / "m"
+    write_checkpoint(path, "qwen2-window")
+    load_model(path, "m", torch.device("cpu"), "float32", "torch")
+    damage(path)
+    with pytest.raises(CacheBlendError) as refused:
+        load_model(path, "m", torch.device("cpu"), "float32", "torch")
+    assert told in refused.value.message
+    assert refused.value.hint
+    assert refused.value.exit_code in (2, 3)
