@@ -124,7 +124,7 @@ def blended_prefill(
         loader.wait(layer.index)
         h, residual = decoder.input_norm(layer, delta, residual)
         del delta  # whatever is not needed any more goes before the MLP: activations are most of a prefill's memory
-        status, rows, fresh = state.status(layer.index), len(state.rows), state.num_fresh
+        status, rows, fresh = state.status(layer.index), len(state.rows), len(state.candidates)
         if status is Status.CHECK:
             k, v = layer.project_kv(h)
             state.correct(layer, k, v)  # the rows an earlier check layer left behind
@@ -139,9 +139,8 @@ def blended_prefill(
         elif layer.index == 0 and policy.layer0_exact and len(state.candidates):
             q = layer.project_q(h)
             own = state.fresh_index
-            if len(own):
-                k, v = layer.project_kv(h[own])
-                write_kv(layer, k, v, pool, state.subset(own))
+            k, v = layer.project_kv(h[own])
+            write_kv(layer, k, v, pool, state.subset(own))
         elif layer.index == last:
             k, v = layer.project_kv(h)
             state.correct(layer, k, v)
@@ -210,10 +209,6 @@ class _RowState:
     @property
     def token_ids(self) -> Tensor:
         return upload(self._plan.token_ids, self._decoder.device)[self.rows.positions]
-
-    @property
-    def num_fresh(self) -> int:
-        return len(self.candidates)
 
     def status(self, layer: int) -> Status:
         if layer in self._ratios:

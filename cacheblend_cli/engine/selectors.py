@@ -203,8 +203,9 @@ def choose(
 ) -> Tensor:
     """Indexes [<= count] of the tokens with the highest scores, sorted. Ties go to the earlier token.
 
-    block > 1 averages the scores over runs of `block` tokens of a chunk and takes whole runs: a token recomputed
-    among stale neighbours is repaired worse than a run (arXiv 2609.17983). nucleus > 0 stops when that share of the
+    block > 1 averages the scores over runs of `block` tokens of a chunk and takes run by run, of the last
+    one as much as `count` leaves: a token recomputed among stale neighbours is repaired worse than a run (arXiv
+    2609.17983). nucleus > 0 stops when that share of the
     scores' sum is covered. required [n] bool: these come before the others.
     """
     most = count = min(count, scores.shape[0])

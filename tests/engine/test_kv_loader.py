@@ -12,6 +12,7 @@ import torch
 from cacheblend_store import ChunkStore
 from cacheblend_store.layouts import CODECS
 from checkpoints import WORDS, write_checkpoint
+from host_transfer import HostTransfer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOpti
 from cacheblend_cli.engine import kv_batch, kv_loader
 from cacheblend_cli.engine.ask import Prefilled, prefill
 from cacheblend_cli.engine.kv_batch import KVBatch, Rows, batches_of
-from cacheblend_cli.engine.staging import Event, HostTransfer, StagingRing
+from cacheblend_cli.engine.staging import Event, StagingRing
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
