@@ -89,7 +89,7 @@ class BeforeLayers:
             write_kv(layer, k, v, self._pool, rows)
             rotated = decoder.kernels.rope(q, rows.cos, rows.sin)
             if layer.index in self._probe_layers:
-                keys, _ = _kv(self._pool, self._sequence, layer.index, rows.attention.max_kv_len)
+                keys = _keys(self._pool, self._sequence, layer.index, rows.attention.max_kv_len)
                 weights = attention_peaks(layer, rotated[-len(looking) :], looking, keys, candidates)
                 found = torch.maximum(found, weights)
             delta, residual = layer.finish(attend(layer, rotated, self._pool, rows), residual)
@@ -141,7 +141,7 @@ class AtCheckLayer:
     def attention(self, candidates: Candidates) -> Tensor:
         """The largest attention weight of the suffix at this layer on the old KV of each candidate, [n] fp32."""
         q, positions = self._suffix_queries()
-        keys, _ = _kv(self._pool, self._sequence, self._layer.index, self._rows.attention.max_kv_len)
+        keys = _keys(self._pool, self._sequence, self._layer.index, self._rows.attention.max_kv_len)
         return attention_peaks(self._layer, q, positions, keys, candidates)
 
     def draft(self, candidates: Candidates) -> Tensor:
@@ -157,7 +157,9 @@ class AtCheckLayer:
         layer, spec = self._layer, self._layer.spec
         old_k, old_v = self._pool.read(layer.index, self._slots)
         dk, dv = self._k.float() - old_k, self._v.float() - old_v
-        keys, values = _kv(self._pool, self._sequence, layer.index, self._rows.attention.max_kv_len)
+        kv_len = self._rows.attention.max_kv_len
+        keys = _keys(self._pool, self._sequence, layer.index, kv_len)
+        values = self._pool.read_v(layer.index, _slots(self._pool, self._sequence, kv_len))
         group = spec.num_heads // spec.num_kv_heads
         total = torch.zeros(len(candidates), device=q.device)
         for head in range(spec.num_kv_heads):
@@ -204,6 +206,14 @@ def _probabilities(q: Tensor, keys: Tensor, positions: Tensor, scale: float, win
     return logits.masked_fill_(hidden, float("-inf")).softmax(-1)
 
 
-def _kv(pool: KVPool, sequence: PagedSequence, layer: int, kv_len: int) -> tuple[Tensor, Tensor]:
-    """K (rotated) and V of positions 0:kv_len, fp32 [kv_len, num_kv_heads, head_dim]."""
-    return pool.read(layer, sequence.slots(torch.arange(kv_len, device=pool.device)))
+def _keys(pool: KVPool, sequence: PagedSequence, layer: int, kv_len: int) -> Tensor:
+    """K (rotated) of positions 0:kv_len, fp32 [kv_len, num_kv_heads, head_dim]."""
+    return pool.read_k(layer, _slots(pool, sequence, kv_len))
+
+
+def _slots(pool: KVPool, sequence: PagedSequence, kv_len: int) -> slice | Tensor:
+    """Of positions 0:kv_len: a slice, which copies nothing, where the sequence's blocks are adjacent."""
+    first = sequence.contiguous_slot
+    if first >= 0:
+        return slice(first, first + kv_len)
+    return sequence.slots(torch.arange(kv_len, device=pool.device))

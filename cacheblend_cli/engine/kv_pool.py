@@ -51,8 +51,15 @@ class KVPool:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]."""
-        k, v = (c[layer].view(-1, *c[layer].shape[2:])[slots].float() for c in (self.k, self.v))
-        return _times(k, self.k_scales[layer]), _times(v, self.v_scales[layer])
+        return self.read_k(layer, slots), self.read_v(layer, slots)
+
+    def read_k(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """K (rotated) as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
+        return _times(self.k[layer].flatten(0, 1)[slots].float(), self.k_scales[layer])
+
+    def read_v(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """V as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
+        return _times(self.v[layer].flatten(0, 1)[slots].float(), self.v_scales[layer])
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put K (rotated) and V, fp32 [n, num_kv_heads, head_dim], into slots [n] int64 of a layer."""
