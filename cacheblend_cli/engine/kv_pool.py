@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cacheblend_cli.engine.block_allocator import BlockAllocator
 from cacheblend_cli.engine.device import upload
-from cacheblend_cli.engine.host_memory import empty_host
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
@@ -33,12 +32,8 @@ class KVPool:
         dtype = dtype if scales is None else torch.float8_e4m3fn
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.block_size, self.dtype, self.device = block_size, dtype, device
-        if device.type == "cpu":
-            pairs = empty_host((spec.num_layers, 2, *shape), dtype).unbind()
-            self.k, self.v = [list(parts) for parts in zip(*(pair.unbind() for pair in pairs), strict=True)]
-        else:
-            self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-            self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         none = (None,) * spec.num_layers
         self.k_scales: tuple[Tensor | None, ...] = none if scales is None else scales.k
         self.v_scales: tuple[Tensor | None, ...] = none if scales is None else scales.v
