@@ -11,6 +11,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +28,7 @@ from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.engine.ask import Request, prefill
 from cacheblend_cli.engine.collect import Capture, CollectSequence, collect, collect_prefix
 from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.host_memory import populate
 from cacheblend_cli.engine.kv_loader import KVLoader
 from cacheblend_cli.engine.kv_pool import KVPool
 from cacheblend_cli.engine.precompute import Collection, PlannedChunk, store_chunk
@@ -139,9 +142,14 @@ class FlatFile:
     def buffers(self) -> list[torch.Tensor]:
         return [torch.empty(len(piece), dtype=torch.uint8) for piece in self.pieces]
 
-    def copy(self, buffers: Sequence[torch.Tensor], threads: int) -> None:
+    def copy(
+        self, buffers: Sequence[torch.Tensor], threads: int, prepare: Callable[[torch.Tensor], object] = id
+    ) -> None:
+        """prepare: called with each buffer before it is filled."""
+
         def work(take: Callable[[], tuple[torch.Tensor, torch.Tensor] | None]) -> None:
             while (task := take()) is not None:
+                prepare(task[1])
                 task[1].copy_(task[0])
 
         in_threads(list(zip(self.pieces, buffers, strict=True)), threads, work)
@@ -170,11 +178,9 @@ def in_threads(tasks: Sequence[Any], threads: int, work: Callable[[Callable[[], 
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    running = [threading.Thread(target=work, args=(take,)) for _ in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
+    with ThreadPoolExecutor(threads) as running:
+        for done in [running.submit(work, take) for _ in range(threads)]:
+            done.result()
     torch.set_num_threads(before)
 
 
@@ -219,6 +225,7 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
                     "copy": lambda b=buffers, n=threads: timed(lambda: flat.copy(b, n)),
                     "fresh_pool": Fresh(prompt.pool, prompt.load, threads),
                     "fresh_copy": Fresh(flat.buffers, flat.copy, threads),
+                    "fresh_copy_populated": Fresh(flat.buffers, partial(flat.copy, prepare=populate), threads),
                 },
                 rounds,
             )
@@ -226,6 +233,7 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
                 "pool": seconds["copy"] / seconds["pool"],
                 "staging": seconds["copy"] / seconds["staging"],
                 "fresh_pool": seconds["fresh_copy"] / seconds["fresh_pool"],
+                "fresh_pool_populated": seconds["fresh_copy_populated"] / seconds["fresh_pool"],
             }
             result["rows"].append({"threads": threads, "seconds": seconds, "median_seconds": median, "ratio": ratios})
     result["codecs"] = [_codec(folder, codec, rounds) for codec in CODECS]

@@ -26,20 +26,22 @@ def _load(part: dict[str, Any]) -> list[str]:
         "out of a mapped file with the same threads. The aim: 0.8 or more. Best of "
         f"{part['rounds']} rounds; medians are in the JSON.",
         "",
-        "| threads | to | store, ms | GB/s | copy, ms | ratio |",
-        "|---|---|---|---|---|---|",
+        "| threads | the store to | ms | GB/s | the copy to | ms | ratio |",
+        "|---|---|---|---|---|---|---|",
     ]
+    new = "a new pool, K rotated (as `ask` on a CPU)"
     kinds = {
-        "staging": ("host buffers, as stored (for a GPU)", "copy"),
-        "pool": ("a used pool, K rotated", "copy"),
-        "fresh_pool": ("a new pool, K rotated (as `ask` on a CPU)", "fresh_copy"),
+        "fresh_pool": (new, "fresh_pool", "new memory", "fresh_copy"),
+        "fresh_pool_populated": (new, "fresh_pool", "new memory, populated as the pool is", "fresh_copy_populated"),
+        "pool": ("a used pool, K rotated", "pool", "used memory", "copy"),
+        "staging": ("host buffers, as stored (for a GPU)", "staging", "used memory", "copy"),
     }
     for row in part["rows"]:
-        for kind, (what, plain) in kinds.items():
-            ours, copy = row["seconds"][kind], row["seconds"][plain]
+        for ratio, (what, ours, where, plain) in kinds.items():
+            own, copy = row["seconds"][ours], row["seconds"][plain]
             lines.append(
-                f"| {row['threads']} | {what} | {ours * 1000:.1f} | {size / ours / 1e9:.2f} | {copy * 1000:.1f} | "
-                f"{row['ratio'][kind]:.2f} |"
+                f"| {row['threads']} | {what} | {own * 1000:.1f} | {size / own / 1e9:.2f} | {where} | {copy * 1000:.1f} | "
+                f"{row['ratio'][ratio]:.2f} |"
             )
     lines += [
         "",
@@ -74,6 +76,10 @@ def _write(part: dict[str, Any]) -> list[str]:
         "|---|---|---|---|",
         row(f"{part['commits']} groups; file with one fsync", "groups", "file", ratio["groups"]),
         row("groups; file with an fsync a group", "groups", "file_groups", ratio["groups_to_fsync_each"]),
+        row(
+            "groups in pages that removed chunks left; file overwritten", "reused", "file_overwritten", ratio["reused"]
+        ),
+        row("the same; a new file", "reused", "file_groups", ratio["reused_to_new_file"]),
         row("one chunk a commit; file with an fsync a chunk", "single", "file_single", ratio["single_to_fsync_each"]),
         "",
         f"A commit of one chunk ({part['bytes_of_a_chunk'] / 2**20:.1f} MiB) takes "

@@ -30,6 +30,8 @@ def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
             "file_groups": lambda: write_file(folder, groups),
             "single": lambda: write_store(folder, [[c] for c in chunks]),
             "file_single": lambda: write_file(folder, [[c] for c in chunks]),
+            "reused": lambda: write_store(folder, groups, again=True),
+            "file_overwritten": lambda: write_file(folder, groups, again=True),
         },
         rounds,
     )
@@ -45,6 +47,8 @@ def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
             "groups": seconds["file"] / seconds["groups"],
             "groups_to_fsync_each": seconds["file_groups"] / seconds["groups"],
             "single_to_fsync_each": seconds["file_single"] / seconds["single"],
+            "reused": seconds["file_overwritten"] / seconds["reused"],
+            "reused_to_new_file": seconds["file_groups"] / seconds["reused"],
         },
         "chunk_commit_s": median["single"] / NUM_CHUNKS,
         "bytes_of_a_chunk": int(statistics.median(sum(map(len, blobs)) for _, blobs in chunks)),
@@ -64,21 +68,33 @@ def grouped(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
     return [group for group in groups if group]
 
 
-def write_store(folder: Path, groups: Sequence[Sequence[Chunk]]) -> float:
+def write_store(folder: Path, groups: Sequence[Sequence[Chunk]], *, again: bool = False) -> float:
+    """Seconds of commits into an empty store. again: into the pages of the same chunks, which were removed."""
     path = folder / "written"
     shutil.rmtree(path, ignore_errors=True)
     with ChunkStore.open(path, mode="write") as store:
+        if again:
+            put(store, groups)
+            store.remove_chunks(manifest.key for group in groups for manifest, _ in group)
+            put(
+                store, [groups[0][:1]]
+            )  # LMDB takes freed pages from the second commit after the one that freed them on
+            store.remove_chunks([groups[0][0][0].key])
         os.sync()
-        seconds = timed(lambda: [store.put_chunks(group) for group in groups])
+        seconds = timed(lambda: put(store, groups))
     shutil.rmtree(path)
     return seconds
 
 
-def write_file(folder: Path, groups: Sequence[Sequence[Chunk]]) -> float:
-    """write() of the same blobs one after another, and fsync after each group."""
+def put(store: ChunkStore, groups: Sequence[Sequence[Chunk]]) -> None:
+    for group in groups:
+        store.put_chunks(group)
+
+
+def write_file(folder: Path, groups: Sequence[Sequence[Chunk]], *, again: bool = False) -> float:
+    """Seconds of write() of the same blobs one after another, and fsync after each group. again: over the same file."""
     path = folder / "written.bin"
     handle = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-    os.sync()
 
     def work() -> None:
         for group in groups:
@@ -87,6 +103,10 @@ def write_file(folder: Path, groups: Sequence[Sequence[Chunk]]) -> float:
                     os.write(handle, blob)
             os.fsync(handle)
 
+    if again:
+        work()
+        os.lseek(handle, 0, os.SEEK_SET)
+    os.sync()
     seconds = timed(work)
     os.close(handle)
     path.unlink()

@@ -172,6 +172,7 @@ class KVLoader:
     def _load(self, reader: StoreReader, layer: int, index: int) -> None:
         """A blob straight into the pool."""
         segment, manifest, spec = self._segments[index], self._manifests[index], self._decoder.spec
+        self._pool.populate(layer)
         try:
             parts = reader.layer(manifest, layer)
         except StoreError as error:
@@ -182,8 +183,7 @@ class KVLoader:
             place = Place.of(self._decoder, self._sequence, [self._rows[index]], self._rope_len)
             self._own_places[index] = place
         place_kv(self._decoder, self._pool, layer, encoded.tensors, place)
-        self._count(sum(part.nbytes for part in parts.values()))
-        self._done(layer, 1)
+        self._done(layer, 1, sum(part.nbytes for part in parts.values()))
 
     def _stage(self, reader: StoreReader, layer: int, index: int) -> None:
         """A blob to its place in the ring."""
@@ -198,7 +198,8 @@ class KVLoader:
             reader.copy_layer(self._manifests[index], layer, targets)
         except StoreError as error:
             raise self._bad(index, error) from error
-        self._count(sum(target.nbytes for target in targets.values()))
+        with self._lock:
+            self.num_bytes += sum(target.nbytes for target in targets.values())
         self._ring.filled(number)
 
     @torch.inference_mode()
@@ -255,12 +256,9 @@ class KVLoader:
             self._next += 1
             return task
 
-    def _count(self, num_bytes: int) -> None:
+    def _done(self, layer: int, num_segments: int, num_bytes: int = 0) -> None:
         with self._lock:
             self.num_bytes += num_bytes
-
-    def _done(self, layer: int, num_segments: int) -> None:
-        with self._lock:
             self._remaining[layer] -= num_segments
             self._loaded_at = time.perf_counter()
             if self._remaining[layer] == 0:

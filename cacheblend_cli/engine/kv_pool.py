@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine.block_allocator import BlockAllocator
 from cacheblend_cli.engine.device import upload
+from cacheblend_cli.engine.host_memory import populate
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
@@ -38,6 +39,7 @@ class KVPool:
         self.k_scales: tuple[Tensor | None, ...] = none if scales is None else scales.k
         self.v_scales: tuple[Tensor | None, ...] = none if scales is None else scales.v
         self.allocator = BlockAllocator(num_blocks)
+        self._populated = set[int]()
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
@@ -64,6 +66,13 @@ class KVPool:
                 most = torch.finfo(self.dtype).max
                 rows = (rows / scale[:, None]).clamp(-most, most)
             cache[layer].view(-1, *rows.shape[1:])[slots] = rows.to(self.dtype)
+
+    def populate(self, layer: int) -> None:
+        """Have the layer's memory at hand: who is about to fill it says so, once or again, in any thread."""
+        if layer not in self._populated:
+            self._populated.add(layer)
+            populate(self.k[layer])
+            populate(self.v[layer])
 
     @property
     def num_bytes(self) -> int:

@@ -138,17 +138,17 @@ class TorchBackend(KernelBackend):
             _write_float8(v.float(), pool_v_scale, v_cache, slot_mapping)
             return
         k_slots, v_slots = _slots(k_cache), _slots(v_cache)
-        for rows in _blocks(k.shape[0], k_slots[0].numel(), group_size, k.device):
+        for rows in _blocks(k.shape[0], k_slots.shape[1] * k_slots.shape[2], group_size, k.device):
             own_k, own_v = _dequantized_rows(
                 rows, k, v, k_scale, v_scale, k_zero, v_zero, group_size, k_cache.shape[-1]
             )
             if first_slot >= 0 and k_slots.dtype == torch.float32:
                 span = slice(first_slot + rows.start, first_slot + rows.stop)
-                _rope_rows(own_k.float(), cos[rows], sin[rows], k_slots[span])
+                _rope_rows(own_k.float(), _taken(cos, rows), _taken(sin, rows), k_slots[span])
                 v_slots[span].copy_(own_v)
                 continue
             rotated = torch.empty(own_k.shape, dtype=torch.float32, device=k.device)
-            _rope_rows(own_k.float(), cos[rows], sin[rows], rotated)
+            _rope_rows(own_k.float(), _taken(cos, rows), _taken(sin, rows), rotated)
             if first_slot >= 0:
                 span = slice(first_slot + rows.start, first_slot + rows.stop)
                 k_slots[span].copy_(rotated)
@@ -251,7 +251,7 @@ def _dequantized_rows(
 ) -> tuple[Tensor, Tensor]:
     """K and V of the rows, which begin at a group: as they are, or in fp32 where there are scales."""
     if k_scale is None or v_scale is None:
-        return k[rows], v[rows]
+        return _taken(k, rows), _taken(v, rows)
     if k_zero is not None and v_zero is not None:
         groups = slice(rows.start // group_size, -(-rows.stop // group_size))
         k_scale, k_zero, v_scale, v_zero = k_scale[groups], k_zero[groups], v_scale[rows], v_zero[rows]
@@ -263,6 +263,11 @@ def _blocks(num_rows: int, row_values: int, group_size: int, device: torch.devic
     step = max(1, BLOCK_VALUES // row_values // group_size) * group_size if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+
+
+def _taken(x: Tensor, rows: slice) -> Tensor:
+    """x[rows], itself where that is all of it: a loader asks often, and a view takes a microsecond."""
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
 def _nibbles(packed: Tensor) -> Tensor:

@@ -76,10 +76,7 @@ def view_kv(
 ) -> EncodedKV:
     """Tensors over the parts of a parsed blob, nothing copied."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
-    tensors = {
-        name: torch.frombuffer(parts[name], dtype=DTYPES[tensor.dtype]).view(tensor.shape)
-        for name, tensor in spec.items()
-    }
+    tensors = {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
     return EncodedKV(codec, tensors)
 
 
