@@ -12,11 +12,12 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.ask import Prefilled, Request, plan_of, prefill
+from cacheblend_cli.engine.blend import BlendPolicy
 from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.controller import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.precompute import Collection
-from cacheblend_cli.engine.selectors import make_selector
+from cacheblend_cli.engine.selectors import Combined, DraftAttention, QueryAttention
 from cacheblend_cli.engine.speeds import SpeedFile, kv_share, measure_compute, measure_loading
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
@@ -163,7 +164,8 @@ def check_auto(blend: BlendConfig) -> None:
 
 def workload(model: LoadedModel, collection: Collection, request: Request) -> Workload:
     """What the prompt asks of the machine, blended as request.blend says."""
-    plan, blend = plan_of(model, collection, request), request.blend
+    plan, policy = plan_of(model, collection, request), request.blend.policy(model.spec.num_layers, request.lossless)
+    probe_layers, draft_tokens = _probe(policy, model.spec.num_layers)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
     fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
     return Workload(
@@ -175,9 +177,22 @@ def workload(model: LoadedModel, collection: Collection, request: Request) -> Wo
         fresh_keys=_mean_keys(fresh),
         kv_bytes=kv_bytes(collection, plan),
         kv_share=kv_share(model.spec),
-        check_layer=blend.check_layer if make_selector(blend.selector, blend.seed).needs_check_layer else 0,
+        check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
         layer0_exact=request.lossless,
+        probe_layers=probe_layers,
+        draft_tokens=draft_tokens,
     )
+
+
+def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
+    """The layers that the selector's probe runs before layer 0, and the tokens it drafts."""
+    selector = policy.selector
+    every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
+    if selector.needs_check_layer:  # then the question's attention is looked at there
+        return 0, 0
+    if any(isinstance(s, DraftAttention) for s in every):
+        return num_layers, policy.draft_tokens
+    return (max(policy.probe_layers) + 1, 0) if any(isinstance(s, QueryAttention) for s in every) else (0, 0)
 
 
 def kv_bytes(collection: Collection, plan: PromptPlan) -> int:

@@ -14,7 +14,9 @@ f fresh rows of n that are not exact, a blended prefill computes
 | after it               | s + f                                                                       |
 | the last               | K and V of the rows before, the rest of one                                 |
 
-A selector without a check layer chooses before layer 0, so every layer has s + f rows.
+A selector without a check layer chooses before layer 0, so every layer has s + f rows. One that follows the question's
+attention first runs the f fresh rows through the layers it looks at, whose KV it waits for: what is loaded by then hides
+no recompute any more.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Speeds:
 class Workload:
     """One prompt. inexact: cached tokens whose KV needs repair; fresh: tokens computed in any case; *_keys: how many keys
     one of them sees on average. kv_bytes: to load, of all layers. kv_share: of a row's work in a layer, K and V's part.
-    check_layer: 0 for a selector that needs none. layer0_exact: stored K and V of layer 0 stand as they are."""
+    check_layer: 0 for a selector that needs none. layer0_exact: stored K and V of layer 0 stand as they are. probe_layers:
+    the first layers, which the fresh rows run through before tokens are chosen; draft_tokens: rows that then run through
+    all of them, one by one."""
 
     num_layers: int
     total: int
@@ -58,6 +62,8 @@ class Workload:
     kv_share: float
     check_layer: int = 1
     layer0_exact: bool = True
+    probe_layers: int = 0
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,11 +105,16 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
 
 
 def free_ratio(speeds: Speeds, work: Workload) -> float:
-    """The largest share of the inexact tokens whose recompute in a layer hides under the loading of the next; 0 when even
-    the fresh rows take longer, or nothing needs repair."""
+    """The largest share of the inexact tokens whose recompute in a layer hides under the loading of the next, of what is
+    still to load when tokens are chosen; 0 when even the fresh rows take longer, or nothing needs repair."""
     if not work.inexact:
         return 0.0
-    room = _layer_load_s(speeds, work) - _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys)
+    probed, _ = _probe_s(speeds, work)
+    room = (
+        _layer_load_s(speeds, work)
+        - probed / work.num_layers
+        - _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys)
+    )
     each = speeds.row_s + work.inexact_keys * speeds.pair_s
     if room <= 0:
         return 0.0
@@ -114,7 +125,7 @@ def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
     """Of a blended prefill. A layer starts when the one before is computed and its own KV is there."""
     chosen, load = _chosen(work, ratio), _layer_load_s(speeds, work)
     checked = work.check_layer if 0 < chosen < work.inexact else 0  # ratio 0 and 1: nothing to choose
-    now = compute = 0.0
+    now, compute = _probe_s(speeds, work) if 0 < chosen < work.inexact else (0.0, 0.0)
     for layer in range(work.num_layers):
         seconds = _layer_s(speeds, *_rows(work, chosen, layer, after=layer > checked or not checked, check=checked))
         now = max(now, (layer + 1) * load) + seconds
@@ -165,6 +176,16 @@ def _chosen(work: Workload, ratio: float) -> int:
 
 def _layer_load_s(speeds: Speeds, work: Workload) -> float:
     return work.kv_bytes / work.num_layers / speeds.bytes_per_s
+
+
+def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
+    """When tokens are chosen, and how much of it was computing. A layer of the probe starts when its KV is there."""
+    seconds, load = _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys), _layer_load_s(speeds, work)
+    now = 0.0
+    for layer in range(work.probe_layers):
+        now = max(now, (layer + 1) * load) + seconds
+    draft = work.draft_tokens * (work.num_layers * _layer_s(speeds, 1, work.total) + speeds.head_s)
+    return now + draft, work.probe_layers * seconds + draft
 
 
 def _layer_s(speeds: Speeds, rows: float, pairs: float) -> float:

@@ -105,6 +105,26 @@ def test_a_selector_without_a_check_layer_costs_less() -> None:
     assert stale.compute_s > estimate(SPEEDS, WORK, 0.15).compute_s
 
 
+def test_a_probe_waits_for_its_layers_and_costs_a_pass_of_the_fresh_rows() -> None:
+    """By hand: 4 layers of 10 s of loading, 1 s a row; 2 fresh rows, 10 inexact. A layer of the probe takes 2 s."""
+    speeds = Speeds(layer_s=0.0, row_s=1.0, pair_s=0.0, head_s=0.0, bytes_per_s=1.0)
+    work = Workload(4, 12, 10, 5, 2, 12, kv_bytes=40, kv_share=0.0, check_layer=0, layer0_exact=False)
+    plain, probed = estimate(speeds, work, 0.2), estimate(speeds, replace(work, probe_layers=2), 0.2)
+    # 4 rows a layer, one in the last: each layer but the last is done before the KV of the next is there
+    assert (plain.prefill_s, plain.compute_s) == (41, 13)
+    # the probe ends at 10 + 10 + 2 = 22; then layer 0 to 26, 1 to 30, 2 to 34, and layer 3 waits until 40
+    assert (probed.prefill_s, probed.compute_s, probed.stall_s) == (41, 17, 24)
+    drafted = estimate(speeds, replace(work, probe_layers=4, draft_tokens=3), 0.2)
+    # the probe ends at 40 + 2, the draft of 3 tokens through 4 layers at 54, and nothing is left to wait for
+    assert (drafted.prefill_s, drafted.compute_s) == (54 + 13, 8 + 12 + 13)
+    # room of a layer: 10 s without a probe; with it the 40 - 22 s that are left, over 4 layers; 2 s are the fresh rows'
+    assert free_ratio(speeds, work) == pytest.approx(8 / 10)
+    assert free_ratio(speeds, replace(work, probe_layers=2)) == pytest.approx((18 / 4 - 2) / 10)
+    assert free_ratio(speeds, replace(work, probe_layers=4)) == 0
+    for ratio in (0.0, 1.0):  # nothing to choose, so nobody looks
+        assert estimate(speeds, work, ratio) == estimate(speeds, replace(work, probe_layers=2), ratio)
+
+
 @pytest.mark.parametrize(("layers", "ratio", "speedup"), [(16, 0.05, 8.0), (28, 0.15, 5.2), (32, 0.2, 4.3)])
 def test_the_ceilings_of_the_cost_model(layers: int, ratio: float, speedup: float) -> None:
     """Loading hidden, work by rows alone: time over full is (1 + (L - 1) s / N) / L."""
