@@ -11,10 +11,12 @@ from checkpoints import WORDS, write_checkpoint
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine import ask
 from cacheblend_cli.engine.ask import Prefilled, prefill
 from cacheblend_cli.engine.config import parse_checks, parse_layers
 from cacheblend_cli.engine.corrections import MeanShift
 from cacheblend_cli.engine.forward import write_kv
+from cacheblend_cli.engine.kv_pool import KVPool
 from cacheblend_cli.engine.rows import rows_of
 from cacheblend_cli.engine.selectors import SELECTORS, Candidates, choose, make_selector, select
 from cacheblend_cli.errors import UsageError
@@ -173,27 +175,43 @@ def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench
     assert torch.equal(shifted.result.logits, whole.result.logits), "there is nothing left to shift"
 
 
+class Given:
+    """The tokens it was given, on no evidence."""
+
+    def __init__(self, positions: Tensor, needs_check_layer: bool) -> None:
+        self.positions, self.needs_check_layer = positions, needs_check_layer
+
+    def scores(self, candidates: Candidates, evidence: object) -> Tensor:
+        return torch.isin(candidates.positions, self.positions).float()
+
+
 @pytest.mark.parametrize("name", ["query", "draft", "perturb", "first:2+draft"])
-def test_looking_leaves_nothing_behind(bench: Bench, name: str) -> None:
-    """What a probe writes to the pool is written again: without any token to repair the logits are those of reuse."""
-    reuse = bench.prefill(BlendConfig(mode="reuse"))
-    twice = [bench.prefill(BlendConfig(selector=name, ratio=0.2)) for _ in range(2)]
-    assert torch.equal(twice[0].result.logits, twice[1].result.logits)
-    assert torch.equal(twice[0].result.chosen, twice[1].result.chosen)
-    same = bench.prefill(BlendConfig(selector=name, ratio=0.0))
-    assert torch.equal(same.result.logits, reuse.result.logits)
+def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a look."""
+    looked = bench.prefill(BlendConfig(selector=name, ratio=0.2))
+    late = make_selector(name).needs_check_layer
+    monkeypatch.setitem(SELECTORS, "given", lambda seed: Given(looked.result.chosen, late))
+    given = bench.prefill(BlendConfig(selector="given", ratio=0.2))
+    assert torch.equal(looked.result.chosen, given.result.chosen)
+    assert torch.equal(looked.result.logits, given.result.logits)
     hand = bench.prefill(BlendConfig(selector=name, ratio=0.2), room=1)
-    assert len(hand.result.chosen) == len(twice[0].result.chosen), "a draft has the room it finds"
+    assert len(hand.result.chosen) == len(looked.result.chosen), "a draft has the room it finds"
 
 
-def test_perturb_sees_the_suffix_attend_to_itself(bench: Bench) -> None:
-    """The suffix's own K of the check layer is in the pool when attention is measured: what was there before is not."""
-    first = bench.prefill(BlendConfig(selector="perturb", ratio=0.2, check_layer=2))
-    for pool in (*first.pool.k, *first.pool.v):
-        pool.fill_(float("nan"))
-    first.sequence.release()
-    again = bench.prefill(BlendConfig(selector="perturb", ratio=0.2, check_layer=2))
-    assert torch.equal(first.result.chosen, again.result.chosen)
+@pytest.mark.parametrize("name", ["query", "draft", "perturb"])
+def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suffix's own K of a layer is in the pool when its attention is measured."""
+    pool = KVPool.of(bench.engine.model.decoder, 64, 16)
+    monkeypatch.setattr(ask, "new_sequence", lambda decoder, memory, num_tokens, size: pool.new_sequence(num_tokens))
+    chosen = []
+    for before in (0.0, float("nan")):
+        for cache in (*pool.k, *pool.v):
+            cache.fill_(before)
+        done = bench.prefill(BlendConfig(selector=name, ratio=0.2, check_layer=2))
+        assert torch.isfinite(done.result.logits).all()
+        chosen.append(done.result.chosen)
+        done.sequence.release()
+    assert torch.equal(chosen[0], chosen[1])
 
 
 def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:
@@ -205,6 +223,8 @@ def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None
 
 def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
     found = bench.prefill(BlendConfig(selector="hkvd", checks=((1, 0.5), (2, 0.25))))
+    once = bench.prefill(BlendConfig(selector="hkvd", ratio=0.5))
+    assert set(found.result.chosen.tolist()) < set(once.result.chosen.tolist())
     fresh = [report.fresh for report in found.result.layers]
     inexact = found.plan.cached_tokens - found.plan.exact_tokens
     assert fresh[:2] == [inexact, inexact]
