@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -374,17 +375,25 @@ def _gone(
 ) -> list[DocumentRecord]:
     """Records, in any context, of documents under `roots` that are on disk no more or are no documents any more.
 
-    A file under them that the walk passed over, since only its name brings it in, is neither.
+    A file under them that the walk passed over, since only its name brings it in, is neither; and a relative name that
+    was stored from another directory says nothing of this one.
     """
     if store is None or not roots:
         return []
+    here = _directory_digest()
     return [
         r
         for r in store.documents(collection.id)
         if any(_is_under(r.source, root) for root in roots)
         and r.source not in kept
+        and (os.path.isabs(r.source) or r.settings.get("directory") == here)
         and (r.source in no_documents or not os.path.exists(r.source))
     ]
+
+
+def _directory_digest() -> str:
+    """Tells the directories that relative names are relative to apart, without writing their paths down."""
+    return hashlib.blake2b(os.fsencode(os.path.realpath(".")), digest_size=16).hexdigest()
 
 
 def _is_under(source: str, root: str) -> bool:
@@ -450,6 +459,8 @@ def _document_record(
 ) -> DocumentRecord:
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
     settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens}
+    if not os.path.isabs(document.source):
+        settings["directory"] = _directory_digest()
     if options.context != "sink":
         settings["window"] = options.window
     if options.context == "neighbours":

@@ -103,7 +103,7 @@ class DocumentChunk:
 @dataclass(frozen=True)
 class DocumentRecord:
     """A document as it was last precomputed into a collection, in one context (see ChunkManifest). settings: what the
-    cut and the left contexts depended on."""
+    cut and the left contexts depended on, and a digest of the directory that a relative source is relative to."""
 
     source: str
     collection: str

@@ -73,6 +73,24 @@ def test_documents_that_are_gone_go_from_the_store(
     assert sources(cli) == before - {beta}
 
 
+def test_a_directory_speaks_for_its_own_documents_alone(
+    cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are relative, and one store may serve several projects."""
+    assert cli("precompute", ".").code == 0
+    before = sources(cli)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "own.md").write_text("who works in Bergen\n")
+    monkeypatch.chdir(other)
+    assert cli("precompute", ".").code == 0
+    assert sources(cli) == before | {"own.md"}
+    (other / "own.md").unlink()
+    (other / "next.md").write_text("who works in Oslo\n")
+    assert cli("precompute", ".").code == 0
+    assert sources(cli) == before | {"next.md"}
+
+
 def test_a_document_that_cannot_be_read_keeps_what_is_stored(
     cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
