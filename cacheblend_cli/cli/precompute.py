@@ -140,6 +140,11 @@ def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool
         f"{report.unchanged} unchanged, {report.removed} removed; {format_size(report.bytes)} of KV in {store}{speed}, "
         f"{report.seconds:.1f} s"
     )
+    if report.evicted:
+        output.warn(
+            f"the store's quota has no room for all of these documents: {report.evicted} of their chunks are "
+            "not in it and will not be found; raise --max-size"
+        )
 
 
 def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:

@@ -93,11 +93,14 @@ class PrecomputeEvent:
 
 @dataclass
 class PrecomputeReport:
+    """removed: chunks of documents that are gone. evicted: chunks of these documents that the quota had no room for."""
+
     documents: int = 0
     new: int = 0
     unchanged: int = 0
     replaced: int = 0
     removed: int = 0
+    evicted: int = 0
     tokens: int = 0
     computed_tokens: int = 0
     bytes: int = 0
@@ -208,6 +211,8 @@ def precompute(
     for record in gone:
         report.removed += len(store.remove_document(collection.id, record.source, record.context))
         on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
+    if store.max_bytes:
+        report.evicted = sum(not store.has_chunk(k) for k in {p.key for _, chunks in planned for p in chunks})
     report.seconds = time.perf_counter() - start
     return report
 

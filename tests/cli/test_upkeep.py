@@ -148,11 +148,15 @@ def test_compact_gives_pages_back(cli: Cli, stored: list[str]) -> None:
 def test_the_quota_keeps_the_store_small(cli: Cli, docs: Path) -> None:
     for i in range(6):
         (docs / f"{i}.md").write_text(f"page {i} " + "of the lead in Bergen " * 8)
-    assert cli("precompute", "docs", "--max-size", "120KB").code == 0
+    filled = cli("precompute", "docs", "--max-size", "120KB", "--json")
+    evicted = {r["id"] for r in filled.records} - {r["id"] for r in cli("chunks", "ls", "--json").records}
+    assert evicted
+    assert f"{len(evicted)} of their chunks are not in it" in filled.err
     [facts] = cli("chunks", "stats", "--json").records
     assert facts["max_bytes"] == 120 * 1024
     assert facts["used_bytes"] <= 120 * 1024
     assert cli("precompute", "docs", "--max-size", "1 horse").code == 2
+    assert "not in it" not in cli("precompute", "docs", "--max-size", "0").err
 
 
 @pytest.mark.parametrize("command", ["rm --all", "prune --orphans", "compact", "verify --repair", "stats", "verify"])
