@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_store import ChunkStore, StoreError
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError
 from cacheblend_store.codecs import is_lossless
 from cacheblend_store.layouts import CODECS
 
@@ -203,9 +203,9 @@ class Engine:
         """Answer a question over the chunks with these keys, in this order. Blending never changes stored KV.
 
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
-        store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). auto: the loading controller picks the ratio, blend.ratio being its floor, or a full
-        prefill; it measures this machine when it is first needed. Raises NotFoundError for an unknown chunk, UsageError
-        for an empty question.
+        store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). auto: the
+        loading controller picks the ratio, blend.ratio being its floor, or a full prefill; it measures this machine when
+        it is first needed. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
         """
         memory = self.memory()
         started = time.perf_counter()
@@ -300,7 +300,7 @@ class Engine:
         collection = self._collection_of(store, keys, salt)
 
         def ids_of(key: bytes) -> tuple[int, ...]:
-            manifest = store.get_chunk(key) if store.has_chunk(key) else None
+            manifest = _chunk_of(store, key)
             return manifest.token_ids if manifest else ()
 
         return prefer_exact(keys, ids_of, collection.key, lambda key: store.has_chunk(key))
@@ -330,11 +330,7 @@ class Engine:
         """With kv_dtype auto, the codec is that of the first chunk this model has KV for: what was stored is used."""
         if self.config.kv_dtype == "auto" and store is not None:
             for key in chunks:
-                if (
-                    store.has_chunk(key)
-                    and (manifest := store.get_chunk(key))
-                    and manifest.model == self.model.fingerprint
-                ):
+                if (manifest := _chunk_of(store, key)) and manifest.model == self.model.fingerprint:
                     return self.collection(salt, manifest.codec)
         return self.collection(salt)
 
@@ -376,3 +372,11 @@ class Engine:
             chunk = Chunk(known.index, known.text, ids, *known.span)
             planned[key] = PlannedChunk(key, use.source, chunk, left, context)
         return list(planned.values())
+
+
+def _chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
+    """None when there is none or it is damaged."""
+    try:
+        return store.get_chunk(key)
+    except BadBlob:
+        return None

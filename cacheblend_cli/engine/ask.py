@@ -66,8 +66,8 @@ def resolve_chunks(
     """The chunks as this model sees them.
 
     A chunk that is stored in another codec is loaded in it. One of another model or salt gives its text: what this model
-    has of that text in the collection's codec is taken, and without any it is a hole. Raises NotFoundError for a chunk whose record is not there or
-    damaged, UsageError when there is no store.
+    has of that text in the collection's codec is taken, and without any it is a hole. Raises NotFoundError for a chunk
+    whose record is not there or damaged, UsageError when there is no store.
     """
     found: list[ChunkInput] = []
     for key in keys:

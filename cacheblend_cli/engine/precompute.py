@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from cacheblend_store import (
     BadBlob,
     ChunkManifest,
     ChunkStore,
-    DocumentChunk,
     DocumentRecord,
     KeyParts,
     StoreReader,
@@ -38,6 +35,7 @@ from cacheblend_cli.engine.collect import (
 from cacheblend_cli.engine.commits import ChunkCommits, Committed
 from cacheblend_cli.engine.config import check_kv_dtype
 from cacheblend_cli.engine.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.engine.document_records import document_record, gone_documents, is_news
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.rope import LENGTH_DEPENDENT
@@ -195,7 +193,7 @@ def precompute(
             on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
             continue
         found.append((document, cut(document.text, model.tokenizer.encode_text, options.chunk_tokens)))
-    gone = _gone(collection, store, kept, no_documents, roots)
+    gone = gone_documents(collection, store, kept, no_documents, roots)
     planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
     report.documents = len(planned)
     report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
@@ -305,16 +303,10 @@ def _precompute_batch(
                 result = _result(planned, size, "unchanged")
                 on_event(PrecomputeEvent("chunk", result))
             setattr(report, result.status, getattr(report, result.status) + 1)
-        records.append(_document_record(collection, document, chunks, options))
-    report.removed += sum(map(len, store.put_documents([r for r in records if _is_news(store, r)])))
+        records.append(document_record(collection, document, chunks, options))
+    report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
     for record in records:
         _remove_outdated(collection, store, record, report, on_event)
-
-
-def _is_news(store: ChunkStore, record: DocumentRecord) -> bool:
-    """Whether the store has no record of the document or another one."""
-    old = store.get_document(record.collection, record.source, record.context)
-    return old is None or (old.chunks, old.content_digest) != (record.chunks, record.content_digest)
 
 
 def _collect_and_commit(
@@ -375,39 +367,6 @@ def _batches(
         yield batch
 
 
-def _gone(
-    collection: Collection, store: ChunkStore | None, kept: set[str], no_documents: set[str], roots: Sequence[str]
-) -> list[DocumentRecord]:
-    """Records, in any context, of documents under `roots` that are on disk no more or are no documents any more.
-
-    A file under them that the walk passed over, since only its name brings it in, is neither; and a relative name that
-    was stored from another directory says nothing of this one.
-    """
-    if store is None or not roots:
-        return []
-    here = _directory_digest()
-    return [
-        r
-        for r in store.documents(collection.id)
-        if any(_is_under(r.source, root) for root in roots)
-        and r.source not in kept
-        and (os.path.isabs(r.source) or r.settings.get("directory") == here)
-        and (r.source in no_documents or not os.path.exists(r.source))
-    ]
-
-
-def _directory_digest() -> str:
-    """Tells the directories that relative names are relative to apart, without writing their paths down."""
-    return hashlib.blake2b(os.fsencode(os.path.realpath(".")), digest_size=16).hexdigest()
-
-
-def _is_under(source: str, root: str) -> bool:
-    """Whether a document of that name is one below a directory; both as `source_name` writes them."""
-    if root == ".":
-        return source != "-" and not source.startswith(("/", "../"))
-    return source.startswith(root.rstrip("/") + "/")
-
-
 def _stored_passages(
     collection: Collection,
     store: ChunkStore | None,
@@ -457,22 +416,6 @@ def _estimate(
             pass
         best = min(best, time.perf_counter() - start)
     return best * tokens / size
-
-
-def _document_record(
-    collection: Collection, document: Document, chunks: list[PlannedChunk], options: PrecomputeOptions
-) -> DocumentRecord:
-    places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
-    settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens}
-    if not os.path.isabs(document.source):
-        settings["directory"] = _directory_digest()
-    if options.context != "sink":
-        settings["window"] = options.window
-    if options.context == "neighbours":
-        settings["neighbours"] = options.neighbours
-    return DocumentRecord(
-        document.source, collection.id, document.digest, places, time.time(), settings, options.context
-    )
 
 
 def _manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:

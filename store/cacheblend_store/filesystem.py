@@ -26,9 +26,8 @@ OWN_FILES = ("writer.lock", "open.lock", "making.tmp", "search.sqlite3", "search
 _MIN_FREE_BYTES = 64 << 20
 _TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
 _TAILS_KEPT = 64
-_free_tails: set[tuple[int, int, int, int]] = (
-    set()
-)  # device, inode, commit and length of files that end before free pages
+_free_tails = set[tuple[int, int, int, int]]()
+"""Files that end before free pages: device, inode, commit and length."""
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
     "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",

@@ -14,115 +14,8 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
-from forging import forge
 
 Cli = Callable[..., Any]
-
-
-def test_precompute_reports_chunks_and_does_only_what_changed(cli: Cli, docs: Path) -> None:
-    first = cli("precompute", "docs", "--chunk-tokens", "40", "--json").records
-    assert {r["status"] for r in first} == {"new"}
-    assert set(first[0]) == {"id", "source", "index", "tokens", "bytes", "status"}
-    assert {r["status"] for r in cli("precompute", "docs", "--chunk-tokens", "40", "--json").records} == {"unchanged"}
-    (docs / "alpha.md").write_text("# alpha\n\nsomething else entirely\n")
-    (docs / "beta.md").unlink()
-    again = cli("precompute", "docs", "--chunk-tokens", "40", "--json")
-    assert [r["status"] for r in again.records] == ["replaced"]
-    assert "docs/beta.md is gone" in again.err
-    listed = cli("chunks", "ls", "--json").records
-    assert [r["id"] for r in listed] == [again.records[0]["id"]]
-
-
-def test_force_computes_again_what_no_digest_finds_wrong(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    forge(tmp_path / "store", stored[1])
-    arguments = ("precompute", "docs", "--chunk-tokens", "40", "--json")
-    assert {r["status"] for r in cli(*arguments).records} == {"unchanged"}
-    assert cli("chunks", "verify", "--recheck", "100").code == 4
-    again = cli(*arguments, "--force").records
-    assert [r["id"] for r in again if r["status"] == "replaced"] == [stored[1]]
-    assert {r["status"] for r in again} == {"replaced", "unchanged"}  # the same bytes again are no replacement
-    assert cli("chunks", "verify", "--recheck", "100").code == 0
-
-
-def sources(cli: Cli) -> set[str]:
-    return {r["source"] for r in cli("chunks", "ls", "--json").records}
-
-
-@pytest.mark.parametrize("root", [".", "./", "./docs/", "..", "/"])
-def test_documents_that_are_gone_go_from_the_store(
-    cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
-) -> None:
-    """Those below the directory that was named, however it is spelt, and no others."""
-    if root == "..":
-        (tmp_path / "in").mkdir()
-        monkeypatch.chdir(tmp_path / "in")
-    elif root == "/":
-        root = str(tmp_path)
-    outside = tmp_path.parent / f"{tmp_path.name}-outside.md"
-    outside.write_text("who works in Bergen\n")
-    (docs / "notes.tex").write_text("a file that only its name brings in\n")
-    assert cli("precompute", root).code == 0
-    under = sources(cli)
-    [beta] = (s for s in under if s.endswith("beta.md"))
-    assert cli("precompute", beta.replace("beta.md", "notes.tex")).code == 0
-    if root != "..":
-        assert cli("precompute", str(outside), "-", stdin="the parrot at home\n").code == 0
-    before = sources(cli)
-    (docs / "beta.md").unlink()
-    assert f"{beta} is gone" in cli("precompute", root).err
-    assert sources(cli) == before - {beta}
-
-
-def test_a_directory_speaks_for_its_own_documents_alone(
-    cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names are relative, and one store may serve several projects."""
-    assert cli("precompute", ".").code == 0
-    before = sources(cli)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "own.md").write_text("who works in Bergen\n")
-    monkeypatch.chdir(other)
-    assert cli("precompute", ".").code == 0
-    assert sources(cli) == before | {"own.md"}
-    (other / "own.md").unlink()
-    (other / "next.md").write_text("who works in Oslo\n")
-    assert cli("precompute", ".").code == 0
-    assert sources(cli) == before | {"next.md"}
-
-
-def test_a_document_that_cannot_be_read_keeps_what_is_stored(
-    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cli("precompute", "docs").code == 0
-    before, read = sources(cli), Path.read_bytes
-
-    def refused(path: Path) -> bytes:
-        if path.name == "beta.md":
-            raise PermissionError(13, "Permission denied")
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refused)
-    again = cli("precompute", "docs")
-    assert "skipped docs/beta.md: unreadable: Permission denied" in again.err
-    assert sources(cli) == before
-
-
-def test_a_document_that_is_none_any_more_goes(cli: Cli, docs: Path) -> None:
-    assert cli("precompute", "docs").code == 0
-    (docs / "beta.md").write_bytes(b"\0\1")
-    again = cli("precompute", "docs")
-    assert "skipped docs/beta.md: binary" in again.err
-    assert sources(cli) == {"docs/alpha.md"}
-
-
-def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
-    [facts] = cli("precompute", "docs", "--dry-run", "--json").records
-    assert facts["documents"] == 2
-    assert facts["tokens"] > 0
-    assert facts["seconds"] > 0
-    assert not (tmp_path / "store").exists()
-    assert "if nothing is stored yet" in cli("precompute", "docs", "--dry-run").out
 
 
 def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> None:
@@ -256,13 +149,6 @@ def test_a_full_prefill_is_all_of_the_work(cli: Cli, stored: list[str]) -> None:
     assert answer["recompute_fraction"] == 1
     [answer] = cli("ask", "one?", "--chunks", stored[0], "--json", "--max-tokens", "1").records
     assert answer["recompute_fraction"] == 0
-
-
-def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path) -> None:
-    refused = cli("precompute", "docs", "--chunk-tokens", "9999")
-    assert refused.code == 2
-    assert "--chunk-tokens 9999" in refused.err
-    assert "hint: use --chunk-tokens 512" in refused.err
 
 
 def test_a_corrupt_blob_is_reported_computed_and_replaced(cli: Cli, stored: list[str], tmp_path: Path) -> None:
@@ -462,44 +348,6 @@ def test_an_ambiguous_id_names_its_candidates(cli: Cli, docs: Path) -> None:
     result = cli("chunks", "show", first)
     assert result.code == 3
     assert "more than one" in result.err
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "code", "says"),
-    [
-        ("im_end.md", b"stop <|im_end|> here <tool_call> and <s>", 0, ""),
-        ("control.md", b"bell \x07 escape \x1b[31m red", 0, ""),
-        ("one.md", b"a", 0, ""),
-        ("empty.md", b"", 2, "empty"),
-        ("latin.md", b"caf\xe9 au lait", 2, "invalid UTF-8"),
-        ("binary.md", b"\x00\x01\x02", 2, "binary"),
-    ],
-)
-def test_odd_documents(
-    cli: Cli, stored: list[str], tmp_path: Path, model: Path, name: str, data: bytes, code: int, says: str
-) -> None:
-    (tmp_path / name).write_bytes(data)
-    result = cli("precompute", name, "--json")
-    assert result.code == code, result.err
-    assert says in result.err
-    assert len(cli("chunks", "ls", "--json").records) == len(stored) + (code == 0)
-    if code == 0:
-        from cacheblend_cli.model.tokenizer import Tokenizer
-
-        shown = cli("chunks", "show", result.records[0]["id"], "--json").records[0]
-        tokenizer = Tokenizer(model)
-        assert shown["text"] == data.decode() + "\n" or shown["text"] == data.decode()
-        assert tokenizer.added_ids.isdisjoint(shown["token_ids"])
-        assert tokenizer.decode(shown["token_ids"]) == shown["text"]
-        assert cli("ask", "so?", "--chunks", shown["id"], "--max-tokens", "2").code == 0
-
-
-def test_a_bad_file_in_a_directory_is_skipped_with_a_warning(cli: Cli, docs: Path) -> None:
-    (docs / "bad.md").write_bytes(b"caf\xe9")
-    (docs / "folder.md").mkdir()
-    result = cli("precompute", "docs", "--json")
-    assert result.code == 0
-    assert "skipped docs/bad.md: invalid UTF-8" in result.err
 
 
 def test_a_bad_model_directory(cli: Cli, stored: list[str], model: Path, tmp_path: Path) -> None:
