@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import random
 import statistics
 import sys
 import threading
@@ -191,14 +192,17 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each case, all of them in turn in every round, after a round that does not count.
+    """Seconds of each case, all of them in every round, after a round that does not count.
 
-    The best of the rounds is what ratios are made of: it is least bent by whatever else runs on the machine.
+    The best of the rounds is what ratios are made of: it is least bent by whatever else runs on the machine. Each round
+    has an order of its own, for what a case leaves behind (memory that a hypervisor takes back and has to give again,
+    blocks that a disk discards) falls on the next one.
     """
+    order = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
-        for name, case in cases.items():
-            seconds = case()
+        for name in order.sample(list(cases), len(cases)):
+            seconds = cases[name]()
             if number:
                 found[name].append(seconds)
     return {n: min(values) for n, values in found.items()}, {n: statistics.median(v) for n, v in found.items()}

@@ -40,6 +40,7 @@ from cacheblend_store.filesystem import (
 from cacheblend_store.forks import detach_lock_table
 from cacheblend_store.pages import Meta, PageReader, parse_meta
 from cacheblend_store.translation import MapOutgrown, Panic, translated
+from cacheblend_store.writeback import early_writeback
 
 _SMALLEST_PAGE = 4096
 _FORK_WAIT = 5.0  # seconds
@@ -215,8 +216,11 @@ class Environment:
         return True
 
     @contextmanager
-    def writing(self, lock_timeout: float) -> Iterator[tuple[Any, PageReader]]:
-        """A write transaction under the writer lock, and the checked pages it starts from. Durable at the end."""
+    def writing(self, lock_timeout: float, *, large: bool = False) -> Iterator[tuple[Any, PageReader]]:
+        """A write transaction under the writer lock, and the checked pages it starts from. Durable at the end.
+
+        large: it writes megabytes.
+        """
         with locks.writer_lock(self.path, lock_timeout), self.gate:
             self._follow_file(write=True)
             with translated(self.path):  # a reader that was killed would keep every page freed since, while we write
@@ -234,7 +238,8 @@ class Environment:
                     except BaseException:
                         transaction.abort()
                         raise
-                    transaction.commit()
+                    with early_writeback(self._file) if large else nullcontext():
+                        transaction.commit()
             finally:
                 self._end(None)
 

@@ -33,7 +33,7 @@ __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
 PAGE_OF_CHUNKS = 256  # manifests read in one transaction by `chunks`
 TOUCHES_HELD = 4096
-_LARGE = 4 << 20  # bytes of a transaction from which the memory it takes matters
+_LARGE = 4 << 20  # bytes of a transaction from which its memory and when the disk begins matter
 T = TypeVar("T")
 
 
@@ -284,7 +284,7 @@ class ChunkStore:
                 writer.make_room(sum(writer.incoming_bytes(with_sizes(*chunk)) for chunk in given) - there, keep)
             return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
-        return self._transact(put)
+        return self._transact(put, num_bytes=num_bytes)
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
         """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
@@ -386,17 +386,20 @@ class ChunkStore:
         with env.writing(self._lock_timeout) as (transaction, _):
             yield transaction, env.dbs
 
-    def _transact(self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None) -> T:
+    def _transact(
+        self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None, *, num_bytes: int = 0
+    ) -> T:
         """Run `work` in a write transaction and commit; again in a larger map when it was full.
 
-        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with.
+        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with. num_bytes: what
+        it is about to write, as far as that is known to be much.
         """
         self._require_writable()
         timeout, panicked = self._lock_timeout if lock_timeout is None else lock_timeout, False
         while True:
             env = self._environment()
             try:
-                with env.writing(timeout) as (transaction, pages):
+                with env.writing(timeout, large=num_bytes >= _LARGE) as (transaction, pages):
                     writer = StoreWriter(transaction, env.dbs, pages)
                     result = work(writer)
                     writer.finish()

@@ -1,0 +1,59 @@
+"""Large commits tell the disk to begin early; what is stored, and what fails, is the same without."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from cacheblend_store import ChunkStore, writeback
+from cacheblend_store import store as store_module
+from small_chunks import make_chunk, read_chunk
+
+CHUNKS = [make_chunk(seed) for seed in range(8)]
+
+
+def _put_and_read(path: Path) -> bool:
+    with ChunkStore.open(path, mode="write") as store:
+        store.put_chunks(CHUNKS)
+    with ChunkStore.open(path) as store, store.read() as reader:
+        found = [reader.manifest(manifest.key) for manifest, _ in CHUNKS]
+        return [read_chunk(reader, m) for m in found if m] == [(seed, 0) for seed in range(len(CHUNKS))]
+
+
+@pytest.fixture(autouse=True)
+def _every_commit_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_LARGE", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
+def test_the_disk_is_told_while_a_commit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, again = [], threading.Event()
+
+    def begin(handle: int, offset: int, num_bytes: int, flags: int) -> int:
+        told.append((offset, num_bytes, flags))
+        again.set()
+        return 0
+
+    monkeypatch.setattr(writeback, "_sync_file_range", lambda: begin)
+    with (tmp_path / "file").open("wb") as stream, writeback.early_writeback(stream.fileno()):
+        assert again.wait(10)
+    calls = len(told)
+    assert set(told) == {(0, 0, 2)}
+    assert not [t for t in threading.enumerate() if t.name == "early-writeback"]
+    assert _put_and_read(tmp_path / "store")
+    assert len(told) >= calls
+
+
+def test_without_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "_sync_file_range", lambda: None)
+    assert _put_and_read(tmp_path / "store")
+
+
+def test_its_errors_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "_sync_file_range", lambda: lambda *_: -1)
+    assert _put_and_read(tmp_path / "store")
+    with pytest.raises(ZeroDivisionError), writeback.early_writeback(0):
+        raise ZeroDivisionError
+    assert not [t for t in threading.enumerate() if t.name == "early-writeback"]
