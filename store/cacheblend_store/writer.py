@@ -168,9 +168,9 @@ class StoreWriter:
         return sorted(used, key=lambda key: (used[key], key))
 
     def touch(self, uses: Mapping[bytes, float]) -> None:
-        """Record last uses (seconds since the epoch) of chunks that are there."""
+        """Record last uses (seconds since the epoch) of chunks that are there, unless a later one is known."""
         for key, moment in uses.items():
-            if self.get("chunks", key) is not None:
+            if self.get("chunks", key) is not None and moment > used_at(key, self.get("lru", key) or b""):
                 self.put("lru", key, use_record(key, moment))
 
     # documents
