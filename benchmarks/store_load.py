@@ -99,8 +99,7 @@ class Prompt:
         """Everything into the pool; from the first manifest to the last layer."""
         sequence = pool.new_sequence(TOKENS)
         with KVLoader(self.decoder, self.store, pool, sequence, self.segments, TOKENS, threads) as loader:
-            for layer in range(self.spec.num_layers):
-                loader.wait(layer)
+            loader.wait(self.spec.num_layers - 1)  # leaving waits for whatever other threads still do
         sequence.release()
         return loader
 

@@ -62,9 +62,10 @@ class KVLoader:
         self._num_layers = decoder.spec.num_layers
         self._transfer = (transfer or transfer_to(decoder.device)) if self._segments else None
         self._ring: StagingRing | None = None
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._next = 0  # tasks handed out: layer-major, so layer 0 is complete first
         self._remaining = [len(self._segments)] * self._num_layers
+        self._there = [threading.Event() for _ in range(self._num_layers)]  # the layer's KV, or an error
         self._error: BaseException | None = None
         self._stop = False
         self._started = time.perf_counter()
@@ -144,10 +145,9 @@ class KVLoader:
         if self._transfer is not None:
             self._transfer.arrive(layer)
         begin = time.perf_counter()
-        with self._lock:
-            self._lock.wait_for(lambda: self._error is not None or self._remaining[layer] == 0)
-            if self._error is not None:
-                raise self._error
+        self._there[layer].wait()
+        if self._error is not None:
+            raise self._error
         self._stall_s += time.perf_counter() - begin
         if self._transfer is not None:
             self._transfer.join(layer)
@@ -262,13 +262,15 @@ class KVLoader:
             self._remaining[layer] -= num_segments
             self._loaded_at = time.perf_counter()
             if self._remaining[layer] == 0:
-                self._lock.notify_all()
+                self._there[layer].set()
 
     def _give_up(self, error: BaseException | None) -> None:
         """No more work is taken; with an error, whoever waits gets it."""
         with self._lock:
             self._stop = True
             self._error = self._error or error
-            self._lock.notify_all()
+        if error is not None:
+            for there in self._there:
+                there.set()
         if self._ring is not None:
             self._ring.stop()

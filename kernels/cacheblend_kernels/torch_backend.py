@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cacheblend_kernels import compiled_load
 from cacheblend_kernels.interface import AttentionMetadata, KernelBackend, KernelError
 
 TILE_ROWS = 64  # measured on 2 CPU cores: 32 to 128 are within 10 % of each other
@@ -137,6 +138,9 @@ class TorchBackend(KernelBackend):
             _write_float8(rotated, pool_k_scale, k_cache, slot_mapping)
             _write_float8(v.float(), pool_v_scale, v_cache, slot_mapping)
             return
+        scales = (k_scale, k_zero, v_scale, v_zero)
+        if compiled_load.load_kv(k, v, cos, sin, k_cache, v_cache, slot_mapping, first_slot, scales, group_size):
+            return
         k_slots, v_slots = _slots(k_cache), _slots(v_cache)
         for rows in _blocks(k.shape[0], k_slots.shape[1] * k_slots.shape[2], group_size, k.device):
             own_k, own_v = _dequantized_rows(
@@ -159,7 +163,8 @@ class TorchBackend(KernelBackend):
 
     def rope_tables(self, cos: Tensor, sin: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
         num_rows, head_dim = cos.shape
-        if cos.device.type != "cpu" or head_dim > 64:  # the loops of a broadcast are long enough
+        short_loops = cos.device.type == "cpu" and head_dim <= 64  # in a broadcast
+        if not short_loops or compiled_load.compiled_function() is not None:
             return cos, sin
         half = (num_rows, num_kv_heads, head_dim // 2)
         return (

@@ -81,6 +81,9 @@ class Leaf(NamedTuple):
     nodes: list[Node]
 
 
+_NOWHERE: tuple[Leaf, bytes, bytes | None] = (Leaf([], []), b"", b"")
+
+
 def parse_meta(page: bytes) -> Meta | None:
     """A meta page's fields, None when it is not one of an LMDB 0.9 file."""
     if len(page) < HEADER + 136:
@@ -104,6 +107,7 @@ class PageReader:
         self._handle, self.meta, self._where = handle, meta, where
         self._pages: dict[int, Branch | Leaf] = {}
         self._trees: dict[bytes, Tree] = {}
+        self._found: dict[int, tuple[Leaf, bytes, bytes | None]] = {}
         self._writable: dict[int, Bounds] = {}
         if meta.free.flags != _INTEGER_KEYS or meta.main.flags != 0:
             raise self._bad(0, "its flags are not those of a store")
@@ -126,6 +130,18 @@ class PageReader:
         """Where the key's value is, all pages on the way and the value's extent checked."""
         if tree.root == NO_PAGE:
             return None
+        leaf, low, high = self._found.get(tree.root, _NOWHERE)
+        if not (low <= key and (high is None or key < high)):
+            leaf, (low, high) = self._leaf_of(tree, key)
+            self._found[tree.root] = leaf, low, high  # a chunk's blobs follow one another
+        at = bisect_right(leaf.keys, key) - 1
+        if at < 0 or leaf.keys[at] != key:
+            return None
+        self.check_extent(leaf.nodes[at])
+        return leaf.nodes[at]
+
+    def _leaf_of(self, tree: Tree, key: bytes) -> tuple[Leaf, Bounds]:
+        """The leaf that holds the key if the tree does, and what it may hold."""
         pgno, depth, bounds = tree.root, 1, _EVERYTHING
         while isinstance(page := self._page_within(pgno, tree, bounds), Branch):
             at = max(0, bisect_right(page.keys, key) - 1)
@@ -135,11 +151,7 @@ class PageReader:
                 raise self._bad(pgno, "the tree is deeper than any tree")
         if depth != tree.depth:
             raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
-        at = bisect_right(page.keys, key) - 1
-        if at < 0 or page.keys[at] != key:
-            return None
-        self.check_extent(page.nodes[at])
-        return page.nodes[at]
+        return page, bounds
 
     def nodes(self, tree: Tree, start: bytes = b"") -> Iterator[Node]:
         """All nodes from `start` on, in key order. Extents are not checked: `check_extent` before the value is read."""
