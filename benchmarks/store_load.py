@@ -13,13 +13,15 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
-from cacheblend_kernels import select_backend
+from cacheblend_kernels import compiled_load, select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
 from cacheblend_store.codecs import CODECS, encode_kv, is_lossless
 from cacheblend_store.layouts import blob_spec
@@ -41,12 +43,13 @@ from cacheblend_cli.model.spec import ModelSpec, spec_from_config
 from cacheblend_cli.prompt.plan import ChunkInput, Segment
 
 TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
+LARGE_LAYERS = 6  # of Llama-3.1-8B's 32: blobs of 4 MiB instead of half a one
 CPU = torch.device("cpu")
 Chunk = tuple[ChunkManifest, list[bytes]]
 
 
-def shape() -> ModelSpec:
-    return spec_from_config(json.loads((ROOT / "configs/qwen2.5-0.5b.json").read_text()))
+def shape(name: str = "qwen2.5-0.5b") -> ModelSpec:
+    return spec_from_config(json.loads((ROOT / f"configs/{name}.json").read_text()))
 
 
 def make_chunk(spec: ModelSpec, seed: int, codec: str = "float32", num_tokens: int = CHUNK_TOKENS) -> Chunk:
@@ -70,8 +73,8 @@ def make_chunk(spec: ModelSpec, seed: int, codec: str = "float32", num_tokens: i
 class Prompt:
     """TOKENS tokens of chunks in a store and their places in a prompt. What a loader asks of a decoder, without weights."""
 
-    def __init__(self, store: ChunkStore, codec: str = "float32") -> None:
-        self.store, self.spec = store, shape()
+    def __init__(self, store: ChunkStore, spec: ModelSpec, codec: str = "float32") -> None:
+        self.store, self.spec = store, spec
         chunks = [make_chunk(self.spec, seed, codec) for seed in range(TOKENS // CHUNK_TOKENS)]
         store.put_chunks(chunks)
         with store.read() as reader:
@@ -102,6 +105,11 @@ class Prompt:
             loader.wait(self.spec.num_layers - 1)  # leaving waits for whatever other threads still do
         sequence.release()
         return loader
+
+    def load_by_torch(self, pool: KVPool, threads: int) -> KVLoader:
+        """As an installation without a C compiler does it."""
+        with patch.object(compiled_load, "compiled_function", lambda: None):
+            return self.load(pool, threads)
 
     def targets(self, buffers: Sequence[torch.Tensor]) -> dict[tuple[int, int], dict[str, memoryview]]:
         """Where in the buffers the tensors of (layer, chunk) go."""
@@ -208,16 +216,23 @@ def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple
 
 
 def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
-    with ChunkStore.open(folder / "load", mode="write") as store:
-        prompt = Prompt(store)
-        flat = FlatFile(folder / "flat", prompt)
-        result: dict[str, Any] = {
-            "tokens": TOKENS,
-            "chunk_tokens": CHUNK_TOKENS,
-            "bytes": prompt.num_bytes,
-            "rounds": rounds,
-            "rows": [],
-        }
+    large = replace(shape("llama-3.1-8b"), num_layers=LARGE_LAYERS)
+    return {
+        "tokens": TOKENS,
+        "chunk_tokens": CHUNK_TOKENS,
+        "rounds": rounds,
+        "compiled": compiled_load.compiled_function() is not None,
+        **_beside_a_copy(folder / "small", shape(), rounds),
+        "large": {"layers": LARGE_LAYERS, **_beside_a_copy(folder / "large", large, rounds)},
+        "codecs": [_codec(folder, codec, rounds) for codec in CODECS],
+    }
+
+
+def _beside_a_copy(folder: Path, spec: ModelSpec, rounds: int) -> dict[str, Any]:
+    with ChunkStore.open(folder, mode="write") as store:
+        prompt = Prompt(store, spec)
+        flat = FlatFile(folder.with_suffix(".flat"), prompt)
+        rows = []
         for threads in (1, 2):
             pool, buffers = prompt.pool(), flat.buffers()
             targets = prompt.targets(flat.buffers())
@@ -227,6 +242,7 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
                     "staging": lambda t=targets, n=threads: timed(lambda: prompt.copy_verified(t, n)),
                     "copy": lambda b=buffers, n=threads: timed(lambda: flat.copy(b, n)),
                     "fresh_pool": Fresh(prompt.pool, prompt.load, threads),
+                    "fresh_pool_torch": Fresh(prompt.pool, prompt.load_by_torch, threads),
                     "fresh_copy": Fresh(flat.buffers, flat.copy, threads),
                     "fresh_copy_populated": Fresh(flat.buffers, partial(flat.copy, prepare=populate), threads),
                 },
@@ -236,17 +252,17 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
                 "pool": seconds["copy"] / seconds["pool"],
                 "staging": seconds["copy"] / seconds["staging"],
                 "fresh_pool": seconds["fresh_copy"] / seconds["fresh_pool"],
+                "fresh_pool_torch": seconds["fresh_copy"] / seconds["fresh_pool_torch"],
                 "fresh_pool_populated": seconds["fresh_copy_populated"] / seconds["fresh_pool"],
             }
-            result["rows"].append({"threads": threads, "seconds": seconds, "median_seconds": median, "ratio": ratios})
-    result["codecs"] = [_codec(folder, codec, rounds) for codec in CODECS]
-    return result
+            rows.append({"threads": threads, "seconds": seconds, "median_seconds": median, "ratio": ratios})
+        return {"bytes": prompt.num_bytes, "rows": rows}
 
 
 def _codec(folder: Path, codec: str, rounds: int) -> dict[str, Any]:
     """Into an fp32 pool that was used before, with one thread."""
     with ChunkStore.open(folder / f"load-{codec}", mode="write") as store:
-        prompt = Prompt(store, codec)
+        prompt = Prompt(store, shape(), codec)
         pool = prompt.pool()
         seconds = best_and_median({"load": lambda: timed(lambda: prompt.load(pool, 1))}, rounds)[0]["load"]
         spec = prompt.spec

@@ -13,7 +13,7 @@ import itertools
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cacheblend_store.errors import StoreCorrupt, StoreIOError
@@ -29,6 +29,7 @@ _INTEGER_KEYS = 8  # the free list's flags
 _NODE = struct.Struct("<HHHH")
 _PAGE = struct.Struct("<QHHHH")
 _TREE = struct.Struct("<IHHQQQQQ")
+_NUMBER = struct.Struct("<Q")
 
 
 class Tree(NamedTuple):
@@ -283,46 +284,57 @@ class PageReader:
         if branch and count < 2 and tree is not self.meta.free:
             raise self._bad(pgno, "it is a branch of one")
         pointers = struct.unpack_from(f"<{count}H", data, HEADER)
-        keys: list[bytes] = []
-        nodes: list[Node] = []
-        children: list[int] = []
-        ends: dict[int, int] = {}
-        for at in pointers:
-            if at < upper or at + 8 > size:
-                raise self._bad(pgno, "a node lies outside of it")
-            low, high, node_flags, key_size = _NODE.unpack_from(data, at)
-            body = at + 8 + key_size
-            key = data[at + 8 : body]
-            keys.append(key)
-            if branch:
-                child = low | high << 16 | node_flags << 32
-                if not 2 <= child < self.meta.next_pgno:
-                    raise self._bad(pgno, "a node names a page that is not there")
-                children.append(child)
-            else:
-                value_size = low | high << 16
-                big = node_flags == _BIG
-                end = body + (8 if big else value_size)
-                if end > size or node_flags not in (0, _BIG, _SUBTREE) or not 1 <= key_size <= 511:
-                    raise self._bad(pgno, "a node of it is damaged")
-                first = int.from_bytes(data[body : body + 8], "little") if big else 0
-                if big and not 2 <= first < self.meta.next_pgno:
-                    raise self._bad(pgno, "a node names a page that is not there")
-                nodes.append(Node(key, value_size, b"" if big else data[body:end], first, node_flags))
-                body = end
-            ends[at] = body + (body & 1)
-        self._check_packed(pgno, ends, count, upper)
-        self._check_order(pgno, keys[1:] if branch else keys, tree)
-        return Branch([b"", *keys[1:]], children) if branch else Leaf(keys, nodes)
+        if min(pointers) < upper or max(pointers) + _NODE.size > size:
+            raise self._bad(pgno, "a node lies outside of it")
+        page, ends = (self._branch if branch else self._leaf)(pgno, data, pointers)
+        self._check_packed(pgno, sorted(zip(pointers, ends, strict=True)), upper)
+        self._check_order(pgno, page.keys[1:] if branch else page.keys, tree)
+        return page
 
-    def _check_packed(self, pgno: int, ends: dict[int, int], count: int, upper: int) -> None:
-        """Nodes fill a page from `upper` to its end without a gap; LMDB's moves rely on it."""
+    def _branch(self, pgno: int, data: bytes, pointers: Sequence[int]) -> tuple[Branch, list[int]]:
+        """The page, and where each node ends."""
+        keys: list[bytes] = []
+        children: list[int] = []
+        ends: list[int] = []
+        for at in pointers:
+            low, middle, high, key_size = _NODE.unpack_from(data, at)
+            end = at + _NODE.size + key_size
+            keys.append(data[at + _NODE.size : end])
+            children.append(low | middle << 16 | high << 32)
+            ends.append(end)
+        if min(children) < 2 or max(children) >= self.meta.next_pgno:
+            raise self._bad(pgno, "a node names a page that is not there")
+        return Branch([b"", *keys[1:]], children), ends
+
+    def _leaf(self, pgno: int, data: bytes, pointers: Sequence[int]) -> tuple[Leaf, list[int]]:
+        """The page, and where each node ends."""
+        size, num_pages = len(data), self.meta.next_pgno
+        nodes: list[Node] = []
+        ends: list[int] = []
+        for at in pointers:
+            low, high, flags, key_size = _NODE.unpack_from(data, at)
+            body = at + _NODE.size + key_size
+            value_size = low | high << 16
+            end = body + (_NUMBER.size if flags == _BIG else value_size)
+            if end > size or not 1 <= key_size <= 511 or flags not in (0, _BIG, _SUBTREE):
+                raise self._bad(pgno, "a node of it is damaged")
+            key, inline, first = data[at + _NODE.size : body], data[body:end], 0
+            if flags == _BIG:
+                inline, (first,) = b"", _NUMBER.unpack(inline)
+                if not 2 <= first < num_pages:
+                    raise self._bad(pgno, "a node names a page that is not there")
+            nodes.append(Node(key, value_size, inline, first, flags))
+            ends.append(end)
+        return Leaf([node.key for node in nodes], nodes), ends
+
+    def _check_packed(self, pgno: int, nodes: Sequence[tuple[int, int]], upper: int) -> None:
+        """Nodes (start, end), in order, fill a page from `upper` to its end without a gap; LMDB's moves rely on it."""
         at = upper
-        for start in sorted(ends):
+        for start, end in nodes:
             if start != at:
                 raise self._bad(pgno, "its nodes overlap or leave a gap")
-            at = ends[start]
-        if len(ends) != count or at != self.meta.page_size:
+            at = end + (end & 1)
+        if at != self.meta.page_size:
             raise self._bad(pgno, "its nodes overlap or leave a gap")
 
     def _check_order(self, pgno: int, keys: list[bytes], tree: Tree) -> None:

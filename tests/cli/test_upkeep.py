@@ -201,7 +201,7 @@ def test_what_was_asked_about_is_not_the_least_recently_used(cli: Cli, docs: Pat
     assert set(sizes) - {new} == {m.id for m in ChunkStore.open(tmp_path / "store").chunks(prefixes=True)}
 
 
-def no_space(*_: object) -> NoReturn:
+def no_space(*_: object, **__: object) -> NoReturn:
     raise StoreNoSpace("the disk is full", "free some of it")
 
 
