@@ -25,6 +25,7 @@ DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 OWN_FILES = ("writer.lock", "open.lock", "making.tmp", "search.sqlite3", "search.sqlite3-journal")
 _MIN_FREE_BYTES = 64 << 20
 _TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
+_LOOKS = 32  # at a file that others write to
 _TAILS_KEPT = 64
 _free_tails = set[tuple[int, int, int, int]]()
 """Files that end before free pages: device, inode, commit and length."""
@@ -82,12 +83,12 @@ def check_file(data: Path) -> Meta:
     except OSError as error:
         raise _unreadable(data, error) from error
     try:
-        for attempt in range(8):  # a commit of another process between two reads looks like damage: look again
+        for attempt in range(_LOOKS):  # commits of others between two reads look like damage, or like other data
             before = _moment(handle)
             try:
                 return _check_pages(handle, data)
-            except StoreCorrupt:
-                if attempt == 7 or (attempt and before == _moment(handle)):
+            except (StoreCorrupt, StoreFormat):
+                if attempt == _LOOKS - 1 or (attempt and before == _moment(handle)):
                     raise
         raise AssertionError("unreachable")
     finally:

@@ -17,6 +17,7 @@ from cacheblend_store import filesystem as store_filesystem
 from cacheblend_store.environment import open_environment
 from cacheblend_store.filesystem import filesystem_type
 from cacheblend_store.locks import writer_lock
+from cacheblend_store.pages import Meta
 from cacheblend_store.records import use_record
 from children import Child, Ended, limit_memory, outcomes
 from chunk_dataset import ChunkDataset
@@ -442,3 +443,19 @@ def test_a_networks_disk_is_refused_unless_forced(
         ChunkStore.open(store.path.parent / "new", mode="write")
     with ChunkStore.open(store.path, mode="write", force=True) as forced:
         forced.put_chunk(*make_chunk(950))
+
+
+def test_commits_of_others_while_the_file_is_looked_at(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may put other data where the list of databases was, which is no reason to call the file another's."""
+    check, looks = store_filesystem._check_pages, list[int]()
+
+    def overtaken(handle: int, data: Path) -> Meta:
+        looks.append(len(looks))
+        if len(looks) < 4:
+            store.put_chunks([make_chunk(COUNT + len(looks))])
+            raise StoreFormat("what was read is of another commit")
+        return check(handle, data)
+
+    monkeypatch.setattr(store_filesystem, "_check_pages", overtaken)
+    store_filesystem.check_file(store.path / "data.mdb")
+    assert len(looks) == 4
