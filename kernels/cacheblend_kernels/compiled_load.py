@@ -73,13 +73,13 @@ def load_kv(
     table, pool = (num_rows, head_dim), (num_blocks, block_size, num_heads, head_dim)
     in_store = (num_rows, num_heads, head_dim // 2 if form == _CODES4 else head_dim)
     if not (
-        _is(k, in_store, k.dtype)
-        and _is(v, in_store, k.dtype)
-        and _is(k_cache, pool, torch.float32)
-        and _is(v_cache, pool, torch.float32)
-        and _is(cos, table, torch.float32)
-        and _is(sin, table, torch.float32)
-        and (first_slot >= 0 or _is(slot_mapping, (num_rows,), torch.int64))
+        _is_array(k, in_store, k.dtype)
+        and _is_array(v, in_store, k.dtype)
+        and _is_array(k_cache, pool, torch.float32)
+        and _is_array(v_cache, pool, torch.float32)
+        and _is_array(cos, table, torch.float32)
+        and _is_array(sin, table, torch.float32)
+        and (first_slot >= 0 or _is_array(slot_mapping, (num_rows,), torch.int64))
         and _are_scales(scales, form, num_rows, num_heads, head_dim, group_size)
     ):
         return False
@@ -93,8 +93,8 @@ def load_kv(
     return True
 
 
-def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether the tensor is that in the memory of the host, its values one after another and aligned."""
+def _is_array(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the tensor is an array of that shape and dtype in the memory of the host, packed and aligned."""
     return (
         tensor.shape == shape
         and tensor.dtype == dtype
@@ -115,6 +115,6 @@ def _are_scales(
     else:
         return not any(t is not None for t in scales)
     return all(
-        t is None if shape is None else t is not None and _is(t, shape, torch.float32)
+        t is None if shape is None else t is not None and _is_array(t, shape, torch.float32)
         for t, shape in zip(scales, shapes, strict=True)
     )

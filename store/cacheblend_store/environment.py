@@ -38,6 +38,7 @@ from cacheblend_store.filesystem import (
     read_meta,
 )
 from cacheblend_store.forks import detach_lock_table
+from cacheblend_store.heap import keep_freed_memory
 from cacheblend_store.pages import Meta, PageReader, parse_meta
 from cacheblend_store.translation import MapOutgrown, Panic, translated
 from cacheblend_store.writeback import early_writeback
@@ -219,8 +220,10 @@ class Environment:
     def writing(self, lock_timeout: float, *, large: bool = False) -> Iterator[tuple[Any, PageReader]]:
         """A write transaction under the writer lock, and the checked pages it starts from. Durable at the end.
 
-        large: it writes megabytes.
+        large: it writes megabytes, whose memory is kept for the next one, and with which the disk begins early.
         """
+        if large:
+            keep_freed_memory()
         with locks.writer_lock(self.path, lock_timeout), self.gate:
             self._follow_file(write=True)
             with translated(self.path):  # a reader that was killed would keep every page freed since, while we write

@@ -286,12 +286,12 @@ class PageReader:
         pointers = struct.unpack_from(f"<{count}H", data, HEADER)
         if min(pointers) < upper or max(pointers) + _NODE.size > size:
             raise self._bad(pgno, "a node lies outside of it")
-        page, ends = (self._branch if branch else self._leaf)(pgno, data, pointers)
+        page, ends = (self._parse_branch if branch else self._parse_leaf)(pgno, data, pointers)
         self._check_packed(pgno, sorted(zip(pointers, ends, strict=True)), upper)
         self._check_order(pgno, page.keys[1:] if branch else page.keys, tree)
         return page
 
-    def _branch(self, pgno: int, data: bytes, pointers: Sequence[int]) -> tuple[Branch, list[int]]:
+    def _parse_branch(self, pgno: int, data: bytes, pointers: Sequence[int]) -> tuple[Branch, list[int]]:
         """The page, and where each node ends."""
         keys: list[bytes] = []
         children: list[int] = []
@@ -306,7 +306,7 @@ class PageReader:
             raise self._bad(pgno, "a node names a page that is not there")
         return Branch([b"", *keys[1:]], children), ends
 
-    def _leaf(self, pgno: int, data: bytes, pointers: Sequence[int]) -> tuple[Leaf, list[int]]:
+    def _parse_leaf(self, pgno: int, data: bytes, pointers: Sequence[int]) -> tuple[Leaf, list[int]]:
         """The page, and where each node ends."""
         size, num_pages = len(data), self.meta.next_pgno
         nodes: list[Node] = []

@@ -16,7 +16,6 @@ from cacheblend_store.datafile import MAP_SIZE
 from cacheblend_store.environment import Environment, acquire, release
 from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.filesystem import check_space
-from cacheblend_store.heap import keep_freed_memory
 from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES
 from cacheblend_store.progress import Progress
 from cacheblend_store.prune import PruneReport, prune
@@ -273,8 +272,6 @@ class ChunkStore:
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
         if not check_space(self.path, num_bytes, lambda: self.stats()["free_bytes"]):
             self._transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
-        if num_bytes >= _LARGE:
-            keep_freed_memory()
 
         def put(writer: StoreWriter) -> list[PutStatus]:
             keep = {manifest.key for manifest, _ in given}
@@ -391,8 +388,8 @@ class ChunkStore:
     ) -> T:
         """Run `work` in a write transaction and commit; again in a larger map when it was full.
 
-        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with. num_bytes: what
-        it is about to write, as far as that is known to be much.
+        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with. num_bytes: of
+        blobs that it is about to write.
         """
         self._require_writable()
         timeout, panicked = self._lock_timeout if lock_timeout is None else lock_timeout, False

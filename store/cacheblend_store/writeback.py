@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -32,12 +32,14 @@ def early_writeback(handle: int) -> Iterator[None]:
             begin(handle, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes from 0 on: the whole file
 
     thread = threading.Thread(target=work, name="early-writeback", daemon=True)
-    thread.start()
+    with suppress(RuntimeError):  # the system gives no more threads: the disk begins later
+        thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 @cache

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, writeback
+from cacheblend_store import ChunkStore, environment, writeback
 from cacheblend_store import store as store_module
 from small_chunks import make_chunk, read_chunk
 
@@ -39,11 +42,25 @@ def test_the_disk_is_told_while_a_commit_goes_on(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(writeback, "_sync_file_range", lambda: begin)
     with (tmp_path / "file").open("wb") as stream, writeback.early_writeback(stream.fileno()):
         assert again.wait(10)
-    calls = len(told)
     assert set(told) == {(0, 0, 2)}
     assert not [t for t in threading.enumerate() if t.name == "early-writeback"]
-    assert _put_and_read(tmp_path / "store")
-    assert len(told) >= calls
+
+
+@pytest.mark.parametrize(("large", "commits"), [(0, 1), (1 << 30, 0)])
+def test_of_large_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int, commits: int) -> None:
+    begun = []
+
+    @contextmanager
+    def early_writeback(handle: int) -> Iterator[None]:
+        begun.append(os.fstat(handle).st_ino)
+        yield
+
+    monkeypatch.setattr(store_module, "_LARGE", large)
+    monkeypatch.setattr(environment, "early_writeback", early_writeback)
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        begun.clear()
+        store.put_chunks(CHUNKS)
+    assert begun == [(tmp_path / "store" / "data.mdb").stat().st_ino] * commits
 
 
 def test_without_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +68,15 @@ def test_without_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert _put_and_read(tmp_path / "store")
 
 
-def test_its_errors_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert _put_and_read(tmp_path / "store")
+
+
+def test_a_call_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writeback, "_sync_file_range", lambda: lambda *_: -1)
     assert _put_and_read(tmp_path / "store")
     with pytest.raises(ZeroDivisionError), writeback.early_writeback(0):
