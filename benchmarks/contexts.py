@@ -24,7 +24,7 @@ import torch
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.engine.contexts import CONTEXTS
+from cacheblend_cli.corpus.contexts import CONTEXTS
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference
 from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.evaluate import FULL, Results, evaluate

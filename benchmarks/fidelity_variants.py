@@ -13,18 +13,19 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.api import Engine
+from cacheblend_cli.blend import prefill as blend
+from cacheblend_cli.blend.corrections import MeanShift
+from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
+from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, ensure_prefix, store_chunk
+from cacheblend_cli.collect.prefill import ChunkKV, collect
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine import blend, forward
-from cacheblend_cli.engine.ask import Prefilled, plan_of, prefill
-from cacheblend_cli.engine.collect import ChunkKV, collect
-from cacheblend_cli.engine.corrections import MeanShift
-from cacheblend_cli.engine.kv_pool import KVPool
-from cacheblend_cli.engine.precompute import PlannedChunk, collect_sequences, ensure_prefix, store_chunk
-from cacheblend_cli.engine.rows import Rows
-from cacheblend_cli.engine.selectors import SELECTORS, Candidates, Evidence
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.settings import Prefill
+from cacheblend_cli.kv import forward
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
+from cacheblend_cli.runtime.ask import Prefilled, plan_of, prefill
 
 
 @contextmanager

@@ -19,17 +19,18 @@ from gpu_cost import Ceilings
 from gpu_model import transformers_model
 from torch import Tensor
 
+from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, store_chunk
+from cacheblend_cli.collect.prefill import collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.ask import Prefilled, Request, prefill
-from cacheblend_cli.engine.collect import collect, collect_prefix
-from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
-from cacheblend_cli.engine.kv_loader import KVLoader
-from cacheblend_cli.engine.memory import DeviceMemory
-from cacheblend_cli.engine.precompute import Collection, PlannedChunk, collect_sequences, store_chunk
-from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.runtime.ask import Prefilled, Request, prefill
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
+from cacheblend_cli.runtime.memory import DeviceMemory
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 PREFIX_TOKENS = 16
 BLOCK_SIZE = 64

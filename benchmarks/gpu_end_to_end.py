@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_store.codecs import decode_kv, view_kv
+from cacheblend_store.format.codecs import decode_kv, view_kv
 from gpu_bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded, Scenario
 from gpu_budget import Budget
 from gpu_checks import TOLERANCE, rope_reference, row_error
@@ -24,12 +24,12 @@ from gpu_cost import Ceilings, decode_floor, decode_weight_bytes, prefill_floor,
 from gpu_model import random_model, read_config
 from torch import Tensor
 
-from cacheblend_cli.engine.ask import Prefilled
-from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.decode import DecodeRunner
-from cacheblend_cli.engine.generate import Generation, generate
-from cacheblend_cli.engine.memory import reserve
-from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.runtime.ask import Prefilled
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.decode import DecodeRunner
+from cacheblend_cli.runtime.generate import Generation, generate
+from cacheblend_cli.runtime.memory import reserve
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 __all__ = ["FULL", "TINY", "Scenario", "measure_end_to_end"]
 

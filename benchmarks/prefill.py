@@ -27,8 +27,6 @@ from cacheblend_store import ChunkStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend_cli.demo import model_dir
-from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.precompute import Collection
 from cacheblend_cli.evaluation.speed import (
     FirstToken,
     Layout,
@@ -40,6 +38,8 @@ from cacheblend_cli.evaluation.speed import (
     random_ids,
 )
 from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.runtime.config import BlendConfig
 
 ROOT = Path(__file__).parent.parent
 CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32

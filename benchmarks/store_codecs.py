@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from cacheblend_store.blob import parse_blob
-from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, view_kv
-from cacheblend_store.layouts import blob_spec
+from cacheblend_store.format.blobs import parse_blob
+from cacheblend_store.format.codecs import CODECS, decode_kv, encode_kv, view_kv
+from cacheblend_store.format.layouts import blob_spec
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.collect.prefill import Capture, ChunkKV, CollectSequence, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import cut
 from cacheblend_cli.corpus.documents import Document, read_documents
 from cacheblend_cli.demo import handbook_dir
-from cacheblend_cli.engine.collect import Capture, ChunkKV, CollectSequence, collect, collect_prefix
 from cacheblend_cli.evaluation.demo_table import ANSWER_TOKENS, demo_samples
 from cacheblend_cli.evaluation.evaluate import FULL, evaluate
 from cacheblend_cli.evaluation.settings import Setting

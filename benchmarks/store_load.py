@@ -23,24 +23,25 @@ from unittest.mock import patch
 import torch
 from cacheblend_kernels import compiled_load, select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
-from cacheblend_store.codecs import CODECS, encode_kv, is_lossless
-from cacheblend_store.layouts import blob_spec
+from cacheblend_store.format.codecs import CODECS, encode_kv, is_lossless
+from cacheblend_store.format.layouts import blob_spec
 from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 
+from cacheblend_cli.collect.precompute import PlannedChunk, store_chunk
+from cacheblend_cli.collect.prefill import Capture, CollectSequence, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
-from cacheblend_cli.engine.ask import Request, prefill
-from cacheblend_cli.engine.collect import Capture, CollectSequence, collect, collect_prefix
-from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.host_memory import populate
-from cacheblend_cli.engine.kv_loader import KVLoader
-from cacheblend_cli.engine.kv_pool import KVPool
-from cacheblend_cli.engine.precompute import Collection, PlannedChunk, store_chunk
-from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.kv.host_memory import populate
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec, spec_from_config
+from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, Segment
+from cacheblend_cli.runtime.ask import Request, prefill
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
 LARGE_LAYERS = 6  # of Llama-3.1-8B's 32: blobs of 4 MiB instead of half a one

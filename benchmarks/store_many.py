@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
-from cacheblend_store.blob import encode_blob
-from cacheblend_store.layouts import blob_spec
+from cacheblend_store.format.blobs import encode_blob
+from cacheblend_store.format.layouts import blob_spec
 from store_load import timed
 
 LAYERS, HEADS, DIM, NUM_TOKENS, PAGE, ASKED = 4, 1, 8, 64, 50, 8

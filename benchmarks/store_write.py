@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_store import ChunkStore
 from store_load import Chunk, best_and_median, make_chunk, shape, timed
 
-from cacheblend_cli.engine.commits import GROUP_BYTES
+from cacheblend_cli.collect.commits import GROUP_BYTES
 
 NUM_CHUNKS = 32
 

@@ -10,21 +10,10 @@ from typing import Any
 
 import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError
-from cacheblend_store.codecs import is_lossless
-from cacheblend_store.layouts import CODECS
+from cacheblend_store.format.codecs import is_lossless
+from cacheblend_store.format.layouts import CODECS
 
-from cacheblend_cli.corpus.documents import read_documents, source_name
-from cacheblend_cli.engine.answer import Answer
-from cacheblend_cli.engine.ask import Request, answer, check_length, plan_of, resolve_chunks
-from cacheblend_cli.engine.auto import Controller, Observed, check_auto, decided, kv_bytes
-from cacheblend_cli.engine.collect import collect, collect_prefix
-from cacheblend_cli.engine.config import BlendConfig, EngineConfig
-from cacheblend_cli.engine.contexts import prefer_exact
-from cacheblend_cli.engine.kv_pool import bytes_per_token
-from cacheblend_cli.engine.kv_scales import calibrate
-from cacheblend_cli.engine.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.precompute import (
-    Collection,
+from cacheblend_cli.collect.precompute import (
     PlannedChunk,
     PrecomputeEvent,
     PrecomputeOptions,
@@ -33,12 +22,23 @@ from cacheblend_cli.engine.precompute import (
     precompute,
     store_chunk,
 )
-from cacheblend_cli.engine.recheck import RecheckReport, recheck
-from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.collect.prefill import collect, collect_prefix
+from cacheblend_cli.collect.recheck import RecheckReport, recheck
+from cacheblend_cli.corpus.contexts import prefer_exact
+from cacheblend_cli.corpus.documents import read_documents, source_name
 from cacheblend_cli.errors import DeviceError, UsageError
+from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.pool import bytes_per_token
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.ask import Request, answer, check_length, plan_of, resolve_chunks
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.controller import Controller, Observed, check_auto, decided, kv_bytes
+from cacheblend_cli.runtime.memory import DeviceMemory, reserve
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 __all__ = [
     "Answer",

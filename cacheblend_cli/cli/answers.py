@@ -10,7 +10,7 @@ from cacheblend_cli.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.engine.auto import AutoReport
+    from cacheblend_cli.runtime.controller import AutoReport
 
 
 def show_answer(answer: Answer, output: Output, *, json: bool, ids: bool, explain: bool, extra: dict[str, Any]) -> None:

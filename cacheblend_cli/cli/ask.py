@@ -185,8 +185,8 @@ def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
 def blend_config(settings: Settings) -> BlendConfig:
     """How the settings blend; with --ratio auto, at the floor. Raises UsageError."""
     from cacheblend_cli.api import BlendConfig
-    from cacheblend_cli.engine.config import parse_checks, parse_layers
-    from cacheblend_cli.engine.selectors import make_selector
+    from cacheblend_cli.blend.selectors import make_selector
+    from cacheblend_cli.runtime.config import parse_checks, parse_layers
 
     make_selector(settings.selector)
     ratio = settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio

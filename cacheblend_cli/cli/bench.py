@@ -53,7 +53,7 @@ def bench(
         model=model, device=device, dtype=dtype, attention_backend=attention_backend, kv_dtype=kv_dtype, threads=threads
     )
     blend = replace(blend_config(settings), checks=())  # the ratio is what is named here
-    from cacheblend_cli.engine.selectors import make_selector
+    from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.evaluation.bench import bench as measure
     from cacheblend_cli.evaluation.bench import layout_of
     from cacheblend_cli.evaluation.grid import grid

@@ -101,15 +101,15 @@ def evaluate(
         attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
     )  # fmt: skip
     path = _record_path(out, resume)
-    from cacheblend_cli.engine.auto import AutoPrefill
-    from cacheblend_cli.engine.precompute import PrecomputeOptions
-    from cacheblend_cli.engine.selectors import make_selector
+    from cacheblend_cli.blend.selectors import make_selector
+    from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
     from cacheblend_cli.evaluation.grid import grid
     from cacheblend_cli.evaluation.plot import check_plot
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.summary import summarise
+    from cacheblend_cli.runtime.controller import AutoPrefill
 
     if plot is not None:
         check_plot(plot)

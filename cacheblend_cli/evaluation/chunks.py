@@ -10,18 +10,18 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Engine
-from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.collect import collect
-from cacheblend_cli.engine.contexts import Neighbours, Passage, document_contexts
-from cacheblend_cli.engine.precompute import (
-    Collection,
+from cacheblend_cli.collect.precompute import (
     PlannedChunk,
     PrecomputeOptions,
     collect_sequences,
     ensure_prefix,
     store_chunk,
 )
+from cacheblend_cli.collect.prefill import collect
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
 from cacheblend_cli.evaluation.samples import Context, Sample
+from cacheblend_cli.prompt.collection import Collection
 
 SOURCE = "(sample)"
 
@@ -47,7 +47,7 @@ class SampleChunks:
         self._window = self._collection.window(self._options.window)
 
     def keys(self, sample: Sample, context: str) -> list[bytes]:
-        """The keys of the sample's chunks in prompt order. context: see engine/contexts.py."""
+        """The keys of the sample's chunks in prompt order. context: see corpus/contexts.py."""
         return [self._plan(c, context).key for c in sample.contexts]
 
     def num_tokens(self, sample: Sample) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
-from cacheblend_cli.engine.ask import Prefilled, check_length, prefill
-from cacheblend_cli.engine.precompute import PrecomputeOptions
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import Measured, Reference, prefill_in_pieces, run_full, run_setting
@@ -19,6 +18,7 @@ from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.runtime.ask import Prefilled, check_length, prefill
 
 FULL = Setting("full prefill", BlendConfig(mode="full"))
 NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)

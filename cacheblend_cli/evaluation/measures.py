@@ -11,18 +11,18 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
-from cacheblend_cli.engine.ask import Prefilled, Request, prefill
-from cacheblend_cli.engine.blend import PrefillResult
-from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.forward import forward
-from cacheblend_cli.engine.generate import generate
-from cacheblend_cli.engine.kv_loader import KVLoader
-from cacheblend_cli.engine.kv_pool import KVPool
-from cacheblend_cli.engine.precompute import Collection
-from cacheblend_cli.engine.rows import rows_of
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.evaluation.settings import Prefill
+from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import plan_prompt
+from cacheblend_cli.runtime.ask import Prefilled, Request, prefill
+from cacheblend_cli.runtime.fidelity import Divergence, divergence, log_distribution, teacher_forced
+from cacheblend_cli.runtime.generate import generate
 
 
 @dataclass(frozen=True)

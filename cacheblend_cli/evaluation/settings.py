@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig
-from cacheblend_cli.engine.ask import Prefilled, Request
-from cacheblend_cli.engine.precompute import Collection
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.runtime.ask import Prefilled, Request
 
 
 class Prefill(Protocol):
-    """How a prompt's KV is filled: `cacheblend_cli.engine.ask.prefill`, or a variant of it under study."""
+    """How a prompt's KV is filled: `cacheblend_cli.runtime.ask.prefill`, or a variant of it under study."""
 
     def __call__(
         self,
@@ -33,7 +33,7 @@ class Prefill(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """label names it in tables and must be its own. context: how its chunks are collected, see engine/contexts.py.
+    """label names it in tables and must be its own. context: how its chunks are collected, see corpus/contexts.py.
 
     prefill: None for the engine's own; a variant is told apart by the label alone. auto: it chooses the ratio itself, and
     blend.ratio is only its floor.

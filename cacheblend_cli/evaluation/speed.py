@@ -11,20 +11,21 @@ from typing import TypeVar
 
 import torch
 from cacheblend_store import ChunkStore
-from cacheblend_store.codecs import is_lossless
-from cacheblend_store.filesystem import check_space
+from cacheblend_store.format.codecs import is_lossless
+from cacheblend_store.lmdb_file.filesystem import check_space
 from torch import Tensor
 
+from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, ensure_prefix, store_chunk
+from cacheblend_cli.collect.prefill import collect
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.ask import Prefilled, Request, plan_of, prefill, resolve_chunks
-from cacheblend_cli.engine.collect import collect
-from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.generate import generate
-from cacheblend_cli.engine.memory import DeviceMemory, runner_of
-from cacheblend_cli.engine.precompute import Collection, PlannedChunk, collect_sequences, ensure_prefix, store_chunk
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.runtime.ask import Prefilled, Request, plan_of, prefill, resolve_chunks
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.generate import generate
+from cacheblend_cli.runtime.memory import DeviceMemory, runner_of
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 T = TypeVar("T")
 Ids = tuple[int, ...]

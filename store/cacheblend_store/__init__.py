@@ -1,6 +1,8 @@
 """The chunk-KV store on LMDB: records, digests, one transaction a chunk. Knows no model and imports no torch."""
 
-from cacheblend_store.archive_input import ArchiveLimits
+from cacheblend_store.archive.exporting import ExportReport, export_chunks
+from cacheblend_store.archive.importing import ImportedChunk, ImportReport, import_chunks
+from cacheblend_store.archive.input import ArchiveLimits
 from cacheblend_store.errors import (
     AmbiguousId,
     ArchiveError,
@@ -17,15 +19,13 @@ from cacheblend_store.errors import (
     StoreNotFound,
     StorePermission,
 )
-from cacheblend_store.exporting import ExportReport, export_chunks
-from cacheblend_store.importing import ImportedChunk, ImportReport, import_chunks
-from cacheblend_store.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
-from cacheblend_store.prune import PruneReport
-from cacheblend_store.records import ChunkManifest, DocumentChunk, DocumentRecord
-from cacheblend_store.salvage import SalvageReport
-from cacheblend_store.stats import Share, StoreStats
+from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
+from cacheblend_store.format.records import ChunkManifest, DocumentChunk, DocumentRecord
 from cacheblend_store.store import ChunkStore, StoreReader
-from cacheblend_store.verify import Finding, VerifyReport
+from cacheblend_store.upkeep.prune import PruneReport
+from cacheblend_store.upkeep.salvage import SalvageReport
+from cacheblend_store.upkeep.stats import Share, StoreStats
+from cacheblend_store.upkeep.verify import Finding, VerifyReport
 
 __all__ = [
     "FORMAT_VERSION",

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
-from cacheblend_store.keys import blob_key
-from cacheblend_store.layouts import blob_layout
-from cacheblend_store.pages import PageReader
-from cacheblend_store.records import (
+from cacheblend_store.format.keys import blob_key
+from cacheblend_store.format.layouts import blob_layout
+from cacheblend_store.format.records import (
     ChunkManifest,
     DocumentRecord,
     blob_digest,
@@ -17,6 +16,7 @@ from cacheblend_store.records import (
     decode_document,
     decode_manifest,
 )
+from cacheblend_store.lmdb_file.pages import PageReader
 from cacheblend_store.state import State, read_state, state_value
 
 COPY_PIECE = 1 << 18  # bytes: fits a core's own cache

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreFormat
-from cacheblend_store.keys import FORMAT_VERSION
-from cacheblend_store.pages import HEADER, PageReader
-from cacheblend_store.plain_json import check_fields, load_object
-from cacheblend_store.records import seal, unseal
+from cacheblend_store.format.keys import FORMAT_VERSION
+from cacheblend_store.format.plain_json import check_fields, load_object
+from cacheblend_store.format.records import seal, unseal
+from cacheblend_store.lmdb_file.pages import HEADER, PageReader
 
 _VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
 

@@ -11,21 +11,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from cacheblend_store.compaction import compact
-from cacheblend_store.datafile import MAP_SIZE
-from cacheblend_store.environment import Environment, acquire, release
 from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
-from cacheblend_store.filesystem import check_space
-from cacheblend_store.keys import FORMAT_VERSION, KEY_BYTES
+from cacheblend_store.format.keys import FORMAT_VERSION, KEY_BYTES
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
+from cacheblend_store.lmdb_file.datafile import MAP_SIZE
+from cacheblend_store.lmdb_file.environment import Environment, acquire, release
+from cacheblend_store.lmdb_file.filesystem import check_space
+from cacheblend_store.lmdb_file.translation import MapFull, Panic
 from cacheblend_store.progress import Progress
-from cacheblend_store.prune import PruneReport, prune
 from cacheblend_store.reader import StoreReader
-from cacheblend_store.records import ChunkManifest, DocumentRecord, document_key
-from cacheblend_store.salvage import SalvageReport, salvage
 from cacheblend_store.state import read_identity
-from cacheblend_store.stats import StoreStats, collect_stats
-from cacheblend_store.translation import MapFull, Panic
-from cacheblend_store.verify import VerifyReport, verify
+from cacheblend_store.upkeep.compaction import compact
+from cacheblend_store.upkeep.prune import PruneReport, prune
+from cacheblend_store.upkeep.salvage import SalvageReport, salvage
+from cacheblend_store.upkeep.stats import StoreStats, collect_stats
+from cacheblend_store.upkeep.verify import VerifyReport, verify
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_sizes
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from cacheblend_store.errors import BadBlob, StoreFull
-from cacheblend_store.keys import KEY_BYTES, blob_key
-from cacheblend_store.pages import PageReader
-from cacheblend_store.records import (
+from cacheblend_store.format.keys import KEY_BYTES, blob_key
+from cacheblend_store.format.records import (
     DIGEST_BYTES,
     ChunkManifest,
     DocumentRecord,
@@ -23,6 +22,7 @@ from cacheblend_store.records import (
     use_record,
     used_at,
 )
+from cacheblend_store.lmdb_file.pages import PageReader
 from cacheblend_store.state import footprint, read_state, recount, state_value, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import pytest
 from cacheblend_store import ChunkStore, StoreNoSpace
-from cacheblend_store.codecs import CODECS
-from cacheblend_store.environment import Environment
+from cacheblend_store.format.codecs import CODECS
+from cacheblend_store.lmdb_file.environment import Environment
 from forging import forge
 
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
@@ -179,7 +179,7 @@ def test_sizes_and_ages() -> None:
 
 
 def test_a_networks_disk_is_refused_unless_forced(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_store.filesystem.filesystem_type", lambda path: "nfs4")
+    monkeypatch.setattr("cacheblend_store.lmdb_file.filesystem.filesystem_type", lambda path: "nfs4")
     refused = cli("chunks", "ls")
     assert refused.code == 4
     assert "network filesystem (nfs4)" in refused.err

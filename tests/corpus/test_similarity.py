@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts, prefer_exact
 from cacheblend_cli.corpus.similarity import TfIdf
-from cacheblend_cli.engine.contexts import Neighbours, Passage, document_contexts, prefer_exact
 
 TEXTS = [
     "The billing team sends invoices on Monday.",

@@ -33,8 +33,8 @@ from cacheblend_store import (
     export_chunks,
     import_chunks,
 )
-from cacheblend_store.codecs import CODECS, encode_kv
-from cacheblend_store.keys import blob_key
+from cacheblend_store.format.codecs import CODECS, encode_kv
+from cacheblend_store.format.keys import blob_key
 from children import Ended, limit_memory, outcomes
 from mutations import mutate
 from safetensors import safe_open
@@ -257,7 +257,7 @@ def test_without_the_prefix_ids_are_not_proven(tmp_path: Path, archive: Path) ->
 
 
 def test_an_interrupted_import_goes_on(tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_store.importing._BATCH_BYTES", 1)  # a transaction a chunk
+    monkeypatch.setattr("cacheblend_store.archive.importing._BATCH_BYTES", 1)  # a transaction a chunk
     with fill(tmp_path / "a") as store:
         export_chunks(store, archive)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cacheblend_store import CodecError
-from cacheblend_store.blob import parse_blob
-from cacheblend_store.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
-from cacheblend_store.layouts import GROUP, PLAIN, blob_spec
+from cacheblend_store.format.blobs import parse_blob
+from cacheblend_store.format.codecs import CODECS, decode_kv, encode_kv, is_lossless, view_kv
+from cacheblend_store.format.layouts import GROUP, PLAIN, blob_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord
-from cacheblend_store.blob import encode_blob, parse_blob
-from cacheblend_store.layouts import CODECS, blob_spec
-from cacheblend_store.records import (
+from cacheblend_store.format.blobs import encode_blob, parse_blob
+from cacheblend_store.format.layouts import CODECS, blob_spec
+from cacheblend_store.format.records import (
     MAX_MANIFEST_BYTES,
     decode_document,
     decode_manifest,

@@ -12,9 +12,9 @@ from pathlib import Path
 import lmdb
 import pytest
 from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission
-from cacheblend_store.blob import MAX_HEADER_BYTES, blob_header, encode_blob, parse_blob
-from cacheblend_store.filesystem import DATABASES
-from cacheblend_store.layouts import blob_spec
+from cacheblend_store.format.blobs import MAX_HEADER_BYTES, blob_header, encode_blob, parse_blob
+from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.lmdb_file.filesystem import DATABASES
 from small_chunks import make_chunk
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from cacheblend_store import ChunkStore, StoreError, StoreFormat, StoreFull, StoreLocked, StorePermission
-from cacheblend_store import filesystem as store_filesystem
-from cacheblend_store.environment import open_environment
-from cacheblend_store.filesystem import filesystem_type
-from cacheblend_store.locks import writer_lock
-from cacheblend_store.pages import Meta
-from cacheblend_store.records import use_record
+from cacheblend_store.format.records import use_record
+from cacheblend_store.lmdb_file import filesystem as store_filesystem
+from cacheblend_store.lmdb_file.environment import open_environment
+from cacheblend_store.lmdb_file.filesystem import filesystem_type
+from cacheblend_store.lmdb_file.locks import writer_lock
+from cacheblend_store.lmdb_file.pages import Meta
 from children import Child, Ended, limit_memory, outcomes
 from chunk_dataset import ChunkDataset
 from small_chunks import key_of, make_chunk, read_chunk, read_contents
@@ -124,7 +124,7 @@ def hold(path: Path) -> Callable[[Callable[[], None]], None]:
 def test_opening_beside_a_writer_that_was_stopped_ends(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_store.environment._LEAST_WAIT", 0.2)
+    monkeypatch.setattr("cacheblend_store.lmdb_file.environment._LEAST_WAIT", 0.2)
     path = tmp_path / "store"
     ChunkStore.open(path, mode="write").close()
     writer = Child(hold(path))
@@ -144,7 +144,7 @@ def test_opening_beside_a_writer_that_was_stopped_ends(
 
 def test_a_store_opens_once_a_stopped_writer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process that was refused before, whose first attempt LMDB lets wait still."""
-    monkeypatch.setattr("cacheblend_store.environment._LEAST_WAIT", 0.2)
+    monkeypatch.setattr("cacheblend_store.lmdb_file.environment._LEAST_WAIT", 0.2)
     path = tmp_path / "store"
     ChunkStore.open(path, mode="write").close()
     writer = Child(hold(path))
@@ -266,7 +266,7 @@ def test_a_fork_waits_for_a_thread_that_writes(store: ChunkStore) -> None:
 
 
 def test_a_child_of_a_writer_that_does_not_end_says_so(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_store.environment._FORK_WAIT", 0.05)
+    monkeypatch.setattr("cacheblend_store.lmdb_file.environment._FORK_WAIT", 0.05)
     writing, done = threading.Event(), threading.Event()
 
     def hold() -> None:

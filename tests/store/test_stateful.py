@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreFull
-from cacheblend_store.keys import KEY_BYTES, blob_key
-from cacheblend_store.records import encode_manifest
+from cacheblend_store.format.keys import KEY_BYTES, blob_key
+from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.state import footprint
 from cacheblend_store.writer import with_digests
 from hypothesis import HealthCheck, settings

@@ -30,12 +30,12 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
 )
-from cacheblend_store.blob import parse_blob
-from cacheblend_store.codecs import CODECS, encode_kv
-from cacheblend_store.environment import open_environment
-from cacheblend_store.keys import blob_key
-from cacheblend_store.layouts import blob_spec
-from cacheblend_store.locks import writer_lock
+from cacheblend_store.format.blobs import parse_blob
+from cacheblend_store.format.codecs import CODECS, encode_kv
+from cacheblend_store.format.keys import blob_key
+from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.lmdb_file.environment import open_environment
+from cacheblend_store.lmdb_file.locks import writer_lock
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
 LAYERS, HEADS, DIM = 3, 2, 8
@@ -252,7 +252,7 @@ def test_another_format_version_is_refused(store: ChunkStore) -> None:
 
 
 def test_the_writer_lock_names_its_holder(store: ChunkStore) -> None:
-    code = f"import sys; from pathlib import Path; from cacheblend_store.locks import writer_lock\nwith writer_lock(Path({str(store.path)!r}), 5):\n print('held', flush=True); sys.stdin.read()"
+    code = f"import sys; from pathlib import Path; from cacheblend_store.lmdb_file.locks import writer_lock\nwith writer_lock(Path({str(store.path)!r}), 5):\n print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     holder.stdout.readline()
@@ -314,7 +314,7 @@ def test_a_repair_that_fails_leaves_no_copy(store: ChunkStore, monkeypatch: pyte
 
     store.put_chunk(*make_chunk(1))
     store.close()
-    monkeypatch.setattr("cacheblend_store.salvage._Copier.run", fail)
+    monkeypatch.setattr("cacheblend_store.upkeep.salvage._Copier.run", fail)
     with pytest.raises(OSError, match="gone"):
         ChunkStore.repair(store.path)
     assert not (store.path / "making.tmp").exists()

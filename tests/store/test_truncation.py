@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat
-from cacheblend_store.filesystem import read_metas
-from cacheblend_store.pages import PageReader
+from cacheblend_store.lmdb_file.filesystem import read_metas
+from cacheblend_store.lmdb_file.pages import PageReader
 from children import Ended, outcomes
 from small_chunks import Operation, key_of, make_chunk, read_chunk, read_contents
 from torture import Ledger

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, environment, writeback
+from cacheblend_store import ChunkStore
 from cacheblend_store import store as store_module
+from cacheblend_store.lmdb_file import environment, writeback
 from small_chunks import make_chunk, read_chunk
 
 CHUNKS = [make_chunk(seed) for seed in range(8)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cacheblend_cli.engine.device import upload
-from cacheblend_cli.engine.forward import decode_step, next_rows
-from cacheblend_cli.engine.kv_pool import KVPool, PagedSequence
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.forward import decode_step, next_rows
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.model.decoder import Decoder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cacheblend_store import ChunkStore
-from cacheblend_store.codecs import decode_kv, encode_kv, view_kv
+from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
 
 
 def forge(path: Path, key: str) -> None:

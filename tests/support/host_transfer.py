@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.staging import Event
+from cacheblend_cli.kv.staging import Event
 
 
 class HostTransfer:

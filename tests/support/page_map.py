@@ -6,8 +6,8 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from cacheblend_store.filesystem import DATABASES, read_meta
-from cacheblend_store.pages import NO_PAGE, Branch, PageReader, Tree
+from cacheblend_store.lmdb_file.filesystem import DATABASES, read_meta
+from cacheblend_store.lmdb_file.pages import NO_PAGE, Branch, PageReader, Tree
 
 
 def page_map(data: Path) -> tuple[dict[str, list[int]], int]:

@@ -21,8 +21,8 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
 )
-from cacheblend_store.blob import encode_blob
-from cacheblend_store.layouts import blob_spec
+from cacheblend_store.format.blobs import encode_blob
+from cacheblend_store.format.layouts import blob_spec
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
 COLLECTION = collection_id(PARTS)

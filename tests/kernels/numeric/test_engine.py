@@ -12,10 +12,10 @@ from checkpoints import WORDS, write_checkpoint
 from decoding import decode_one_token
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.engine.ask import prefill
-from cacheblend_cli.engine.kv_pool import KVPool
-from cacheblend_cli.engine.kv_scales import calibrate
+from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.runtime.ask import prefill
 
 BLEND = BlendConfig(ratio=0.3)
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -1,0 +1,405 @@
+"""precompute: documents -> chunks -> collect behind the prefix -> codec -> store. Does only what changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cacheblend_store import (
+    BadBlob,
+    ChunkManifest,
+    ChunkStore,
+    DocumentRecord,
+    StoreReader,
+)
+from cacheblend_store.format.codecs import encode_kv
+
+from cacheblend_cli.collect.commits import ChunkCommits, Committed
+from cacheblend_cli.collect.document_records import document_record, gone_documents, is_news
+from cacheblend_cli.collect.prefill import (
+    Capture,
+    ChunkKV,
+    CollectSequence,
+    PrefixKV,
+    collect,
+    collect_prefix,
+    pack_tokens,
+)
+from cacheblend_cli.corpus.chunker import Chunk, cut
+from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.corpus.documents import Document, Skipped
+from cacheblend_cli.corpus.search import check_context
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection, check_kv_dtype
+
+PREFIX_SOURCE = "(prefix)"
+
+
+@dataclass(frozen=True)
+class PrecomputeOptions:
+    """context: what a chunk is collected behind, see corpus/contexts.py. window: tokens of a chunk and its left context
+    at most. neighbours: how many similar chunks `neighbours` takes."""
+
+    chunk_tokens: int = 512
+    context: str = "document"
+    window: int = 2048
+    neighbours: int = 3
+    kv_dtype: str = "auto"
+    force: bool = False
+    dry_run: bool = False
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        check_context(self.context)
+        if self.chunk_tokens < 1:
+            raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
+        if self.window < 1 or self.neighbours < 1:
+            name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
+            raise UsageError(f"--{name} {value} is not 1 or more", "see: cacheblend precompute --help")
+        check_kv_dtype(self.kv_dtype)
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """One line of `precompute --json`."""
+
+    id: str
+    source: str
+    index: int
+    tokens: int
+    bytes: int
+    status: Literal["new", "unchanged", "replaced"]
+
+
+@dataclass(frozen=True)
+class PrecomputeEvent:
+    """kind: "plan" (totals are known), "chunk", "skipped", "removed". message is for people."""
+
+    kind: Literal["plan", "chunk", "skipped", "removed"]
+    chunk: ChunkResult | None = None
+    message: str = ""
+    tokens_total: int = 0
+
+
+@dataclass
+class PrecomputeReport:
+    """removed: chunks of documents that are gone. evicted: chunks of these documents that the quota had no room for."""
+
+    documents: int = 0
+    new: int = 0
+    unchanged: int = 0
+    replaced: int = 0
+    removed: int = 0
+    evicted: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    estimated_seconds: float | None = None
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.computed_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk to collect or found in the store. left: token ids between the prefix and it."""
+
+    key: bytes
+    source: str
+    chunk: Chunk
+    left: tuple[int, ...]
+    context: str
+
+
+def precompute(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore | None,
+    documents: Iterable[Document | Skipped],
+    options: PrecomputeOptions,
+    on_event: Callable[[PrecomputeEvent], None],
+    block_size: int,
+    roots: Sequence[str] = (),
+) -> PrecomputeReport:
+    """Bring the store up to date with the documents. Each chunk is committed before it is reported.
+
+    roots: directories whose documents that are gone from disk are removed from the store. Safe to interrupt and to
+    run again: what is there is `unchanged`.
+    """
+    start, report = time.perf_counter(), PrecomputeReport()
+    found: list[tuple[Document, list[Chunk]]] = []
+    kept, no_documents = set[str](), set[str]()
+    for document in documents:
+        (kept if isinstance(document, Document) or document.unread else no_documents).add(document.source)
+        if isinstance(document, Skipped):
+            report.skipped.append((document.source, document.reason))
+            on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
+            continue
+        found.append((document, cut(document.text, model.tokenizer.encode_text, options.chunk_tokens)))
+    gone = gone_documents(collection, store, kept, no_documents, roots)
+    planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
+    report.documents = len(planned)
+    report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
+    report.bytes = sum(collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks)
+    on_event(PrecomputeEvent("plan", tokens_total=report.tokens))
+    if options.dry_run or store is None:
+        report.estimated_seconds = _estimate(model, collection, planned, block_size)
+        return report
+    prefix = ensure_prefix(model, collection, store, block_size)
+    commits = ChunkCommits(store)
+    for batch in _batches(planned, 4 * pack_tokens(model.decoder.device)):
+        _precompute_batch(model, collection, store, commits, prefix, batch, options, on_event, block_size, report)
+    for record in gone:
+        report.removed += len(store.remove_document(collection.id, record.source, record.context))
+        on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
+    if store.max_bytes:
+        report.evicted = sum(not store.has_chunk(k) for k in {p.key for _, chunks in planned for p in chunks})
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def plan_documents(
+    collection: Collection,
+    documents: Sequence[tuple[Document, Sequence[Chunk]]],
+    options: PrecomputeOptions,
+    stored: Iterable[Passage] = (),
+) -> list[tuple[Document, list[PlannedChunk]]]:
+    """The documents' chunks with their keys and left contexts. stored: passages of other documents, for `neighbours`."""
+    window = collection.window(options.window)
+    near: Neighbours | None = None
+    if options.context == "neighbours":
+        own = (Passage(d.source, c.index, c.text, c.token_ids) for d, chunks in documents for c in chunks)
+        near = Neighbours((*own, *stored), options.neighbours, window)
+    out = []
+    for document, chunks in documents:
+        lefts: list[Ids] = [()] * len(chunks)
+        if near is not None:
+            lefts = [near.left(c.token_ids) for c in chunks]
+        elif options.context == "document":
+            lefts = document_contexts([c.token_ids for c in chunks], window)
+        planned = [
+            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context)
+            for chunk, left in zip(chunks, lefts, strict=True)
+        ]
+        out.append((document, planned))
+    return out
+
+
+def store_chunk(store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV) -> tuple[str, int]:
+    """Encode and commit one chunk. Returns the store's status and the bytes of its blobs."""
+    blobs = encode_chunk(kv, collection.codec)
+    status = store.put_chunk(_manifest(collection, planned), blobs)
+    return status, sum(len(b) for b in blobs)
+
+
+def encode_chunk(kv: ChunkKV, codec: str) -> list[bytes]:
+    """A blob a layer."""
+    return [encode_kv(k, v, codec) for k, v in zip(kv.k, kv.v, strict=True)]
+
+
+def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
+    """The sequences to prefill. Chunks that follow each other in one window share one: each sees those before it."""
+    out: list[CollectSequence] = []
+    for planned in chunks:
+        ids = (*planned.left, *planned.chunk.token_ids)
+        capture = Capture(planned.key, len(planned.left), len(ids))
+        if planned.left and out and out[-1].token_ids == planned.left:
+            out[-1] = CollectSequence(ids, (*out[-1].captures, capture))
+        else:
+            out.append(CollectSequence(ids, (capture,)))
+    return out
+
+
+def _precompute_batch(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore,
+    commits: ChunkCommits,
+    prefix: PrefixKV,
+    batch: list[tuple[Document, list[PlannedChunk]]],
+    options: PrecomputeOptions,
+    on_event: Callable[[PrecomputeEvent], None],
+    block_size: int,
+    report: PrecomputeReport,
+) -> None:
+    """Collect and commit what the batch lacks, then each document's record."""
+    wanted = {p.key: p for _, chunks in batch for p in chunks}
+    with store.read() as reader:
+        present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None}
+    missing = [p for key, p in wanted.items() if options.force or key not in present]
+    results: dict[bytes, ChunkResult] = {}
+    own = options.context
+    replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
+    for key, status, size in _collect_and_commit(model, collection, commits, prefix, missing, block_size):
+        planned = wanted[key]
+        if planned.source in replaced_sources and status == "new":
+            status = "replaced"
+        results[key] = _result(planned, size, status)
+        report.computed_tokens += len(planned.chunk.token_ids)
+        on_event(PrecomputeEvent("chunk", results[key]))
+    records: list[DocumentRecord] = []
+    for document, chunks in batch:
+        for planned in chunks:
+            result = results.pop(planned.key, None)
+            if result is None:  # was there, or appeared earlier in this batch
+                size = collection.chunk_bytes(len(planned.chunk.token_ids))
+                result = _result(planned, size, "unchanged")
+                on_event(PrecomputeEvent("chunk", result))
+            setattr(report, result.status, getattr(report, result.status) + 1)
+        records.append(document_record(collection, document, chunks, options))
+    report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
+    for record in records:
+        _remove_outdated(collection, store, record, report, on_event)
+
+
+def _collect_and_commit(
+    model: LoadedModel,
+    collection: Collection,
+    commits: ChunkCommits,
+    prefix: PrefixKV,
+    missing: Sequence[PlannedChunk],
+    block_size: int,
+) -> Iterator[Committed]:
+    kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
+    for planned, kv in zip(missing, kvs, strict=True):
+        assert planned.key == kv.key
+        yield from commits.add(_manifest(collection, planned), encode_chunk(kv, collection.codec))
+    yield from commits.flush()
+
+
+def _remove_outdated(
+    collection: Collection,
+    store: ChunkStore,
+    record: DocumentRecord,
+    report: PrecomputeReport,
+    on_event: Callable[[PrecomputeEvent], None],
+) -> None:
+    """A document's chunks in other contexts say what it said then. When it says something else now, they go."""
+    for context in CONTEXTS:
+        other = store.get_document(collection.id, record.source, context)
+        if other is not None and other.content_digest != record.content_digest:
+            report.removed += len(store.remove_document(collection.id, record.source, context))
+            message = f"{record.source} has changed: its chunks of context {context} were removed"
+            on_event(PrecomputeEvent("removed", message=message))
+
+
+def ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int) -> PrefixKV:
+    """The prefix's KV; it is stored as a chunk of its own, so that `ask` loads it instead of computing it."""
+    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
+    if prefix.token_ids:
+        text = model.tokenizer.decode(prefix.token_ids, skip_special_tokens=False)
+        chunk = Chunk(0, text, prefix.token_ids, 0, len(text))
+        planned = PlannedChunk(collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
+        store_chunk(store, collection, planned, prefix.kv)  # unchanged when it is there, repaired when it is damaged
+    return prefix
+
+
+def _batches(
+    planned: list[tuple[Document, list[PlannedChunk]]], most: int
+) -> Iterable[list[tuple[Document, list[PlannedChunk]]]]:
+    """Documents together up to `most` tokens: their chunks are prefilled in shared launches."""
+    batch: list[tuple[Document, list[PlannedChunk]]] = []
+    tokens = 0
+    for item in planned:
+        batch.append(item)
+        tokens += sum(len(p.chunk.token_ids) for p in item[1])
+        if tokens >= most:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
+
+
+def _stored_passages(
+    collection: Collection,
+    store: ChunkStore | None,
+    found: Sequence[tuple[Document, Sequence[Chunk]]],
+    gone: Sequence[DocumentRecord],
+    options: PrecomputeOptions,
+) -> Iterator[Passage]:
+    """What `neighbours` may take from the store: the documents that are not of this run, each in one context.
+
+    A run's own documents are taken from the run, so that the same run again finds the same neighbours.
+    """
+    if store is None or options.context != "neighbours":
+        return
+    not_these = {d.source for d, _ in found} | {r.source for r in gone}
+    records: dict[str, DocumentRecord] = {}
+    for record in store.documents(collection.id):
+        if record.source not in not_these:
+            known = records.setdefault(record.source, record)
+            if CONTEXTS.index(record.context) > CONTEXTS.index(known.context):
+                records[record.source] = record
+    for record in records.values():
+        for place in record.chunks:
+            with store.read() as reader:
+                manifest = _manifest_or_none(reader, place.key)
+            if manifest is not None:
+                yield Passage(record.source, place.index, manifest.text, manifest.token_ids)
+
+
+def _estimate(
+    model: LoadedModel,
+    collection: Collection,
+    planned: list[tuple[Document, list[PlannedChunk]]],
+    block_size: int,
+) -> float:
+    """Seconds to collect everything, from a measured prefill of as many tokens as go together, in one sequence."""
+    chunks = [p for _, found in planned for p in found]
+    if not chunks:
+        return 0.0
+    tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
+    size = max(1, collection.window(min(pack_tokens(model.decoder.device), tokens)))
+    probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Capture(b"", 0, size),))
+    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
+    best = float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in collect(model.decoder, prefix, [probe], block_size):
+            pass
+        best = min(best, time.perf_counter() - start)
+    return best * tokens / size
+
+
+def _manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
+    model, chunk = collection.model, planned.chunk
+    before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
+    return ChunkManifest(
+        key=planned.key,
+        token_ids=chunk.token_ids,
+        text=chunk.text,
+        model=model.fingerprint,
+        model_name=model.name,
+        tokenizer=model.tokenizer.fingerprint,
+        collection=collection.id,
+        context=planned.context,
+        left_context_ids=planned.left,
+        collected_len=before + len(chunk.token_ids),
+        codec=collection.codec,
+        num_layers=model.spec.num_layers,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        source=planned.source,
+        index=chunk.index,
+        span=(chunk.start, chunk.end),
+        created=time.time(),
+    )
+
+
+def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:
+    chunk = planned.chunk
+    return ChunkResult(planned.key.hex(), planned.source, chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]
+
+
+def _manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:
+    """A damaged manifest is a miss."""
+    try:
+        return reader.manifest(key)
+    except BadBlob:
+        return None

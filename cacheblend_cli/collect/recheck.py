@@ -1,0 +1,138 @@
+"""Recheck: compute stored chunks again and compare. Digests say that KV is what was written; this says that it is right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store.format.blobs import parse_blob
+from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
+from cacheblend_store.format.layouts import blob_spec
+from torch import Tensor
+
+from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, store_chunk
+from cacheblend_cli.collect.prefill import ChunkKV, PrefixKV, collect, collect_prefix
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection
+
+NOISE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""How far the same tokens' KV may be apart when other kernels or batch shapes computed them, by compute dtype."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A chunk whose stored KV is not what the model computes. error: of its worst token, relative; allowed: the most
+    that codec and rounding explain. part: "k" or "v"."""
+
+    key: bytes
+    layer: int
+    part: str
+    error: float
+    allowed: float
+
+    @property
+    def message(self) -> str:
+        return (
+            f"layer {self.layer} of chunk {self.key.hex()[:12]} is not what the model computes: "
+            f"{self.part.upper()} differs by {self.error:.2g}, and {self.allowed:.2g} is explained"
+        )
+
+
+@dataclass
+class RecheckReport:
+    """checked: chunks that were computed again. foreign: chunks of other models, salts or prompts, which were not."""
+
+    checked: int = 0
+    foreign: int = 0
+    replaced: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+
+def recheck(
+    model: LoadedModel,
+    collection: Collection,
+    store: ChunkStore,
+    count: int,
+    block_size: int,
+    *,
+    repair: bool = False,
+    seed: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RecheckReport:
+    """Compute `count` random chunks of this model again and compare each token of each layer with what is stored.
+
+    A token's error is |stored - computed| over the root mean square of the computed tokens' norms. Allowed is twice
+    what the codec itself does to the computed KV, and the noise of the compute dtype. Damaged blobs are passed over:
+    `verify` reports those. repair: what is wrong is replaced by what was computed. seed: of the choice.
+    """
+    report = RecheckReport()
+    collections = {c.id: c for c in (replace(collection, codec=codec) for codec in _codecs(store))}
+    manifests = list(store.chunks(prefixes=True))
+    own = [m for m in manifests if m.collection in collections]
+    report.foreign = len(manifests) - len(own)
+    chosen = random.Random(seed).sample(own, min(count, len(own)))
+    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
+    for done, manifest in enumerate(chosen, 1):
+        of = collections[manifest.collection]
+        fresh = _compute(model, of, prefix, manifest, block_size)
+        try:
+            mismatch = _compare(store, manifest, fresh, NOISE[model.decoder.dtype])
+        except BadBlob:
+            pass  # which is for `verify` to tell
+        else:
+            report.checked += 1
+            if mismatch is not None:
+                report.mismatches.append(mismatch)
+                if repair:
+                    store_chunk(store, of, _planned(manifest), fresh)
+                    report.replaced += 1
+        if progress is not None:
+            progress(done, len(chosen))
+    return report
+
+
+def _codecs(store: ChunkStore) -> Sequence[str]:
+    return sorted({codec for _, _, codec in store.full_stats().models})
+
+
+def _compute(
+    model: LoadedModel, collection: Collection, prefix: PrefixKV, manifest: ChunkManifest, block_size: int
+) -> ChunkKV:
+    if manifest.context == "prefix":
+        return prefix.kv
+    [kv] = collect(model.decoder, prefix, collect_sequences([_planned(manifest)]), block_size)
+    return kv
+
+
+def _planned(manifest: ChunkManifest) -> PlannedChunk:
+    chunk = Chunk(manifest.index, manifest.text, manifest.token_ids, *manifest.span)
+    return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context)
+
+
+def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:
+    """The worst place of the first layer that differs; None when none does. Raises BadBlob."""
+    shape = manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim
+    spec = blob_spec(manifest.codec, *shape)
+    for layer, computed in enumerate(zip(fresh.k, fresh.v, strict=True)):
+        with store.read() as reader:
+            stored = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape))
+        again = parse_blob(memoryview(encode_kv(*computed, manifest.codec)), spec)
+        coded = decode_kv(view_kv(again, manifest.codec, *shape))
+        for part, was, now, through in zip("kv", stored, computed, coded, strict=True):
+            now = now.float().cpu()
+            error = _worst_token(was, now)
+            allowed = 2 * _worst_token(through, now) + noise
+            if not error <= allowed:  # so that NaN is a mismatch
+                return Mismatch(manifest.key, layer, part, error, allowed)
+    return None
+
+
+def _worst_token(a: Tensor, b: Tensor) -> float:
+    """a, b: [tokens, num_kv_heads, head_dim] fp32; b is what a is measured by."""
+    norms = b.flatten(1).norm(dim=1)
+    scale = norms.square().mean().sqrt().clamp_min(1e-12)
+    return float(((a - b).flatten(1).norm(dim=1) / scale).max())

@@ -1,0 +1,136 @@
+"""Stored KV on its way to a device: which chunks of a layer travel together, and where in the buffer they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from cacheblend_store.format.blobs import TensorSpec
+from cacheblend_store.format.codecs import DTYPES
+from cacheblend_store.format.layouts import GROUP, PLAIN, blob_spec
+from torch import Tensor
+
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.model.decoder import Decoder
+
+BATCH_BYTES = 16 << 20  # some chunks: one copy and one launch for all of them, and yet several batches on their way
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The positions start:end of a prompt and what is stored for them."""
+
+    start: int
+    end: int
+    codec: str
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
+
+
+class KVBatch:
+    """Chunks of one layer that are copied and placed together: the same for every layer.
+
+    In the buffer lie the tensors of the codec one after another, each of all chunks in order: k of every chunk, then v.
+    So chunks stored as they are (no scales) become one tensor; a chunk with scales is a batch of its own.
+    """
+
+    def __init__(self, first: int, rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> None:
+        self.first, self.rows = first, tuple(rows)
+        self.codec = rows[0].codec
+        self._specs = [blob_spec(self.codec, r.count, num_kv_heads, head_dim) for r in rows]
+        self._offsets: list[dict[str, int]] = [{} for _ in rows]
+        self._whole: dict[str, tuple[int, TensorSpec]] = {}
+        offset = 0
+        for name in self._specs[0]:
+            self._whole[name] = (offset, _joined([s[name] for s in self._specs]))
+            for own, offsets in zip(self._specs, self._offsets, strict=True):
+                offsets[name] = offset
+                offset += own[name].num_bytes
+            offset += -offset % ALIGNMENT
+        self.num_bytes = offset
+
+    def targets(self, index: int, buffer: memoryview) -> dict[str, memoryview]:
+        """Where in the buffer the tensors of chunk `first + index` belong."""
+        own, offsets = self._specs[index], self._offsets[index]
+        return {name: buffer[offsets[name] : offsets[name] + spec.num_bytes] for name, spec in own.items()}
+
+    def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors of all chunks as views of the buffer [num_bytes] uint8."""
+        found = {}
+        for name, (offset, spec) in self._whole.items():
+            found[name] = buffer[offset : offset + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        return found
+
+
+def batches_of(rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> list[KVBatch]:
+    """Adjacent chunks of one plain codec together, up to BATCH_BYTES; every other chunk alone."""
+    batches: list[KVBatch] = []
+    held: list[Rows] = []
+    size = 0
+    for index, own in enumerate(rows):
+        spec = blob_spec(own.codec, own.count, num_kv_heads, head_dim)
+        more = sum(t.num_bytes for t in spec.values())
+        joins = held and own.codec in PLAIN and own.codec == held[-1].codec and size + more <= BATCH_BYTES
+        if held and not joins:
+            batches.append(KVBatch(index - len(held), held, num_kv_heads, head_dim))
+            held, size = [], 0
+        held.append(own)
+        size += more
+    if held:
+        batches.append(KVBatch(len(rows) - len(held), held, num_kv_heads, head_dim))
+    return batches
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows go in the pool: cos, sin (`KernelBackend.rope_tables`) and slots [num_rows] int64 at their new
+    positions; first_slot >= 0: the slots are first_slot, first_slot + 1, ..."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    first_slot: int
+
+    @classmethod
+    def of(cls, decoder: Decoder, sequence: PagedSequence, rows: Iterable[Rows], rope_len: int) -> Place:
+        """The place of the rows in a sequence; queued on the current stream."""
+        spans = list(rows)
+        positions = torch.cat([torch.arange(r.start, r.end, device=decoder.device) for r in spans])
+        adjacent = all(a.end == b.start for a, b in pairwise(spans))
+        contiguous = sequence.contiguous_slot >= 0 and adjacent
+        tables = decoder.rope.cos_sin(positions, rope_len)
+        cos, sin = decoder.kernels.rope_tables(*tables, decoder.spec.num_kv_heads)
+        first = sequence.contiguous_slot + spans[0].start if contiguous else -1
+        return cls(cos, sin, sequence.slots(positions), first)
+
+
+def place_kv(decoder: Decoder, pool: KVPool, layer: int, tensors: dict[str, Tensor], place: Place) -> None:
+    """Dequantise, rotate K to its new positions and write both into the layer's pool: one kernel. tensors: see
+    `layouts.blob_spec`."""
+    decoder.kernels.load_kv(
+        tensors["k"],
+        tensors["v"],
+        place.cos,
+        place.sin,
+        pool.k[layer],
+        pool.v[layer],
+        place.slots,
+        k_scale=tensors.get("k_scale"),
+        v_scale=tensors.get("v_scale"),
+        k_zero=tensors.get("k_zero"),
+        v_zero=tensors.get("v_zero"),
+        group_size=GROUP,
+        first_slot=place.first_slot,
+        pool_k_scale=pool.k_scales[layer],
+        pool_v_scale=pool.v_scales[layer],
+    )
+
+
+def _joined(specs: Sequence[TensorSpec]) -> TensorSpec:
+    """The tensors one after another along their first dimension."""
+    return TensorSpec(specs[0].dtype, (sum(s.shape[0] for s in specs), *specs[0].shape[1:]))

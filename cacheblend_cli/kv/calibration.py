@@ -1,0 +1,59 @@
+"""How large K and V get in each head of a model: the scales of a float8 pool, found with one short prefill.
+
+e4m3 (arXiv 2209.05433) has the same relative precision over seventeen binades, so the scale need not be tight, it must
+only be large enough: HEADROOM times the largest value seen saturates next to never, and costs no precision above
+1/7000 of that value. The tokens are the prompt's prefix and a sample of the vocabulary, so the scales are a function of
+model and template alone: the same question has the same answer whatever was asked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.kv_scales import KVScales
+
+SAMPLE = 256
+HEADROOM = 4.0
+LARGEST = 448.0  # of float8_e4m3fn
+
+
+@torch.inference_mode()
+def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> KVScales:
+    """Scales for this decoder. prefix_ids: what prompts begin with. Takes a prefill of at most SAMPLE tokens."""
+    ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_position_embeddings))
+    pool = KVPool(decoder.spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device)
+    sequence = pool.new_sequence(len(ids))
+    positions = torch.arange(len(ids), device=decoder.device)
+    rows = rows_of(decoder, sequence, positions, len(ids), len(ids), dense=True)
+    stretch = (rows.cos.square() + rows.sin.square()).max().sqrt()  # not 1 under YaRN and LongRoPE
+    k_scales: list[Tensor] = []
+    v_scales: list[Tensor] = []
+
+    def see(layer: int, k: Tensor, v: Tensor) -> None:
+        half = k.shape[-1] // 2
+        turned = torch.hypot(k[..., :half].float(), k[..., half:].float())  # the most a rotation can make of it
+        k_scales.append(_scale(turned * stretch))
+        v_scales.append(_scale(v.float().abs()))
+
+    forward(decoder, pool, rows, upload(ids, decoder.device), capture=see, output=False)
+    return KVScales(tuple(k_scales), tuple(v_scales))
+
+
+def _scale(size: Tensor) -> Tensor:
+    """size: [num_rows, num_kv_heads, n] fp32, not negative -> [num_kv_heads]."""
+    return size.amax(dim=(0, 2)).clamp_min(1e-6) * (HEADROOM / LARGEST)
+
+
+def _sample(prefix_ids: Sequence[int], vocab_size: int, count: int) -> list[int]:
+    """The beginning of every prompt, then tokens from all over the vocabulary."""
+    begin = list(prefix_ids)[: count // 2]
+    rest = count - len(begin)
+    return begin + [i * vocab_size // rest for i in range(rest)]

@@ -1,0 +1,159 @@
+"""The paged KV cache: a pool of blocks for each layer, and the sequences that hold blocks of it."""
+
+from __future__ import annotations
+
+import torch
+from cacheblend_kernels import KernelBackend
+from torch import Tensor
+
+from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.block_allocator import BlockAllocator
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.host_memory import populate
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.spec import ModelSpec
+
+
+class KVPool:
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0.
+
+    With scales the pool is of float8_e4m3fn, whatever dtype says; k_scales, v_scales: a layer's, None of other pools.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: KVScales | None = None,
+    ) -> None:
+        dtype = dtype if scales is None else torch.float8_e4m3fn
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self.block_size, self.dtype, self.device = block_size, dtype, device
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        none = (None,) * spec.num_layers
+        self.k_scales: tuple[Tensor | None, ...] = none if scales is None else scales.k
+        self.v_scales: tuple[Tensor | None, ...] = none if scales is None else scales.v
+        self.allocator = BlockAllocator(num_blocks)
+        self._populated = set[int]()
+
+    @classmethod
+    def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
+        """A pool to answer in: of the decoder's dtype, or float8 where it has scales."""
+        return cls(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]."""
+        return self.read_k(layer, slots), self.read_v(layer, slots)
+
+    def read_k(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """K (rotated) as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
+        return _times(self.k[layer].flatten(0, 1)[slots].float(), self.k_scales[layer])
+
+    def read_v(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """V as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
+        return _times(self.v[layer].flatten(0, 1)[slots].float(), self.v_scales[layer])
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put K (rotated) and V, fp32 [n, num_kv_heads, head_dim], into slots [n] int64 of a layer."""
+        for cache, rows, scales in ((self.k, k, self.k_scales), (self.v, v, self.v_scales)):
+            scale = scales[layer]
+            if scale is not None:
+                most = torch.finfo(self.dtype).max
+                rows = (rows / scale[:, None]).clamp(-most, most)
+            cache[layer].view(-1, *rows.shape[1:])[slots] = rows.to(self.dtype)
+
+    def populate(self, layer: int) -> None:
+        """Have the layer's memory at hand: who is about to fill it says so, once or again, in any thread."""
+        if layer not in self._populated:
+            self._populated.add(layer)
+            populate(self.k[layer])
+            populate(self.v[layer])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def new_sequence(self, num_tokens: int) -> PagedSequence:
+        """A sequence with room for num_tokens. Raises DeviceError when the pool is too small, with what fits."""
+        if not self.allocator.can_append(self.blocks_for(num_tokens)):
+            raise DeviceError(
+                f"prompt and answer take {num_tokens} tokens of KV, and {self.allocator.num_free * self.block_size} fit in "
+                f"the {self.allocator.num_free} free blocks on {self.device}",
+                "ask with fewer chunks or a smaller --max-tokens, or raise --gpu-memory-utilization",
+            )
+        return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def _times(rows: Tensor, scale: Tensor | None) -> Tensor:
+    return rows if scale is None else rows * scale[:, None]
+
+
+def bytes_per_token(decoder: Decoder) -> float:
+    """Of a pool to answer in, all layers."""
+    return decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
+
+
+class PagedSequence:
+    """The blocks of one sequence: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
+
+    def __init__(self, pool: KVPool, blocks: list[int]) -> None:
+        self.pool, self.blocks = pool, blocks
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.block_table = upload(self.blocks, self.pool.device, torch.int32)
+        first = self.blocks[0] if self.blocks else 0
+        adjacent = self.blocks == list(range(first, first + len(self.blocks)))
+        self.contiguous_slot = first * self.pool.block_size if adjacent else -1
+
+    @property
+    def capacity(self) -> int:
+        return len(self.blocks) * self.pool.block_size
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Slot mapping of positions [n] int64."""
+        if self.contiguous_slot >= 0:
+            return positions + self.contiguous_slot
+        size = self.pool.block_size
+        return self.block_table.long()[positions // size] * size + positions % size
+
+    def ensure(self, num_tokens: int) -> None:
+        """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
+        missing = self.pool.blocks_for(num_tokens) - len(self.blocks)
+        if missing > 0:
+            self.blocks = self.blocks + self.pool.allocator.allocate(missing)
+            self._refresh()
+
+    def fork(self) -> PagedSequence:
+        """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
+        self.pool.allocator.share(self.blocks)
+        return PagedSequence(self.pool, list(self.blocks))
+
+    def make_writable(self, start: int, end: int, kernels: KernelBackend) -> None:
+        """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
+        allocator, size = self.pool.allocator, self.pool.block_size
+        indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
+        if not indexes:
+            return
+        fresh = allocator.allocate(len(indexes))
+        source = upload([self.blocks[i] for i in indexes], self.pool.device)
+        target = upload(fresh, self.pool.device)
+        kernels.copy_blocks([*self.pool.k, *self.pool.v], source, target)
+        allocator.free([self.blocks[i] for i in indexes])
+        for i, block in zip(indexes, fresh, strict=True):
+            self.blocks[i] = block
+        self._refresh()
+
+    def release(self) -> None:
+        """Give the blocks back. The sequence is empty afterwards."""
+        self.pool.allocator.free(self.blocks)
+        self.blocks = []
+        self._refresh()

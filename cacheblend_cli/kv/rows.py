@@ -1,0 +1,96 @@
+"""The rows of one launch: which positions of which sequences are computed, and all a layer needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from cacheblend_kernels import AttentionMetadata
+from torch import Tensor
+
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.prompt.plan import Segment
+
+
+@dataclass(frozen=True)
+class Rows:
+    """positions, slots: [num_rows] int64; cos, sin: [num_rows, head_dim] fp32; attention: the kernel's metadata."""
+
+    positions: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionMetadata
+
+    def __len__(self) -> int:
+        return int(self.positions.shape[0])
+
+
+def rows_of(
+    decoder: Decoder,
+    sequence: PagedSequence,
+    positions: Tensor,
+    kv_len: int,
+    rope_len: int,
+    dense: bool | None = None,
+) -> Rows:
+    """Rows at `positions` (sorted int64) of one sequence that holds kv_len positions. rope_len: length RoPE is told.
+
+    dense: whether the positions are one run. None: looked at where they are on the host, else taken for no run, since
+    looking would wait for the device (it is an optimisation's condition, nothing is wrong without it).
+    """
+    return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len, dense)
+
+
+def packed_rows(
+    decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int, dense: bool | None = None
+) -> Rows:
+    """Rows of several sequences in one launch; parts: (sequence, its positions, its kv_len). Does not wait for the device."""
+    device = parts[0][1].device
+    positions = torch.cat([p for _, p, _ in parts]) if len(parts) > 1 else parts[0][1]
+    slots = torch.cat([s.slots(p) for s, p, _ in parts]) if len(parts) > 1 else parts[0][0].slots(positions)
+    cos, sin = decoder.rope.cos_sin(positions, rope_len)
+    counts = [int(p.shape[0]) for _, p, _ in parts]
+    single = parts[0][0] if len(parts) == 1 else None
+    if dense is None:
+        dense = device.type == "cpu" and _is_run(positions)
+    meta = AttentionMetadata(
+        positions=positions,
+        cu_rows=upload([0, *accumulate(counts)], device, torch.int32),
+        block_table=block_tables([s for s, _, _ in parts], device),
+        kv_lens=upload([n for _, _, n in parts], device, torch.int32),
+        contiguous_slot=single.contiguous_slot if single else -1,
+        dense=single is not None and dense,
+        max_kv_len=max(n for _, _, n in parts),
+    )
+    return Rows(positions, slots, cos, sin, meta)
+
+
+def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:
+    """The positions of the segments, int64."""
+    return joined([torch.arange(s.start, s.end) for s in segments], device)
+
+
+def joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Runs of int64 on the host, or none, as one tensor on the device."""
+    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)
+
+
+def block_tables(sequences: Sequence[PagedSequence], device: torch.device) -> Tensor:
+    """[num_seqs, max_blocks] int32; short rows end in zeros."""
+    if len(sequences) == 1:
+        return sequences[0].block_table[None]
+    width = max(len(s.blocks) for s in sequences)
+    table = torch.zeros(len(sequences), width, dtype=torch.int32)
+    for i, sequence in enumerate(sequences):
+        table[i, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+    return upload(table, device, torch.int32)
+
+
+def _is_run(positions: Tensor) -> bool:
+    n = positions.shape[0]
+    return n > 0 and int(positions[-1]) - int(positions[0]) + 1 == n

@@ -1,0 +1,65 @@
+"""What the key of a stored chunk is made of: chunks of one collection can stand in one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cacheblend_store import KeyParts, chunk_key, collection_id
+from cacheblend_store.format.layouts import CODECS, blob_spec
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.rope import LENGTH_DEPENDENT
+
+
+def check_kv_dtype(name: str) -> None:
+    """Raises UsageError for a name that is no codec of the store."""
+    if name != "auto" and name not in CODECS:
+        raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {', '.join(CODECS)}")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt."""
+
+    model: LoadedModel
+    prefix_ids: tuple[int, ...]
+    codec: str
+    salt: str
+
+    @classmethod
+    def of(cls, model: LoadedModel, prefix_ids: Sequence[int], kv_dtype: str, salt: str) -> Collection:
+        codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+        if codec == "int4" and model.spec.head_dim % 2:
+            raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
+        return cls(model, tuple(prefix_ids), codec, salt)
+
+    @property
+    def id(self) -> str:
+        return collection_id(self._parts(self.prefix_ids, ()))
+
+    def key(self, token_ids: Sequence[int], left: Sequence[int] = ()) -> bytes:
+        return chunk_key(self._parts(self.prefix_ids, left), token_ids)
+
+    def window(self, wanted: int) -> int:
+        """Tokens of a chunk and its left context at most: as wanted, within the model's context, and below the length at
+        which RoPE changes its frequencies: chunks of one window are collected together, and get one set of them."""
+        rope, limit = self.model.decoder.rope, self.model.spec.max_position_embeddings
+        if rope.rope_type in LENGTH_DEPENDENT:
+            limit = min(limit, rope.original_max)
+        return min(wanted, limit - len(self.prefix_ids))
+
+    @property
+    def prefix_key(self) -> bytes:
+        return chunk_key(self._parts((), ()), self.prefix_ids)
+
+    def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
+        """Bytes of KV of a chunk in this codec or another."""
+        spec = self.model.spec
+        layer = blob_spec(codec or self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
+        return spec.num_layers * sum(t.num_bytes for t in layer.values())
+
+    def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
+        model = self.model
+        return KeyParts(model.fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt)

@@ -1,0 +1,1 @@
+"""What runs requests: schedule, load, prefill, decode, sample."""

@@ -1,0 +1,109 @@
+"""An answer and everything `ask --json` says of it (the keys are the CLI's contract)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_cli.blend.prefill import LayerReport
+from cacheblend_cli.runtime.sampling import TokenLogprob
+
+if TYPE_CHECKING:
+    from cacheblend_cli.runtime.controller import AutoReport
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers."""
+
+    id: str
+    source: str
+    tokens: int
+    status: str
+    recomputed: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ttft_s: from the loaded model and the known question to the first token."""
+
+    model_load_s: float
+    kv_load_s: float
+    kv_load_stall_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The blended prompt against a full prefill of the same ids. kl, top1_agree: KL(full || blended) in nats at the
+    first answer token, and whether both would say the same one. answer_*: over the tokens of full prefill's own greedy
+    answer, each fed to both: the mean KL, and the share of tokens both would say. same_answer: all of them."""
+
+    kl: float
+    top1_agree: bool
+    full_ttft_s: float
+    answer_kl: float
+    answer_top1: float
+    answer_tokens: int
+    same_answer: bool
+
+
+@dataclass
+class Answer:
+    """text is what was streamed. notes are messages for people; layers is the per-layer report; auto:
+    what the loading controller decided, with --ratio auto."""
+
+    text: str
+    finish_reason: str
+    model: str
+    mode: str
+    selector: str
+    ratio: float
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    recomputed_tokens: int
+    recompute_fraction: float
+    chunks: list[ChunkUse]
+    timing: Timing
+    kv_bytes_loaded: int
+    prompt_ids: list[int]
+    generated_ids: list[int]
+    verify: Verification | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    layers: list[LayerReport] = field(default_factory=list)
+    auto: AutoReport | None = None
+
+    def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
+        """The JSON object of `ask --json`."""
+        out: dict[str, Any] = {
+            "answer": self.text,
+            "finish_reason": self.finish_reason,
+            "model": self.model,
+            "mode": self.mode,
+            "selector": self.selector,
+            "ratio": self.ratio,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "exact_tokens": self.exact_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
+            "recompute_fraction": round(self.recompute_fraction, 6),
+            "generated_tokens": len(self.generated_ids),
+            "chunks": [vars(c) for c in self.chunks],
+            "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
+            "kv_bytes_loaded": self.kv_bytes_loaded,
+        }
+        if self.auto:
+            out["auto"] = self.auto.to_dict()
+        if self.verify:
+            out["verify"] = vars(self.verify)
+        if self.logprobs:
+            out["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs]
+        if ids:
+            out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
+        if explain:
+            out["layers"] = [{**vars(report), "status": report.status.name} for report in self.layers]
+        return out

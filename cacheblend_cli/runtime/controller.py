@@ -1,0 +1,243 @@
+"""`--ratio auto`: the controller's decision for a prompt, from measured speeds, and what real prefills teach them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
+from cacheblend_cli.blend.prefill import BlendPolicy
+from cacheblend_cli.blend.selectors import Combined, DraftAttention, QueryAttention
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.ask import Prefilled, Request, plan_of, prefill
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.memory import DeviceMemory
+from cacheblend_cli.runtime.speeds import SpeedFile, kv_share, measure_compute, measure_loading
+
+_LOAD_AGAIN = 16  # full prefills in a row
+
+
+@dataclass(frozen=True)
+class AutoReport:
+    """What was predicted of one prompt and what came of it. before_s: from the known question to the decision.
+
+    In the JSON all times are seconds: predicted_ttft_s and ttft_s, those of a full prefill, what a layer's recompute and
+    load take (the two that are weighed), what all of computing and loading take, and the speeds behind it.
+    """
+
+    decision: Decision
+    speeds: Speeds
+    before_s: float
+    ttft_s: float | None = None
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        return self.before_s + self.decision.chosen.prefill_s + self.speeds.rest_s
+
+    @property
+    def predicted_full_ttft_s(self) -> float:
+        return self.before_s + self.decision.full.prefill_s + self.speeds.rest_s
+
+    def to_dict(self) -> dict[str, Any]:
+        d, speeds = self.decision, self.speeds
+        seconds = {
+            "predicted_ttft_s": self.predicted_ttft_s,
+            "ttft_s": self.ttft_s,
+            "predicted_full_ttft_s": self.predicted_full_ttft_s,
+            "layer_recompute_s": d.layer_compute_s,
+            "layer_load_s": d.layer_load_s,
+            "compute_s": d.chosen.compute_s,
+            "load_s": d.chosen.load_s,
+            "stall_s": d.chosen.stall_s,
+        }
+        return {
+            "mode": d.mode,
+            "ratio": round(d.ratio, 4),
+            "floor": d.floor,
+            **{name: None if value is None else round(value, 6) for name, value in seconds.items()},
+            "load_bytes_per_s": None if math.isinf(speeds.bytes_per_s) else round(speeds.bytes_per_s),
+            "layer_s": speeds.layer_s,
+            "row_s": speeds.row_s,
+            "pair_s": speeds.pair_s,
+            "prefills_learnt_from": speeds.prefills,
+        }
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A prefill that was done. chosen: tokens recomputed; rest_s: from its end to the first token, None when unknown."""
+
+    chosen: int
+    prefill_s: float
+    stall_s: float
+    kv_bytes: int
+    load_s: float
+    rest_s: float | None = None
+
+    @classmethod
+    def of_answer(cls, answer: Answer, before_s: float, device: str) -> Observed:
+        """before_s: of its TTFT, what came before the decision. On a GPU a prefill is done when its token is there."""
+        t, after = answer.timing, answer.timing.ttft_s - before_s
+        prefill_s, rest_s = (after, 0.0) if device == "cuda" else (t.prefill_s, max(0.0, after - t.prefill_s))
+        return cls(answer.recomputed_tokens, prefill_s, t.kv_load_stall_s, answer.kv_bytes_loaded, t.kv_load_s, rest_s)
+
+
+class Controller:
+    """The speeds of one model on this machine for one codec. `ready` measures what is not known; say is told so."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        codec: str,
+        block_size: int,
+        memory: DeviceMemory | None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._model, self._block_size, self._memory, self._say = model, block_size, memory, say
+        self._file = SpeedFile.of(model, codec)
+        self._speeds = self._file.read()
+
+    def ready(self, collection: Collection, store: ChunkStore | None, request: Request) -> None:
+        """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine.
+
+        Full prefills say nothing about loading, so after some of them in a row it is measured again: a bad first
+        measure would otherwise stand for ever.
+        """
+        speeds = self._speeds
+        if speeds is None:
+            self._say(f"--ratio auto: measuring how fast this machine is with {self._model.name}, once")
+            speeds = measure_compute(self._model.decoder, self._block_size)
+        if store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
+            plan = plan_of(self._model, collection, request)
+            found = measure_loading(self._model.decoder, store, plan, self._block_size, self._memory)
+            speeds = replace(speeds, bytes_per_s=found, not_loaded=0)
+        if speeds != self._speeds:
+            self._keep(speeds)
+
+    def decide(self, collection: Collection, request: Request, before_s: float = 0.0) -> AutoReport:
+        """`ready` came before. request.blend.ratio is the floor."""
+        assert self._speeds is not None
+        work = workload(self._model, collection, request)
+        return AutoReport(decide(self._speeds, work, request.blend.ratio), self._speeds, before_s)
+
+    def learn(self, report: AutoReport, collection: Collection, request: Request, seen: Observed) -> None:
+        """Compare what was predicted with what happened. request: as it was decided about.
+
+        Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
+        """
+        assert self._speeds is not None
+        work = workload(self._model, collection, request)
+        if report.decision.mode == "full":
+            predicted = estimate_full(report.speeds, work)
+        elif seen.kv_bytes == work.kv_bytes:
+            predicted = estimate(report.speeds, work, seen.chosen / work.inexact if work.inexact else 0.0)
+        else:
+            return
+        rest_s = self._speeds.rest_s if seen.rest_s is None else seen.rest_s
+        computed_s = seen.prefill_s - seen.stall_s
+        self._keep(learn(self._speeds, predicted.compute_s, computed_s, seen.kv_bytes, seen.load_s, rest_s))
+
+    def _keep(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._file.write(speeds)
+
+
+def decided(blend: BlendConfig, decision: Decision) -> BlendConfig:
+    """The blend as the controller wants it."""
+    return replace(blend, mode="full") if decision.mode == "full" else replace(blend, ratio=decision.ratio)
+
+
+def check_auto(blend: BlendConfig) -> None:
+    """Raises UsageError for a blend whose ratio is not one number."""
+    if blend.checks:
+        raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
+
+
+def workload(model: LoadedModel, collection: Collection, request: Request) -> Workload:
+    """What the prompt asks of the machine, blended as request.blend says."""
+    plan, policy = plan_of(model, collection, request), request.blend.policy(model.spec.num_layers, request.lossless)
+    probe_layers, draft_tokens = _probe(policy, model.spec.num_layers)
+    inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
+    fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
+    return Workload(
+        num_layers=model.spec.num_layers,
+        total=plan.num_tokens,
+        inexact=_count(inexact),
+        inexact_keys=_mean_keys(inexact),
+        fresh=_count(fresh),
+        fresh_keys=_mean_keys(fresh),
+        kv_bytes=kv_bytes(collection, plan),
+        kv_share=kv_share(model.spec),
+        check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
+        layer0_exact=request.lossless,
+        probe_layers=probe_layers,
+        draft_tokens=draft_tokens,
+    )
+
+
+def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
+    """The layers that the selector's probe runs before layer 0, and the tokens it drafts."""
+    selector = policy.selector
+    every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
+    if selector.needs_check_layer:  # then the question's attention is looked at there
+        return 0, 0
+    if any(isinstance(s, DraftAttention) for s in every):
+        return num_layers, policy.draft_tokens
+    return (max(policy.probe_layers) + 1, 0) if any(isinstance(s, QueryAttention) for s in every) else (0, 0)
+
+
+def kv_bytes(collection: Collection, plan: PromptPlan) -> int:
+    """To load from the store, of all layers."""
+    return sum(collection.chunk_bytes(len(s.token_ids), s.codec) for s in plan.segments if s.cached and s.token_ids)
+
+
+def _count(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def _mean_keys(spans: list[tuple[int, int]]) -> float:
+    """A row at position p sees p + 1 keys."""
+    return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))
+
+
+@dataclass
+class AutoPrefill:
+    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
+
+    say: Callable[[str], None]
+    reports: list[AutoReport] = field(default_factory=list)
+    controller: Controller | None = None
+
+    def __call__(
+        self,
+        model: LoadedModel,
+        collection: Collection,
+        store: ChunkStore | None,
+        request: Request,
+        block_size: int,
+        notes: list[str],
+        *,
+        room: int = 0,
+    ) -> Prefilled:
+        if self.controller is None:
+            self.controller = Controller(model, collection.codec, block_size, None, self.say)
+        self.controller.ready(collection, store, request)
+        report = self.controller.decide(collection, request)
+        asked = replace(request, blend=decided(request.blend, report.decision))
+        start = time.perf_counter()
+        done = prefill(model, collection, store, asked, block_size, notes, room=room)
+        int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
+        seconds, loader = time.perf_counter() - start, done.loader
+        seen = Observed(len(done.result.chosen), seconds, loader.stall_s, loader.num_bytes, loader.load_s)
+        self.controller.learn(report, collection, request, seen)
+        self.reports.append(replace(report, ttft_s=seconds))
+        return done

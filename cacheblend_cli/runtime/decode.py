@@ -1,0 +1,190 @@
+"""One decode step after another: eagerly, or as a CUDA graph that is replayed.
+
+A runner takes tokens that are still on the device and gives logits that are still on the device: the host only queues
+work. The graph runner does the same step over static buffers; positions and lengths advance on the device, so a
+replay needs nothing from the host but the tokens' address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.forward import DecodeRows, decode_step, next_rows
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.rope import LENGTH_DEPENDENT
+
+CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengths on the host
+LEAST_KV_BUCKET = 1024
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes a function of no arguments that works on static tensors, returns what does the same again."""
+
+
+class DecodeRunner(Protocol):
+    """Decodes a fixed batch: `begin` once, then `step` for each new token of every sequence."""
+
+    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
+        """The sequences hold kv_lens tokens and grow by up to `room`. Raises DeviceError when the pool is too small."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """tokens: [num_seqs] int64 on the device. fp32 logits [num_seqs, vocab_size], valid until the next step."""
+        ...
+
+
+class EagerRunner:
+    """Every kernel launched from Python."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._decoder, self._pool = decoder, pool
+        self._sequences: list[PagedSequence] = []
+        self._kv_lens: list[int] = []
+
+    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
+        self._sequences, self._kv_lens = list(sequences), list(kv_lens)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        rows = next_rows(self._decoder, self._sequences, self._kv_lens)
+        self._kv_lens = [n + 1 for n in self._kv_lens]
+        return decode_step(self._decoder, self._pool, rows, tokens)
+
+
+class GraphRunner:
+    """A graph for each bucket of batch size and context length, captured when it is first needed and kept.
+
+    The pool must outlive the runner and hold one block more than the sequences: rows that only fill a bucket, and the
+    runs before a capture, write there.
+    """
+
+    def __init__(self, decoder: Decoder, pool: KVPool, capture: Capture | None = None) -> None:
+        self._decoder, self._pool = decoder, pool
+        self._capture = capture or cuda_capture
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self._spare = pool.allocator.allocate(1)[0]
+        self._current: DecodeGraph | None = None
+        self._num_seqs = 0
+
+    @torch.inference_mode()
+    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
+        for sequence, kv_len in zip(sequences, kv_lens, strict=True):
+            sequence.ensure(kv_len + room)
+            sequence.make_writable(kv_len, kv_len + room, self._decoder.kernels)
+        graph = self.graph(len(sequences), max(kv_lens) + room)
+        graph.buffers.fill([s.blocks for s in sequences], kv_lens)
+        self._current, self._num_seqs = graph, len(sequences)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        assert self._current is not None, "begin comes first"
+        self._current.buffers.tokens[: self._num_seqs].copy_(tokens)
+        self._current.replay()
+        return self._current.buffers.logits[: self._num_seqs]
+
+    @torch.inference_mode()
+    def graph(self, num_seqs: int, kv_len: int) -> DecodeGraph:
+        """The graph of the bucket, captured now if it was not yet. Raises DeviceError when memory is too short for it."""
+        key = (bucket(num_seqs, 1), bucket(kv_len, LEAST_KV_BUCKET))
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = DecodeGraph(self._decoder, self._pool, self._spare, *key, self._capture)
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"{self._decoder.device} has no memory left for a decode graph of {key[0]} rows and {key[1]} positions",
+                    "use --eager, or lower --gpu-memory-utilization, which leaves more room beside the pool",
+                ) from error
+        return self._graphs[key]
+
+
+class DecodeGraph:
+    """One captured step: `replay()` computes buffers.logits from buffers.tokens and advances the buffers by a token."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, spare: int, num_seqs: int, max_kv_len: int, capture: Capture
+    ) -> None:
+        self._decoder, self._pool, self._max_kv_len = decoder, pool, max_kv_len
+        self._cos, self._sin = decoder.rope.table(max_kv_len)  # held: the graph reads these very tensors
+        width = pool.blocks_for(max_kv_len)
+        self.buffers = DecodeBuffers(num_seqs, width, spare, decoder.spec.vocab_size, decoder.device)
+        self.replay = capture(self._run)
+
+    def _run(self) -> None:
+        b, size = self.buffers, self._pool.block_size
+        block = b.block_table.gather(1, (b.positions // size)[:, None])[:, 0].long()
+        rows = DecodeRows(
+            slots=block * size + b.positions % size,
+            cos=self._cos.index_select(0, b.positions),
+            sin=self._sin.index_select(0, b.positions),
+            block_table=b.block_table,
+            kv_lens=b.kv_lens,
+            max_kv_len=self._max_kv_len,
+        )
+        b.logits.copy_(decode_step(self._decoder, self._pool, rows, b.tokens))
+        b.positions.add_(b.live)
+        b.kv_lens.add_(b.live)
+
+
+class DecodeBuffers:
+    """The static tensors of a graph of num_seqs rows.
+
+    tokens, positions: [num_seqs] int64; kv_lens: [num_seqs] int32, always positions + 1; live: [num_seqs] int32, 1 for a
+    sequence and 0 for a row that only fills the bucket, which stays at position 0 of the spare block; block_table:
+    [num_seqs, max_blocks] int32; logits: fp32 [num_seqs, vocab_size].
+    """
+
+    def __init__(self, num_seqs: int, max_blocks: int, spare: int, vocab_size: int, device: torch.device) -> None:
+        self._spare = spare
+        self.tokens = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        self.kv_lens = torch.ones(num_seqs, dtype=torch.int32, device=device)
+        self.live = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+        self.block_table = torch.full((num_seqs, max_blocks), spare, dtype=torch.int32, device=device)
+        self.logits = torch.zeros(num_seqs, vocab_size, dtype=torch.float32, device=device)
+
+    def fill(self, blocks: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
+        """Sequences with these blocks that hold kv_lens tokens: the next step is at position kv_len of each."""
+        num_seqs, max_blocks = self.block_table.shape
+        table = torch.full((num_seqs, max_blocks), self._spare, dtype=torch.int32)
+        for i, own in enumerate(blocks):
+            count = min(len(own), max_blocks)
+            table[i, :count] = torch.tensor(own[:count], dtype=torch.int32)
+        idle = [0] * (num_seqs - len(kv_lens))
+        device = self.tokens.device
+        self.block_table.copy_(upload(table, device, torch.int32))
+        self.positions.copy_(upload([*kv_lens, *idle], device))
+        self.kv_lens.copy_(upload([*(n + 1 for n in kv_lens), *(1 for _ in idle)], device, torch.int32))
+        self.live.copy_(upload([*(1 for _ in kv_lens), *idle], device, torch.int32))
+
+
+def bucket(count: int, least: int) -> int:
+    """The power of two a count is rounded up to."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
+    """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length."""
+    graphs = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
+    if eager or not graphs or decoder.rope.rope_type in LENGTH_DEPENDENT:
+        return EagerRunner(decoder, pool)
+    return GraphRunner(decoder, pool)
+
+
+def cuda_capture(function: Callable[[], None]) -> Callable[[], None]:
+    """Run the function twice on a side stream, so that everything is compiled and allocated, then capture it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        function()
+    return graph.replay

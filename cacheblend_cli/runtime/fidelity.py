@@ -1,0 +1,84 @@
+"""How far a prompt's KV is from a full prefill of the same ids, seen from the answer it gives.
+
+The answer is full prefill's own: its tokens are fed to both (teacher forcing), and the distributions are compared
+position by position, so that one early disagreement does not make the rest incomparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.decoder import Decoder
+
+Attended = Callable[[int, Tensor], None]
+"""(layer, attention output before o_proj [num_rows, num_heads, head_dim]): called once a layer and pass."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One entry an answer token. kl: KL(full || ours) in nats; top1: whether both would say the same token next."""
+
+    kl: tuple[float, ...]
+    top1: tuple[bool, ...]
+
+    @property
+    def mean_kl(self) -> float:
+        return sum(self.kl) / len(self.kl) if self.kl else 0.0
+
+    @property
+    def top1_rate(self) -> float:
+        return sum(self.top1) / len(self.top1) if self.top1 else 1.0
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first position at which greedy decoding leaves full prefill's answer; None when it never does."""
+        return self.top1.index(False) if False in self.top1 else None
+
+
+@torch.inference_mode()
+def teacher_forced(
+    decoder: Decoder,
+    pool: KVPool,
+    sequence: PagedSequence,
+    prompt_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    attended: Attended | None = None,
+) -> Tensor:
+    """fp32 logits [len(answer_ids), vocab_size]: what the prompt's KV predicts for each token of the answer.
+
+    Computes the prompt's last row again and a row for every answer token but the last, in one pass: the sequence needs
+    room for len(prompt_ids) + len(answer_ids) - 1 positions, and their KV is overwritten. Where the RoPE frequencies
+    depend on the length, one pass for each set of frequencies, as decoding would have them.
+    """
+    start = len(prompt_ids) - 1
+    ids = [prompt_ids[-1], *answer_ids[:-1]]
+    found = []
+    for _, run in groupby(range(start, start + len(answer_ids)), key=lambda p: decoder.rope.regime(p + 1)):
+        places = list(run)
+        positions = torch.tensor(places, device=decoder.device)
+        rows = rows_of(decoder, sequence, positions, kv_len=places[-1] + 1, rope_len=places[-1] + 1)
+        token_ids = torch.tensor(ids[places[0] - start : places[-1] + 1 - start], device=decoder.device)
+        logits = forward(decoder, pool, rows, token_ids, attended=attended)
+        assert logits is not None
+        found.append(logits)
+    return torch.cat(found)
+
+
+def log_distribution(logits: Tensor) -> Tensor:
+    """Log-probabilities in fp64, same shape as the logits [num_positions, vocab_size]."""
+    return torch.log_softmax(logits.double(), -1)
+
+
+def divergence(reference: Tensor, ours: Tensor) -> Divergence:
+    """Compare log-probabilities [num_positions, vocab_size] position by position."""
+    kl = (reference.exp() * (reference - ours)).sum(-1).clamp_min(0.0)
+    same = reference.argmax(-1) == ours.argmax(-1)
+    return Divergence(tuple(kl.tolist()), tuple(same.tolist()))

@@ -1,0 +1,130 @@
+"""From the first logits to the answer: the decode loop, stop conditions, streaming text."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.tokenizer import TextStream, Tokenizer
+from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.runtime.sampling import Sampler, SamplingParams, TokenLogprob
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class Generation:
+    """token_ids include the EOS that ended it; text does not. first_token_at: perf_counter when it was sampled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason = "length"
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_at: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first, over the time after the first."""
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
+
+
+def generate(
+    decoder: Decoder,
+    pool: KVPool,
+    sequence: PagedSequence,
+    prompt_len: int,
+    logits: Tensor,
+    tokenizer: Tokenizer,
+    eos_ids: frozenset[int],
+    params: SamplingParams,
+    on_text: Callable[[str], None] | None = None,
+    runner: DecodeRunner | None = None,
+    ahead: bool | None = None,
+) -> Generation:
+    """Decode until EOS, a stop string or max_tokens. logits: fp32 [vocab_size] after the prompt's last token.
+
+    `on_text` gets pieces that never break a UTF-8 character and never contain a stop string or a part of one.
+    ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so
+    the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
+    """
+    sampler = Sampler(params, logits.device)
+    runner = runner or EagerRunner(decoder, pool)
+    ahead = logits.is_cuda if ahead is None else ahead
+    newest, num_drawn = sampler.draw(logits), 1
+    draws = deque([newest])  # drawn and not yet looked at
+
+    def advance() -> None:
+        nonlocal newest, num_drawn
+        if num_drawn == 1:
+            runner.begin([sequence], [prompt_len], params.max_tokens - 1)
+        newest = sampler.draw(runner.step(newest.token)[0])
+        num_drawn += 1
+        draws.append(newest)
+
+    stream, stop, out = TextStream(tokenizer), StopStrings(params.stop), Generation()
+
+    def emit(piece: str) -> None:
+        out.text += piece
+        if on_text and piece:
+            on_text(piece)
+
+    while True:
+        if ahead and out.token_ids and num_drawn < params.max_tokens:
+            advance()
+        token_id, logprob = draws.popleft().fetch()
+        out.token_ids.append(token_id)
+        if len(out.token_ids) == 1:
+            out.first_token_at = time.perf_counter()
+        if logprob is not None:
+            out.logprobs.append(logprob)
+        if token_id in eos_ids and not params.ignore_eos:
+            out.finish_reason = "stop"
+            break
+        emit(stop.push(stream.push(token_id)))
+        if stop.hit:
+            out.finish_reason = "stop"
+            break
+        if len(out.token_ids) == params.max_tokens:
+            break
+        if not draws:
+            advance()
+    out.decode_s = time.perf_counter() - out.first_token_at
+    emit(stop.push(stream.flush()))
+    if stop.hit:
+        out.finish_reason = "stop"
+    emit(stop.flush())
+    return out
+
+
+class StopStrings:
+    """Holds back text that may be the beginning of a stop string."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held, self.hit = stops, "", False
+
+    def push(self, piece: str) -> str:
+        """The text that is safe to show. After a hit nothing more is."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        found = [i for s in self._stops if (i := text.find(s)) >= 0]
+        if found:
+            self.hit, self._held = True, ""
+            return text[: min(found)]
+        keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return "" if self.hit else held

@@ -1,0 +1,235 @@
+"""The memory of a GPU that lives across questions: a pool as large as weights and activations leave room for, and the
+decode graphs over it. On CPU each prompt has a pool of its own, just as large as it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from traceback import clear_frames
+from typing import Protocol
+
+import torch
+
+from cacheblend_cli.blend.prefill import BlendPolicy, blended_prefill
+from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.batch import Place, Rows, place_kv
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
+from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner, make_runner
+
+WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
+PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
+
+
+class Meter(Protocol):
+    """What a device says of its memory, in bytes."""
+
+    total: int
+
+    def used(self) -> int:
+        """Held by anybody: weights, other processes, the runtime."""
+        ...
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """The most that `run` holds beyond what was held before it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes. A prefill of n rows holds fixed + n * per_row beyond weights and pool."""
+
+    total: int
+    used: int
+    fixed: int
+    per_row: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """pool: one for all prompts, one after another. num_tokens: positions a prompt and its answer may have in it."""
+
+    pool: KVPool
+    runner: DecodeRunner
+    profile: Profile
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pool.allocator.num_free * self.pool.block_size
+
+
+def reserve(
+    decoder: Decoder, block_size: int, utilization: float, *, eager: bool = False, meter: Meter | None = None
+) -> DeviceMemory | None:
+    """Profile a prefill and take the pool. None on CPU. Raises DeviceError when not even one block fits."""
+    if decoder.device.type != "cuda" and meter is None:
+        return None
+    profile = measure(decoder, block_size, meter or CudaMeter(decoder.device))
+    num_blocks = blocks_that_fit(
+        profile,
+        utilization,
+        bytes_per_token(decoder),
+        decoder.spec.max_position_embeddings,
+        block_size,
+    )
+    try:
+        pool = KVPool.of(decoder, num_blocks, block_size)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} any more",
+            "end what else uses the GPU, or lower --gpu-memory-utilization",
+        ) from error
+    if pool.allocator.num_free * block_size >= sum(WARM_UP):
+        warm_up(decoder, pool)
+    return DeviceMemory(pool, make_runner(decoder, pool, eager), profile)
+
+
+class _ZeroLoader(KVLoader):
+    """Places zeros for what a plan takes for cached."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, sequence: PagedSequence, plan: PromptPlan) -> None:
+        super().__init__(decoder, None, pool, sequence, (), plan.num_tokens)
+        spec, codec = decoder.spec, str(decoder.dtype).removeprefix("torch.")
+        self._zeros = [
+            (
+                Place.of(decoder, sequence, [Rows(s.start, s.end, codec)], plan.num_tokens),
+                torch.zeros(
+                    len(s.token_ids), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=pool.device
+                ),
+            )
+            for s in plan.chunks
+        ]
+
+    def wait(self, layer: int) -> None:
+        for place, zeros in self._zeros:
+            place_kv(self._decoder, self._pool, layer, {"k": zeros, "v": zeros}, place)
+
+
+@torch.inference_mode()
+def warm_up(decoder: Decoder, pool: KVPool) -> None:
+    """A small blend: it compiles what the profile's full prefills do not launch, before loader threads launch it too."""
+    *chunks, suffix = WARM_UP
+    inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
+    plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
+    sequence = pool.new_sequence(plan.num_tokens)
+    try:
+        policy = BlendPolicy(make_selector("hkvd" if decoder.spec.num_layers > 1 else "none"), ((1, 0.5),))
+        blended_prefill(decoder, pool, sequence, plan, policy, _ZeroLoader(decoder, pool, sequence, plan))
+    finally:
+        sequence.release()
+
+
+def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
+    """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
+    longest = max(1, decoder.spec.max_position_embeddings // 2)
+    sizes = sorted({min(n, longest) for n in PROFILE_ROWS}, reverse=True)
+    for num_rows in sizes[:-1]:
+        try:
+            return _measure(decoder, block_size, meter, num_rows)
+        except DeviceError:
+            continue
+    return _measure(decoder, block_size, meter, sizes[-1])
+
+
+def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> Profile:
+    _prefill(decoder, num_rows, block_size)  # not measured: it compiles kernels and makes work spaces
+    activations = []
+    for n in (num_rows, 2 * num_rows):
+        blocks = -(-n // block_size)
+        kv = bytes_per_token(decoder) * blocks * block_size
+        activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
+    per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
+    return Profile(meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1)
+
+
+def blocks_that_fit(
+    profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int
+) -> int:
+    """Blocks of the pool: never more than two prompts of the model's context and a spare block can use, since prompts
+    come one at a time, with the full prefill of --verify beside them at most.
+
+    Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError when nothing fits.
+    """
+    room = utilization * profile.total - profile.used - profile.fixed
+    tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), 2 * context + block_size)
+    if tokens < 2 * block_size:
+        raise DeviceError(
+            f"no room for KV: of the GPU's {_gib(profile.total)}, {_gib(profile.used)} are in use (the weights among them), "
+            f"a prefill takes {_gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
+            "end what else uses the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
+        )
+    return -(-tokens // block_size) if tokens >= 2 * context else tokens // block_size
+
+
+def new_sequence(decoder: Decoder, memory: DeviceMemory | None, num_tokens: int, block_size: int) -> PagedSequence:
+    """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
+    if memory is not None:
+        return memory.pool.new_sequence(num_tokens)
+    pool = KVPool.of(decoder, -(-num_tokens // block_size), block_size)
+    return pool.new_sequence(num_tokens)
+
+
+def runner_of(decoder: Decoder, memory: DeviceMemory | None, pool: KVPool) -> DecodeRunner:
+    return memory.runner if memory is not None else EagerRunner(decoder, pool)
+
+
+def out_of_memory(
+    error: BaseException, device: torch.device, num_tokens: int, memory: DeviceMemory | None
+) -> DeviceError:
+    """The error for a prefill that ran out of memory, with what would fit now."""
+    hint = "ask with fewer chunks, or use --device cpu"
+    clear_frames(error.__traceback__)  # they hold the tensors of the prefill that failed
+    if memory is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+        fits = max(0, int((torch.cuda.mem_get_info(device)[0] - memory.profile.fixed) // memory.profile.per_row))
+        hint = (
+            f"about {min(fits, memory.num_tokens)} tokens would fit: ask with fewer chunks, end what else uses the GPU, "
+            "or lower --gpu-memory-utilization, which leaves more room beside the pool"
+        )
+    return DeviceError(f"{device} ran out of memory in a prefill of {num_tokens} tokens", hint)
+
+
+class CudaMeter:
+    """PyTorch's allocator for peaks, the driver for what is used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = int(torch.cuda.mem_get_info(device)[1])
+
+    def used(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+    def peak(self, run: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device) - before)
+
+
+@torch.inference_mode()
+def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
+    """A full prefill of some tokens in a pool of its own. Raises DeviceError when even that does not fit."""
+    try:
+        sequence = new_sequence(decoder, None, num_tokens, block_size)
+        plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
+        policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
+        with KVLoader(decoder, None, sequence.pool, sequence, plan.segments, num_tokens) as loader:
+            blended_prefill(decoder, sequence.pool, sequence, plan, policy, loader)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",
+            "end what else uses the GPU, or use a smaller model or --device cpu",
+        ) from error
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

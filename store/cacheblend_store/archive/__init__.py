@@ -1,0 +1,1 @@
+"""Chunks as plain files, out and in."""

@@ -1,0 +1,147 @@
+"""K and V to bytes and back: exact dtypes, float8, and KIVI-style int8 and int4."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_store.errors import CodecError
+from cacheblend_store.format.blobs import encode_blob
+from cacheblend_store.format.layouts import CODECS, GROUP, PLAIN, blob_spec
+
+__all__ = ["CODECS", "EncodedKV", "blob_spec", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+_FLOAT8_MAX = 448.0
+
+with warnings.catch_warnings():  # torch warns once a process of read-only bytes, and nothing here writes to them
+    warnings.simplefilter("ignore", UserWarning)
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class EncodedKV:
+    """Zero-copy tensors over a blob's bytes, as `layouts.blob_spec` describes them. Valid as long as the bytes are."""
+
+    codec: str
+    tensors: dict[str, Tensor]
+
+    @property
+    def k(self) -> Tensor:
+        return self.tensors["k"]
+
+    @property
+    def v(self) -> Tensor:
+        return self.tensors["v"]
+
+
+def is_lossless(codec: str, dtype: torch.dtype) -> bool:
+    """Whether KV computed in `dtype` comes back from the codec unchanged."""
+    return codec == "float32" or str(dtype) == f"torch.{codec}"
+
+
+def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
+    """A blob of k and v, both [tokens, num_kv_heads, head_dim] of any float dtype on any device.
+
+    Raises CodecError for values beyond the codec's range; a codec that scales has none for infinities and NaNs, which
+    would spoil a whole group of values.
+    """
+    k, v = k.detach().cpu(), v.detach().cpu()
+    spec = blob_spec(codec, *k.shape)
+    if codec in PLAIN:
+        tensors = {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
+    elif codec == "float8_e4m3":
+        tensors = {}
+        for name, t in (("k", k.float()), ("v", v.float())):
+            scale = _scale(t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX, codec)
+            tensors[name] = (t / scale[None, :, None]).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
+    else:
+        tensors = _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
+    return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
+
+
+def view_kv(
+    parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int
+) -> EncodedKV:
+    """Tensors over the parts of a parsed blob, nothing copied."""
+    spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
+    tensors = {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
+    return EncodedKV(codec, tensors)
+
+
+def decode_kv(encoded: EncodedKV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """k and v [tokens, num_kv_heads, head_dim] in `dtype`, copies."""
+    t = encoded.tensors
+    if encoded.codec in PLAIN:
+        return t["k"].to(dtype, copy=True), t["v"].to(dtype, copy=True)
+    if encoded.codec == "float8_e4m3":
+        k, v = (t[n].float() * t[f"{n}_scale"][None, :, None] for n in ("k", "v"))
+        return k.to(dtype), v.to(dtype)
+    k, v = t["k"], t["v"]
+    if encoded.codec == "int4":
+        k, v = _unpack4(k), _unpack4(v)
+    num_tokens = k.shape[0]
+    k_scale, k_zero = (t[n].repeat_interleave(GROUP, 0)[:num_tokens] for n in ("k_scale", "k_zero"))
+    return (k.float() * k_scale + k_zero).to(dtype), (v.float() * t["v_scale"] + t["v_zero"]).to(dtype)
+
+
+def _converted(x: Tensor, codec: str) -> Tensor:
+    """x in a plain codec's dtype: what is not finite stays so, and what is finite must."""
+    out = x.to(DTYPES[PLAIN[codec]])
+    if out.dtype != x.dtype and bool((out.isinf() & x.isfinite()).any()):
+        raise CodecError(
+            f"the KV has values up to {float(x.abs().nan_to_num(posinf=0).max()):.3g}, which {codec} cannot hold",
+            "use --kv-dtype bfloat16 or float32",
+        )
+    return out
+
+
+def _scale(scale: Tensor, codec: str) -> Tensor:
+    if not bool(scale.isfinite().all()):
+        raise CodecError(
+            f"the KV has values that are no finite numbers, which {codec} cannot hold",
+            "check the model and its --dtype; --kv-dtype float32 stores anything",
+        )
+    return scale.clamp_min(1e-12)
+
+
+def _encode_int(k: Tensor, v: Tensor, bits: int) -> dict[str, Tensor]:
+    levels, codec = 2**bits - 1, f"int{bits}"
+    num_tokens = k.shape[0]
+    padding = -num_tokens % GROUP
+    grouped = torch.cat((k, k[-1:].expand(padding, -1, -1))).view(-1, GROUP, *k.shape[1:])
+    k_zero = grouped.amin(1)
+    k_scale = _scale((grouped.amax(1) - k_zero) / levels, codec)
+    k_codes = ((grouped - k_zero[:, None]) / k_scale[:, None]).round().clamp(0, levels)
+    k_codes = k_codes.view(-1, *k.shape[1:])[:num_tokens].to(torch.uint8)
+    v_zero = v.amin(2, keepdim=True)
+    v_scale = _scale((v.amax(2, keepdim=True) - v_zero) / levels, codec)
+    v_codes = ((v - v_zero) / v_scale).round().clamp(0, levels).to(torch.uint8)
+    if bits == 4:
+        k_codes, v_codes = _pack4(k_codes), _pack4(v_codes)
+    return {
+        "k": k_codes, "v": v_codes, "k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero,
+    }  # fmt: skip
+
+
+def _pack4(codes: Tensor) -> Tensor:
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _unpack4(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data).cast("B")

@@ -1,0 +1,214 @@
+"""Records: the manifest of a chunk and the record of a document, as bytes that carry their own digest."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import xxhash
+
+from cacheblend_store.errors import BadBlob, StoreError
+from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
+from cacheblend_store.format.plain_json import (
+    are_counts,
+    check_fields,
+    is_count,
+    is_moment,
+    is_size,
+    is_span,
+    is_text,
+    load_object,
+)
+
+DIGEST_BYTES = 16
+MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
+MAX_DOCUMENT_BYTES = 256 << 20
+_TEXTS = (
+    "text", "model", "model_name", "tokenizer", "collection", "context", "codec", "source", "prefix_digest", "salt_digest",
+)  # fmt: skip
+_MANIFEST = dict.fromkeys(_TEXTS, is_text) | {
+    "collected_len": is_count, "num_layers": is_size, "num_kv_heads": is_size, "head_dim": is_size, "index": is_count,
+    "span": is_span, "created": is_moment, "blob_sizes": are_counts,
+}  # fmt: skip
+_DOCUMENT = dict.fromkeys(("source", "collection", "content_digest", "context"), is_text) | {
+    "updated": is_moment, "settings": lambda value: isinstance(value, dict),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChunkManifest:
+    """What a stored chunk is. One blob a layer; blob_sizes in bytes, blob_digests as `blob_digest` makes them.
+
+    source, index, span: the first document it was found in, its place there, and its character range.
+    context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
+    left_context_keys: the neighbours it was collected behind, when they are chunks. created: seconds since the epoch.
+    prefix_digest, salt_digest: of what the collection was made with; "" when the writer did not say.
+    """
+
+    key: bytes
+    token_ids: tuple[int, ...]
+    text: str
+    model: str
+    model_name: str
+    tokenizer: str
+    collection: str
+    context: str
+    left_context_ids: tuple[int, ...]
+    collected_len: int
+    codec: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    source: str
+    index: int
+    span: tuple[int, int]
+    created: float
+    blob_sizes: tuple[int, ...] = ()
+    blob_digests: tuple[bytes, ...] = ()
+    prefix_digest: str = ""
+    salt_digest: str = ""
+    left_context_keys: tuple[bytes, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return self.key.hex()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.blob_sizes)
+
+    def is_of_model(self, model: str) -> bool:
+        """Whether that is the model's name, or its fingerprint or the first four digits or more of it."""
+        return self.model_name == model or (len(model) >= 4 and self.model.startswith(model))
+
+
+@dataclass(frozen=True)
+class DocumentChunk:
+    """One chunk of a document: which, and where in it (characters start:end)."""
+
+    key: bytes
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class DocumentRecord:
+    """A document as it was last precomputed into a collection, in one context (see ChunkManifest). settings: what the
+    cut and the left contexts depended on, and a digest of the directory that a relative source is relative to."""
+
+    source: str
+    collection: str
+    content_digest: str
+    chunks: tuple[DocumentChunk, ...]
+    updated: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    context: str = "sink"
+
+
+def encode_manifest(manifest: ChunkManifest) -> bytes:
+    data = {k: v for k, v in vars(manifest).items() if k != "key"}
+    for name in ("token_ids", "left_context_ids"):
+        data[name] = _text(pack_ids(data[name]))
+    data["blob_digests"] = _text(b"".join(manifest.blob_digests))
+    data["left_context_keys"] = [k.hex() for k in manifest.left_context_keys]
+    record = seal(manifest.key, json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    if len(record) > MAX_MANIFEST_BYTES:
+        raise StoreError(f"chunk {manifest.id[:12]} is too long: {manifest.num_tokens:,} tokens", "cut smaller chunks")
+    return record
+
+
+def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
+    """Raises BadBlob when the record is not what was written under this key."""
+    try:
+        data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_MANIFEST_BYTES)
+        for name in ("token_ids", "left_context_ids"):
+            data[name] = unpack_ids(base64.b64decode(data[name]))
+        digests = base64.b64decode(data["blob_digests"])
+        data["blob_digests"] = tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
+        data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
+        data["left_context_keys"] = tuple(bytes.fromhex(k) for k in data.get("left_context_keys", ()))
+        manifest = ChunkManifest(key=key, **data)
+        check_fields(vars(manifest), _MANIFEST)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
+    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers or len(digests) % DIGEST_BYTES:
+        raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not name one blob a layer")
+    return manifest
+
+
+def encode_document(record: DocumentRecord) -> bytes:
+    data = asdict(record)
+    data["chunks"] = [[c.key.hex(), c.index, c.start, c.end] for c in record.chunks]
+    return seal(document_key(record.collection, record.source, record.context), json.dumps(data).encode())
+
+
+def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
+    """Raises BadBlob."""
+    try:
+        data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_DOCUMENT_BYTES)
+        data["chunks"] = tuple(DocumentChunk(bytes.fromhex(k), i, a, b) for k, i, a, b in data["chunks"])
+        record = DocumentRecord(**data)
+        check_fields(vars(record), _DOCUMENT)
+        if not all(len(c.key) == KEY_BYTES and are_counts((c.index, c.start, c.end)) for c in record.chunks):
+            raise ValueError("chunks is not what it should be")
+        return record
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadBlob(f"document record {key.hex()[:12]} does not read: {error}") from error
+
+
+def document_key(collection: str, source: str, context: str = "sink") -> bytes:
+    """Key of a document's record: sources can be longer than LMDB's keys, so a digest of them all."""
+    named = f"{collection}\0{source}" + ("" if context == "sink" else f"\0{context}")
+    return xxhash.xxh3_128_digest(named.encode("utf-8", "surrogatepass"))
+
+
+def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray | memoryview) -> bytes:
+    """xxh3-128 of the blob, bound to its chunk, layer and token count."""
+    digest = blob_hasher(key, layer, num_tokens)
+    digest.update(blob)
+    return digest.digest()
+
+
+def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
+    """An xxhash object that wants the blob's bytes, in any pieces, and then gives `blob_digest`."""
+    return xxhash.xxh3_128(blob_key(key, layer) + num_tokens.to_bytes(4, "big"))
+
+
+def use_record(key: bytes, moment: float) -> bytes:
+    """A chunk's last use, in seconds since the epoch, with a digest of its own."""
+    payload = struct.pack("<d", moment)
+    return xxhash.xxh3_64_digest(key + payload) + payload
+
+
+def used_at(key: bytes, value: bytes) -> float:
+    """The last use; 0 when the record is damaged, and the chunk counts as unused."""
+    if len(value) != 16 or xxhash.xxh3_64_digest(key + value[8:]) != value[:8]:
+        return 0.0
+    moment: float = struct.unpack("<d", value[8:])[0]
+    return moment
+
+
+def seal(key: bytes, payload: bytes) -> bytes:
+    """payload with a digest before it that binds it to its key."""
+    return xxhash.xxh3_128_digest(key + payload) + payload
+
+
+def unseal(key: bytes, value: bytes | memoryview) -> bytes:
+    """Raises BadBlob when the digest does not match."""
+    digest, payload = bytes(value[:DIGEST_BYTES]), bytes(value[DIGEST_BYTES:])
+    if xxhash.xxh3_128_digest(key + payload) != digest:
+        raise BadBlob(f"record {key.hex()[:12]} does not match its digest")
+    return payload
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

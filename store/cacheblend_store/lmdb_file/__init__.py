@@ -1,0 +1,1 @@
+"""The LMDB file: opening, locks, pages checked before LMDB walks them."""

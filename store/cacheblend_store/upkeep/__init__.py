@@ -1,0 +1,1 @@
+"""Verify, prune, compact, statistics."""

@@ -1,0 +1,180 @@
+"""The audit of a store, both ways: every record has what it names, and everything there is named by a record."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import lmdb.verify
+
+from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
+from cacheblend_store.format.keys import KEY_BYTES, blob_key
+from cacheblend_store.format.records import decode_document
+from cacheblend_store.lmdb_file import locks
+from cacheblend_store.lmdb_file.filesystem import DATA
+from cacheblend_store.progress import Progress
+from cacheblend_store.reader import StoreReader
+from cacheblend_store.state import decode_state, recount, state_value
+from cacheblend_store.upkeep.salvage import salvage
+from cacheblend_store.writer import StoreWriter
+
+if TYPE_CHECKING:
+    from cacheblend_store.store import ChunkStore
+
+
+@dataclass(frozen=True)
+class Finding:
+    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "use". key: the chunk, if any."""
+
+    kind: str
+    message: str
+    key: bytes = b""
+
+
+@dataclass
+class VerifyReport:
+    """What an audit found. repaired: findings that repair removed or mended. missing: chunks documents name that are
+    not there (evicted or removed: no damage, the next precompute brings them back)."""
+
+    chunks: int = 0
+    blobs: int = 0
+    bytes: int = 0
+    documents: int = 0
+    missing: int = 0
+    repaired: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = False) -> VerifyReport:
+    """Audit the store. With `repair`, damaged chunks and documents are removed, references and counters rebuilt.
+
+    A chunk that is removed is a hole: it is computed again when it is needed. Damaged pages cannot be mended in place:
+    what reads is copied into a new file, which takes the old one's place (see `salvage`).
+    """
+    store._environment()  # a store that is closed has no findings
+    report = VerifyReport()
+    _check_pages(store, report)
+    if not report.findings:
+        try:
+            _check_records(store, report, progress)
+        except StoreError as error:
+            report.findings.append(Finding("page", error.message))
+    if repair and report.findings:
+        store._require_writable()
+        if any(f.kind == "page" for f in report.findings):
+            salvage(store.path, store._lock_timeout, progress)
+        else:
+            _repair(store, report)
+        report.repaired = len(report.findings)
+    return report
+
+
+def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
+    """py-lmdb's own structural audit, of a file that no writer changes meanwhile where this user can hold them off."""
+    held = locks.writer_lock(store.path, store._lock_timeout) if store.writable else nullcontext()
+    with held:
+        try:
+            found = lmdb.verify.verify(str(store.path / DATA))
+        except (lmdb.verify.VerifyError, OSError) as error:
+            found = [str(error)]
+    report.findings += [Finding("page", text) for text in found]
+
+
+def _check_records(store: ChunkStore, report: VerifyReport, progress: Progress | None) -> None:
+    with store.read() as reader:
+        total = reader.entries("chunks")
+        known: set[bytes] = set()
+        for key in reader.keys_from(b""):
+            known.add(key)
+            _check_chunk(reader, key, report)
+            report.chunks += 1
+            if progress is not None:
+                progress(report.chunks, total)
+        _check_strays(reader, known, report)
+        _check_documents(reader, known, report)
+        _check_counters(reader, report)
+
+
+def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
+    try:
+        manifest = reader.manifest(key)
+        if manifest is None:
+            raise StoreCorrupt(f"chunk {key.hex()[:12]} is in the list of chunks and is not found under its key")
+        for layer in range(manifest.num_layers):
+            reader.layer(manifest, layer)
+            report.blobs += 1
+        report.bytes += manifest.num_bytes
+        if reader.get("blobs", blob_key(key, manifest.num_layers)) is not None:
+            raise BadBlob(f"chunk {manifest.id[:12]} has more blobs than layers")
+    except BadBlob as error:
+        report.findings.append(Finding("manifest" if error.layer is None else "blob", error.message, key))
+
+
+def _check_strays(reader: StoreReader, known: set[bytes], report: VerifyReport) -> None:
+    last = b""
+    for name in reader.keys_from(b"", "blobs"):
+        key = name[:KEY_BYTES]
+        if key != last and key not in known:
+            report.findings.append(Finding("stray-blob", f"blobs of chunk {key.hex()[:12]} have no manifest", key))
+        last = key
+    for key in reader.keys_from(b"", "lru"):
+        if key not in known:
+            report.findings.append(Finding("use", f"a last use of chunk {key.hex()[:12]}, which is not there", key))
+
+
+def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyReport) -> None:
+    wanted: set[bytes] = set()
+    for name in reader.keys_from(b"", "documents"):
+        report.documents += 1
+        value = reader.get("documents", name)
+        if value is None:
+            raise StoreCorrupt(f"document record {name.hex()[:12]} is listed and is not found under its key")
+        try:
+            record = decode_document(name, value)
+        except BadBlob as error:
+            report.findings.append(Finding("document", error.message, name))
+            continue
+        wanted |= {chunk.key + name for chunk in record.chunks}
+        report.missing += sum(chunk.key not in known for chunk in record.chunks)
+    there = set(reader.keys_from(b"", "refs"))
+    for what, names in (("is missing", wanted - there), ("leads to no document", there - wanted)):
+        for name in sorted(names):
+            text = f"a reference to chunk {name.hex()[:12]} {what}"
+            report.findings.append(Finding("reference", text, name[:KEY_BYTES]))
+
+
+def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
+    state, counted = decode_state(state_value(reader.meta)), recount(reader.pages)
+    if state is None:
+        text = "the record of the counters does not read, and the quota that was in it is lost"
+        report.findings.append(Finding("counter", text))
+        return
+    for what, said, there in (
+        ("bytes of blobs", state.live_bytes, counted.live_bytes),
+        ("bytes of the file in use", state.used_bytes, counted.used_bytes),
+    ):
+        if said != there:
+            report.findings.append(Finding("counter", f"the counters say {said:,} {what}, and there are {there:,}"))
+
+
+def _repair(store: ChunkStore, report: VerifyReport) -> None:
+    findings = list(report.findings)
+
+    def work(writer: StoreWriter) -> None:
+        for finding in findings:
+            if finding.kind in ("manifest", "blob", "stray-blob"):
+                writer.delete_chunk(finding.key)
+            elif finding.kind == "document":
+                writer.delete("documents", finding.key)
+            elif finding.kind == "use":
+                writer.delete("lru", finding.key)
+        writer.rebuild_references()
+        writer.changed()
+
+    store._transact(work)
+    store._transact(lambda writer: writer.recount())

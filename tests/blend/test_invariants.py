@@ -1,0 +1,233 @@
+"""The invariants of blending, over every family: what must hold whatever the model, the order and the ratio."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import FAMILY_CONFIGS, WORDS, write_checkpoint
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.runtime.ask import prefill
+
+FAMILIES = list(FAMILY_CONFIGS)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+QUESTION = "where does Mara work?"
+
+
+class Setup:
+    """An engine over a random model, a store, and the keys of its chunks in document order."""
+
+    def __init__(
+        self, root: Path, family: str, context: str = "sink", kv_dtype: str = "auto", **overrides: Any
+    ) -> None:
+        self.reference = write_checkpoint(root / "model", family, **overrides)
+        self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16))
+        docs = root / "docs"
+        docs.mkdir()
+        for d in range(2):
+            paragraphs = [" ".join(WORDS[(d + p) % 7 : (d + p) % 7 + 9]) + f" {d}{p}." for p in range(3)]
+            (docs / f"{d}.md").write_text("\n\n".join(paragraphs) + "\n")
+        self.store = ChunkStore.open(root / "store", mode="write")
+        options = PrecomputeOptions(chunk_tokens=40, context=context, kv_dtype=kv_dtype)
+        self.engine.precompute(self.store, [str(docs)], options, lambda event: None)
+        self.kv_dtype = kv_dtype
+        found = sorted(self.store.chunks(), key=lambda m: (m.source, m.index))
+        self.keys = [m.key for m in found]
+
+    def logits(
+        self, keys: list[bytes], blend: BlendConfig, positions: Any = None, question: str = QUESTION
+    ) -> torch.Tensor:
+        """fp32 logits at `positions` of the prompt (default: the last)."""
+        self.engine.config = EngineConfig(kv_dtype=self.kv_dtype, block_size=16)
+        collection, request = self.engine.request(self.store, question, keys, blend, GREEDY, "", [])
+        done = prefill(self.engine.model, collection, self.store, request, 16, [], output_positions=positions)
+        done.pool.allocator.check_integrity()
+        return done.result.logits
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("one"), "llama-gqa")
+
+
+def suffix_positions(plan: Any) -> torch.Tensor:
+    return torch.arange(plan.segments[-1].start, plan.num_tokens)
+
+
+def test_full_prefill_and_decode_match_transformers(setup: Setup) -> None:
+    answer = setup.engine.ask(
+        setup.store, QUESTION, setup.keys[:3], BlendConfig(mode="full"), SamplingParams(max_tokens=32, ignore_eos=True)
+    )
+    ids = torch.tensor([answer.prompt_ids])
+    with torch.no_grad():
+        expected = setup.reference(ids).logits[0]
+        ours = setup.logits(setup.keys[:3], BlendConfig(mode="full"), lambda plan: torch.arange(plan.num_tokens))
+        assert (ours - expected).abs().max() <= 1e-4
+        whole = setup.reference(torch.tensor([answer.prompt_ids + answer.generated_ids])).logits[0]
+    greedy = whole.argmax(-1)[len(answer.prompt_ids) - 1 : -1].tolist()
+    assert greedy == answer.generated_ids
+    assert len(greedy) == 32
+
+
+@pytest.mark.parametrize("check_layer", [1, 2])
+@pytest.mark.parametrize("order", [[0, 1, 2], [5, 0, 3, 1], [2, 2, 4]])
+def test_ratio_one_is_full_prefill(setup: Setup, order: list[int], check_layer: int) -> None:
+    keys = [setup.keys[i] for i in order]
+    full = setup.logits(keys, BlendConfig(mode="full"), suffix_positions)
+    blended = setup.logits(keys, BlendConfig(ratio=1.0, selector="hkvd", check_layer=check_layer), suffix_positions)
+    assert (full - blended).abs().max() <= 1e-4
+
+
+def test_choosing_every_token_at_a_check_layer_is_full_prefill(setup: Setup) -> None:
+    """The same through the state machine: a ratio just below 1 that still rounds up to every token."""
+    full = setup.logits(setup.keys[:4], BlendConfig(mode="full"), suffix_positions)
+    blended = setup.logits(setup.keys[:4], BlendConfig(ratio=0.9999, selector="hkvd", check_layer=2), suffix_positions)
+    assert (full - blended).abs().max() <= 1e-4
+
+
+def test_one_chunk_needs_no_repair(setup: Setup) -> None:
+    full = setup.logits(setup.keys[2:3], BlendConfig(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[2:3], BlendConfig(mode="reuse"), suffix_positions)
+    assert (full - reused).abs().max() <= 1e-4
+
+
+def test_reuse_of_several_chunks_does_differ(setup: Setup) -> None:
+    """The instrument: were reuse always right, the tests above would prove nothing."""
+    full = setup.logits(setup.keys[:3], BlendConfig(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[:3], BlendConfig(mode="reuse"), suffix_positions)
+    assert (full - reused).abs().max() > 1e-3
+
+
+def test_more_repair_is_closer(llama: Setup) -> None:
+    keys = llama.keys[:5]
+    full = llama.logits(keys, BlendConfig(mode="full"))
+    errors = [float((llama.logits(keys, BlendConfig(ratio=r)) - full).square().mean()) for r in (0.0, 0.5, 1.0)]
+    assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("selector", ["hkvd", "first", "query", "first, shifted"])
+def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> None:
+    """Two prompts that differ in their last chunk only: at the same rows before it, nothing differs."""
+    name, _, shifted = selector.partition(", ")
+    blend = BlendConfig(ratio=ratio, selector=name, check_layer=1, mean_shift=bool(shifted))
+    last = setup.engine.model.spec.num_layers - 1
+
+    def cache(keys: list[bytes]) -> tuple[torch.Tensor, list[int], int]:
+        collection, request = setup.engine.request(setup.store, QUESTION, keys, blend, GREEDY, "", [])
+        done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
+        end = done.plan.chunks[-1].start
+        k = done.pool.k[last].view(-1, *done.pool.k[last].shape[2:])[:end]
+        return k.clone(), [p for p in done.result.chosen.tolist() if p < end], end
+
+    k1, chosen1, end1 = cache([*setup.keys[:3], setup.keys[3]])
+    k2, chosen2, end2 = cache([*setup.keys[:3], setup.keys[4]])
+    assert end1 == end2
+    first_difference = min({*chosen1} ^ {*chosen2}, default=end1)  # what is chosen may depend on all; rows may not
+    assert (k1[:first_difference] - k2[:first_difference]).abs().max() < 1e-5
+    assert first_difference == end1 or ratio > 0.0
+
+
+def test_same_prompt_same_answer_and_the_store_is_untouched(llama: Setup) -> None:
+    before = [(m.key, m.blob_digests) for m in llama.store.chunks(prefixes=True)]
+    first = llama.engine.ask(llama.store, QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY)
+    second = llama.engine.ask(llama.store, QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY)
+    assert first.generated_ids == second.generated_ids
+    assert first.text == second.text
+    assert [(m.key, m.blob_digests) for m in llama.store.chunks(prefixes=True)] == before
+
+
+def test_document_context_in_order_needs_no_repair(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "qwen3", context="document")
+    full = setup.logits(setup.keys[:3], BlendConfig(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[:3], BlendConfig(mode="reuse"), suffix_positions)
+    assert (full - reused).abs().max() <= 1e-4
+    answer = setup.engine.ask(setup.store, QUESTION, setup.keys[:3], BlendConfig(), GREEDY)
+    assert [c.status for c in answer.chunks] == ["exact"] * 3
+    moved = setup.engine.ask(setup.store, QUESTION, [setup.keys[1], setup.keys[0]], BlendConfig(), GREEDY)
+    assert [c.status for c in moved.chunks] == ["blended", "blended"]
+
+
+@pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.2), ("float16", 0.03), ("int8", 0.5)])
+def test_what_is_exact_differs_by_the_codecs_rounding(tmp_path: Path, codec: str, tolerance: float) -> None:
+    setup = Setup(tmp_path, "llama-gqa", kv_dtype=codec)
+    full = setup.logits(setup.keys[1:2], BlendConfig(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[1:2], BlendConfig(mode="reuse"), suffix_positions)
+    assert (full - reused).abs().max() <= tolerance  # one chunk: only the codec's rounding
+
+
+@pytest.mark.parametrize("selector", ["query", "hkvd"])
+def test_ratio_one_is_full_prefill_with_a_lossy_codec(tmp_path: Path, selector: str) -> None:
+    """Nothing of what is stored is left, layer 0 included; the prefix, which would be exact, is not stored."""
+    setup = Setup(tmp_path, "llama-gqa", context="document", kv_dtype="int8")
+    setup.store.remove_chunks([setup.engine.collection(kv_dtype="int8").prefix_key])
+    keys = [setup.keys[i] for i in (1, 0, 2)]
+    full = setup.logits(keys, BlendConfig(mode="full"), suffix_positions)
+    blended = setup.logits(keys, BlendConfig(ratio=1.0, selector=selector), suffix_positions)
+    assert (full - blended).abs().max() <= 1e-4
+
+
+def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None:
+    """Chunks that are collected together have one set of frequencies: that of the prompts they are exact in."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    }  # fmt: skip
+    write_checkpoint(tmp_path / "model", "llama-gqa", rope_parameters=rope, max_position_embeddings=512)
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16))
+    document = tmp_path / "long.md"
+    document.write_text("\n\n".join(f"{WORDS[p]} in {WORDS[p + 2]} {p}." for p in range(14)))
+    store = ChunkStore.open(tmp_path / "store", mode="write")
+    engine.precompute(store, [str(document)], PrecomputeOptions(chunk_tokens=16, window=400), lambda event: None)
+    keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][:3]
+    assert sum(m.num_tokens for m in store.chunks()) > 128
+    reused, full = (
+        engine.ask(store, "who?", keys, BlendConfig(mode=m), GREEDY, verify=True) for m in ("reuse", "full")
+    )
+    assert [c.status for c in reused.chunks] == ["exact"] * 3
+    assert reused.prompt_tokens + len(reused.generated_ids) <= 128
+    assert reused.verify is not None
+    assert reused.verify.kl < 1e-6
+    assert reused.generated_ids == full.generated_ids
+
+
+@pytest.mark.parametrize("type_", ["dynamic", "longrope", "linear"])
+def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
+    """dynamic and longrope change their frequencies past the original length: nothing collected below it is exact there."""
+    half = 8
+    parameters: dict[str, Any] = {"rope_type": type_, "rope_theta": 10000.0, "factor": 4.0}
+    if type_ == "longrope":
+        parameters |= {
+            "short_factor": [1.0] * half,
+            "long_factor": [2.0] * half,
+            "original_max_position_embeddings": 128,
+        }
+    limit = {"dynamic": 128, "longrope": 512, "linear": 512}[type_]
+    setup = Setup(tmp_path, "llama-gqa", rope_parameters=parameters, max_position_embeddings=limit)
+    setup.engine.model.spec.__dict__["max_position_embeddings"] = 512  # dynamic is there to go past it
+    full = setup.logits(setup.keys, BlendConfig(mode="full"), suffix_positions)
+    blended = setup.logits(setup.keys, BlendConfig(ratio=1.0), suffix_positions)
+    collection, request = setup.engine.request(
+        setup.store, QUESTION, setup.keys, BlendConfig(mode="full"), GREEDY, "", []
+    )
+    done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
+    ids = torch.tensor([done.plan.token_ids])
+    assert ids.shape[1] > 128
+    with torch.no_grad():
+        expected = setup.reference(ids).logits[0]
+    assert (full - expected[-full.shape[0] :]).abs().max() <= 1e-4
+    assert (full - blended).abs().max() <= 1e-4
+    planned = setup.engine.plan(setup.store, QUESTION, setup.keys, BlendConfig(), sampling=GREEDY)
+    answer = setup.engine.ask(setup.store, QUESTION, setup.keys, BlendConfig(), GREEDY)
+    assert (planned.cached_tokens, planned.exact_tokens) == (answer.cached_tokens, answer.exact_tokens)
+    assert planned.kv_bytes == answer.kv_bytes_loaded
+    assert (planned.exact_tokens == 0) == (type_ != "linear")

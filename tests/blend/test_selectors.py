@@ -1,0 +1,277 @@
+"""Selectors: what each takes, whatever its evidence; and that the evidence is what it says, on a random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+from torch import Tensor
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.blend.corrections import MeanShift
+from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector, select
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.forward import write_kv
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.runtime import ask
+from cacheblend_cli.runtime.ask import Prefilled, prefill
+from cacheblend_cli.runtime.config import parse_checks, parse_layers
+
+QUESTION = "where does Mara work?"
+CANDIDATES = Candidates(
+    torch.arange(12) + 3, torch.tensor([1] * 6 + [2] * 6), torch.tensor([*range(6), *range(6)])
+)  # two chunks of six tokens
+
+
+class Told:
+    """Evidence that is what it was told."""
+
+    def __init__(self, **values: list[float]) -> None:
+        self._values = values
+
+    def deviation(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["deviation"])
+
+    def attention(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["attention"])
+
+    def draft(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["draft"])
+
+    def perturbation(self, candidates: Candidates) -> Tensor:
+        return torch.tensor(self._values["perturbation"])
+
+
+def taken(name: str, count: int, evidence: Told | None = None, **options: float) -> list[int]:
+    selector = make_selector(name)
+    return select(selector, CANDIDATES, evidence or Told(), count, **options).tolist()  # type: ignore[arg-type]
+
+
+def peaks(*at: int) -> list[float]:
+    """Falling scores at these tokens, none elsewhere."""
+    return [float(len(at) - at.index(i)) if i in at else 0.0 for i in range(12)]
+
+
+def test_each_selector_follows_its_evidence() -> None:
+    evidence = Told(deviation=peaks(4, 9), attention=peaks(1, 8), perturbation=peaks(5, 6), draft=peaks(11))
+    assert taken("hkvd", 2, evidence) == [4, 9]
+    assert taken("query", 2, evidence) == [1, 8]
+    assert taken("perturb", 2, evidence) == [5, 6]
+    assert taken("first", 4) == [0, 1, 6, 7]
+    assert taken("draft", 3, evidence) == [9, 10, 11], "with the two tokens it is read with"
+    assert taken("random", 5) == taken("random", 5)
+    assert (
+        make_selector("random", 1).scores(CANDIDATES, Told()).tolist()
+        != make_selector("random", 2).scores(CANDIDATES, Told()).tolist()
+    )
+
+
+def test_a_combination_takes_its_parts_first_and_the_rest_by_its_last() -> None:
+    evidence = Told(attention=peaks(9, 3, 4, 6), deviation=[0.0] * 12)
+    assert taken("first:1+query", 4, evidence) == [0, 3, 6, 9]
+    assert taken("first:1+query", 1, evidence) == [6], "within the parts, the higher score of the last"
+    assert taken("query:1+hkvd", 3, evidence) == [0, 3, 9]
+    assert make_selector("first:1+hkvd").needs_check_layer
+    assert not make_selector("first:1+query").needs_check_layer
+
+
+def test_a_nucleus_stops_when_its_share_is_covered() -> None:
+    scores = torch.tensor([8.0, 4.0, 2.0, 1.0] + [0.0] * 8)
+    assert choose(scores, 12, CANDIDATES, nucleus=0.5).tolist() == [0]
+    assert choose(scores, 12, CANDIDATES, nucleus=0.8).tolist() == [0, 1]
+    assert choose(scores, 12, CANDIDATES, nucleus=0.81).tolist() == [0, 1, 2]
+    assert choose(scores, 1, CANDIDATES, nucleus=0.9).tolist() == [0], "never more than the ratio allows"
+
+
+@pytest.mark.parametrize("name", ["best", "first+query", "first:x+query", "all:2+query", "first:2+none", "first:4+"])
+def test_an_unknown_selector_says_what_is_known(name: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make_selector(name)
+    assert "known" in error.value.hint or "for example" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["draft:2+hkvd", "hkvd:2+draft", "first:1+draft:2+perturb"])
+def test_a_draft_and_a_check_layer_do_not_combine(name: str) -> None:
+    with pytest.raises(UsageError, match=r"draft looks before layer 0") as error:
+        make_selector(name)
+    assert "query" in error.value.hint
+
+
+def test_check_layers_and_probe_layers_are_read() -> None:
+    assert parse_checks("1:0.3,4:.15") == ((1, 0.3), (4, 0.15))
+    assert parse_checks("") == ()
+    assert (parse_layers("2-4"), parse_layers("3"), parse_layers("")) == ((2, 4), (3, 3), None)
+    for wrong in ("1", "1:x", "0.3:1", "1:.3;2:.1"):
+        with pytest.raises(UsageError):
+            parse_checks(wrong)
+    with pytest.raises(UsageError):
+        parse_layers("a-b")
+    with pytest.raises(UsageError):
+        BlendConfig(checks=((4, 0.3), (1, 0.1)))
+    with pytest.raises(UsageError):
+        BlendConfig(selector="query", probe_layers=(2, 9)).policy(4, True)
+    with pytest.raises(UsageError, match="check layer 0 is not among layers 1 to 3"):
+        BlendConfig(selector="hkvd", checks=((0, 0.3), (2, 0.1))).policy(4, True)
+    assert BlendConfig(selector="query").policy(28, True).probe_layers == tuple(range(9, 23))
+    assert BlendConfig(selector="query").policy(1, True).probe_layers == (0,)
+
+
+class Bench:
+    """A random model, a store of some chunks, and prefills of a prompt over them."""
+
+    def __init__(self, root: Path, family: str = "llama-gqa") -> None:
+        write_checkpoint(root / "model", family)
+        self.engine = Engine.load(EngineConfig(model=str(root / "model"), block_size=16))
+        docs = root / "docs"
+        docs.mkdir()
+        for d in range(3):
+            text = " ".join(WORDS[(d * 3 + p) % len(WORDS)] for p in range(24))
+            (docs / f"{d}.md").write_text(text + ".\n")
+        self.store = ChunkStore.open(root / "store", mode="write")
+        self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
+        self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
+
+    def prefill(self, blend: BlendConfig, room: int = 16) -> Prefilled:
+        notes: list[str] = []
+        collection, request = self.engine.request(
+            self.store, QUESTION, self.keys, blend, SamplingParams(max_tokens=room), "", notes
+        )
+        return prefill(self.engine.model, collection, self.store, request, 16, notes, room=room)
+
+    def kv_error(self, blend: BlendConfig) -> float:
+        """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
+        ours, full = self.prefill(blend), self.prefill(BlendConfig(mode="full"))
+        slots = torch.arange(ours.plan.num_tokens)
+        pairs = [(ours.pool.k, full.pool.k), (ours.pool.v, full.pool.v)]
+        return sum(
+            float((a.flatten(0, 1)[slots] - b.flatten(0, 1)[slots]).square().sum())
+            for mine, theirs in pairs
+            for a, b in zip(mine[1:], theirs[1:], strict=True)
+        )
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+EVERY = [*(n for n in SELECTORS if n not in ("all", "none")), "first:2+query", "random:1+draft", "first:1+perturb"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench: Bench, name: str) -> None:
+    full = bench.prefill(BlendConfig(mode="full"))
+    some, whole = (bench.prefill(BlendConfig(selector=name, ratio=ratio)) for ratio in (0.25, 1.0))
+    inexact = some.plan.cached_tokens - some.plan.exact_tokens
+    assert len(some.result.chosen) == -(-inexact // 4)
+    assert len(whole.result.chosen) == inexact
+    assert (whole.result.logits - full.result.logits).abs().max() <= 1e-4
+    assert torch.isfinite(some.result.logits).all()
+    shifted = bench.prefill(BlendConfig(selector=name, ratio=1.0, mean_shift=True))
+    assert torch.equal(shifted.result.logits, whole.result.logits), "there is nothing left to shift"
+
+
+class Given:
+    """The tokens it was given, on no evidence."""
+
+    def __init__(self, positions: Tensor, needs_check_layer: bool) -> None:
+        self.positions, self.needs_check_layer = positions, needs_check_layer
+
+    def scores(self, candidates: Candidates, evidence: object) -> Tensor:
+        return torch.isin(candidates.positions, self.positions).float()
+
+
+@pytest.mark.parametrize("name", ["query", "draft", "perturb", "first:2+draft"])
+def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a look."""
+    looked = bench.prefill(BlendConfig(selector=name, ratio=0.2))
+    late = make_selector(name).needs_check_layer
+    monkeypatch.setitem(SELECTORS, "given", lambda seed: Given(looked.result.chosen, late))
+    given = bench.prefill(BlendConfig(selector="given", ratio=0.2))
+    assert torch.equal(looked.result.chosen, given.result.chosen)
+    assert torch.equal(looked.result.logits, given.result.logits)
+    hand = bench.prefill(BlendConfig(selector=name, ratio=0.2), room=1)
+    assert len(hand.result.chosen) == len(looked.result.chosen), "a draft has the room it finds"
+
+
+@pytest.mark.parametrize("name", ["query", "draft", "perturb"])
+def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suffix's own K of a layer is in the pool when its attention is measured."""
+    pool = KVPool.of(bench.engine.model.decoder, 64, 16)
+    monkeypatch.setattr(ask, "new_sequence", lambda decoder, memory, num_tokens, size: pool.new_sequence(num_tokens))
+    chosen = []
+    for before in (0.0, float("nan")):
+        for cache in (*pool.k, *pool.v):
+            cache.fill_(before)
+        done = bench.prefill(BlendConfig(selector=name, ratio=0.2, check_layer=2))
+        assert torch.isfinite(done.result.logits).all()
+        chosen.append(done.result.chosen)
+        done.sequence.release()
+    assert torch.equal(chosen[0], chosen[1])
+
+
+def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:
+    full = bench.prefill(BlendConfig(mode="full"))
+    found = bench.prefill(BlendConfig(selector="all", nucleus=0.5))
+    assert len(found.result.chosen) == found.plan.inexact_tokens
+    assert (found.result.logits - full.result.logits).abs().max() <= 1e-4
+
+
+def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
+    found = bench.prefill(BlendConfig(selector="hkvd", checks=((1, 0.5), (2, 0.25))))
+    once = bench.prefill(BlendConfig(selector="hkvd", ratio=0.5))
+    assert set(found.result.chosen.tolist()) < set(once.result.chosen.tolist())
+    fresh = [report.fresh for report in found.result.layers]
+    inexact = found.plan.cached_tokens - found.plan.exact_tokens
+    assert fresh[:2] == [inexact, inexact]
+    assert fresh[2] == -(-inexact // 2)
+    assert fresh[3:] == [-(-inexact // 4)] * (len(fresh) - 3)
+
+
+def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(bench: Bench) -> None:
+    every = Candidates(torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.arange(8))
+    sequence = bench.prefill(BlendConfig(mode="full")).sequence
+    shift = MeanShift(bench.engine.model.decoder, sequence, 8, every, every.take(torch.tensor([1, 3, 5])))
+    same = torch.full((3, 2, 4), 2.0)
+    assert torch.allclose(shift._mean(same), torch.full((5, 2, 4), 2.0))
+    opposite = torch.stack((torch.full((2, 4), 3.0), torch.full((2, 4), -3.0), torch.zeros(2, 4)))
+    assert torch.equal(shift._mean(opposite), torch.zeros(5, 2, 4))
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
+def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None:
+    """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
+    bench = Bench(tmp_path, family)
+    decoder, every = bench.engine.model.decoder, Candidates(torch.arange(8), torch.zeros(8).long(), torch.arange(8))
+    done = bench.prefill(BlendConfig(mode="full"))
+    layer, repaired = decoder.layers[1], torch.tensor([1, 3, 5])
+    rows = rows_of(decoder, done.sequence, torch.arange(8), 8, 8)
+    old_k, old_v = torch.randn(2, 8, 2, 16)
+    write_kv(layer, old_k, old_v, done.pool, rows)
+    shift = MeanShift(decoder, done.sequence, 8, every, every.take(repaired))
+    shift.apply(layer, old_k[repaired] + 0.5, old_v[repaired] + 0.25)
+    found_k, found_v = done.pool.read(1, rows.slots)
+    stale = torch.tensor([0, 2, 4, 6, 7])
+    expected = decoder.kernels.rope(old_k + 0.5, rows.cos, rows.sin)
+    torch.testing.assert_close(found_k[stale], expected[stale], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found_v[stale], old_v[stale] + 0.25, rtol=0, atol=1e-5)
+
+
+def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
+    """What an earlier check layer left behind is moved at the later one too."""
+    checks = ((1, 0.5), (2, 0.25))
+    found = [bench.prefill(BlendConfig(selector="hkvd", checks=checks, mean_shift=m)) for m in (False, True)]
+    slots = [f.sequence.slots(torch.arange(f.plan.num_tokens)) for f in found]
+    plain, shifted = ([f.pool.read(layer, s)[1] for layer in (1, 2)] for f, s in zip(found, slots, strict=True))
+    assert torch.equal(plain[0], shifted[0]), "nothing is left behind yet"
+    assert not torch.equal(plain[1], shifted[1])
+
+
+def test_the_mean_shift_brings_reused_kv_nearer(bench: Bench) -> None:
+    plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3))
+    shifted = bench.kv_error(BlendConfig(selector="random", ratio=0.3, mean_shift=True))
+    assert shifted < plain
