@@ -22,7 +22,6 @@ from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv import forward
-from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.runtime.ask import Prefilled, plan_of, prefill
@@ -41,14 +40,17 @@ def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
 def bottom_right(*args: Any, **kwargs: Any) -> Prefilled:
     """The mask of the published code and of LMCache: the i-th of s rows sees all but the last s - 1 - i keys, wherever
     it stands, so a chosen token sees text that comes after it (CacheBlend issue 21, LMCache issue 1152)."""
-    with _swapped(blend, "attend", _attend_bottom_right):
+    with _swapped(forward, "attend", _attend_bottom_right):
         return prefill(*args, **kwargs)
 
 
-def _attend_bottom_right(layer: DecoderLayer, q: Tensor, pool: KVPool, rows: Rows) -> Tensor:
+_attend = forward.attend
+
+
+def _attend_bottom_right(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
     num_rows, kv_len = len(rows), rows.attention.max_kv_len
     positions = torch.arange(kv_len - num_rows, kv_len, device=q.device)
-    return forward.attend(layer, q, pool, replace(rows, attention=replace(rows.attention, positions=positions)))
+    return _attend(layer, q, replace(rows, attention=replace(rows.attention, positions=positions)))
 
 
 def scaled_keys(factor: float) -> Prefill:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_cli.blend.prefill import LayerReport, Status
+from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.model.spec import ModelSpec
 
 

@@ -12,7 +12,7 @@ from cacheblend_store.format.codecs import CODECS, decode_kv, encode_kv, view_kv
 from cacheblend_store.format.layouts import blob_spec
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.collect.prefill import Capture, ChunkKV, CollectSequence, collect, collect_prefix
+from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import cut
 from cacheblend_cli.corpus.documents import Document, read_documents
 from cacheblend_cli.demo import handbook_dir
@@ -52,7 +52,7 @@ def handbook_kv() -> list[ChunkKV]:
     documents = [d for d in read_documents([str(handbook_dir())]) if isinstance(d, Document)]
     ids = [c.token_ids for d in documents for c in cut(d.text, engine.model.tokenizer.encode_text, 512)]
     prefix = collect_prefix(decoder, engine.template.prefix_ids, block_size)
-    return list(collect(decoder, prefix, [CollectSequence(i, (Capture(b"", 0, len(i)),)) for i in ids], block_size))
+    return list(collect(decoder, prefix, [CollectSequence(i, (Kept(b"", 0, len(i)),)) for i in ids], block_size))
 
 
 def _errors(kvs: list[ChunkKV], codec: str) -> dict[str, float]:

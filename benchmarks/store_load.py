@@ -28,7 +28,7 @@ from cacheblend_store.format.layouts import blob_spec
 from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 
 from cacheblend_cli.collect.precompute import PlannedChunk, store_chunk
-from cacheblend_cli.collect.prefill import Capture, CollectSequence, collect, collect_prefix
+from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.kv.host_memory import populate
 from cacheblend_cli.kv.loader import KVLoader
@@ -290,7 +290,7 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
     prefix_ids = torch.randint(5, 1000, (4,), generator=generator).tolist()
     suffix = tuple(torch.randint(5, 1000, (SUFFIX_TOKENS,), generator=generator).tolist())
     prefix = collect_prefix(model.decoder, prefix_ids, BLOCK_SIZE)
-    sequences = [CollectSequence(tuple(i), (Capture(b"", 0, len(i)),)) for i in ids]
+    sequences = [CollectSequence(tuple(i), (Kept(b"", 0, len(i)),)) for i in ids]
     kvs = list(collect(model.decoder, prefix, sequences, BLOCK_SIZE))
     rows = []
     with ChunkStore.open(folder / "stall", mode="write") as store:

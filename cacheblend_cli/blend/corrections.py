@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.decoder import DecoderLayer
 
 
 class MeanShift:
@@ -21,17 +20,15 @@ class MeanShift:
     A token is moved by what later tokens of its own chunk say too, never by a later chunk: causal by chunk, not by token.
     """
 
-    def __init__(
-        self, decoder: Decoder, sequence: PagedSequence, num_tokens: int, every: Candidates, repaired: Candidates
-    ) -> None:
-        self._pool = sequence.pool
+    def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
+        self._pool = prompt.pool
         where = torch.searchsorted(every.positions, repaired.positions)
         stale = torch.ones(len(every), dtype=torch.bool, device=every.positions.device)
         stale[where] = False
         self._chunk, self._stale_chunk = repaired.chunk, every.chunk[stale]
         self._num_chunks = int(every.chunk.max()) + 1
-        self._repaired = rows_of(decoder, sequence, repaired.positions, num_tokens, num_tokens)
-        self._stale = rows_of(decoder, sequence, every.positions[stale], num_tokens, num_tokens)
+        self._repaired = prompt.rows(repaired.positions)
+        self._stale = prompt.rows(every.positions[stale])
         cos, sin = self._repaired.cos, self._repaired.sin
         stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
         self._back = cos / stretch, -sin / stretch

@@ -5,7 +5,7 @@
 | PREFILL     | before the check layer | all rows; at layer 0 cached rows project Q only, their K and V stand  |
 | CHECK       | the check layer(s)     | fresh K, V for all rows; score; choose; then chosen rows + fresh rows |
 | AFTER_CHECK | the rest               | the chosen rows: fresh K and V overwrite their slots, they attend     |
-| DECODE      | generation             | one row a sequence (forward.decode_step)                              |
+| DECODE      | generation             | one row a sequence (`forward`)                                        |
 
 A selector that needs no check layer chooses before layer 0, and every layer is AFTER_CHECK.
 
@@ -16,7 +16,7 @@ position, never by row number. Exact spans are never rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,63 +24,13 @@ from torch import Tensor
 
 from cacheblend_cli.blend.corrections import MeanShift
 from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
-from cacheblend_cli.blend.selectors import Candidates, Evidence, Selector, budget, select
-from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.forward import attend, write_kv
-from cacheblend_cli.kv.loader import KVLoader
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.rows import Rows, joined, positions_of, rows_of
-from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.blend.policy import BlendPolicy, LayerReport, Status
+from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.blend.selectors import Candidates, Evidence
+from cacheblend_cli.kv.forward import FreshKV, LayerStep, Observer, run_layers, write_kv
+from cacheblend_cli.kv.rows import Rows, joined, positions_of
+from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-
-
-class Status(IntEnum):
-    DECODE = -1
-    PREFILL = 0
-    CHECK = 1
-    AFTER_CHECK = 2
-
-
-@dataclass(frozen=True)
-class BlendPolicy:
-    """What to recompute. checks: (layer, ratio) pairs, layers rising and ratios falling (gradual filtering); a selector
-    that needs no check layer uses the ratio of the first one before layer 0. deviation: "v", "k" or "kv".
-    block, nucleus: see `selectors.choose`. probe_layers, draft_tokens: where a selector that follows the question's
-    attention looks, and how many tokens of the answer it drafts. mean_shift: see `corrections.MeanShift`.
-    layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless codec)."""
-
-    selector: Selector
-    checks: tuple[tuple[int, float], ...]
-    deviation: str = "k"
-    block: int = 1
-    nucleus: float = 0.0
-    probe_layers: tuple[int, ...] = (0,)
-    draft_tokens: int = 0
-    mean_shift: bool = False
-    layer0_exact: bool = True
-
-    @property
-    def needs_check_layer(self) -> bool:
-        """False for ratios 0 and 1 too: there is nothing to choose, so no layer is spent on checking."""
-        trivial = all(ratio in (0.0, 1.0) for _, ratio in self.checks) and (
-            self.nucleus == 0 or self.checks[-1][1] == 0
-        )
-        return self.selector.needs_check_layer and not trivial
-
-    def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence) -> Tensor:
-        """Indexes of the candidates to recompute: a share `ratio` of all `total` there were."""
-        count = budget(ratio, total)
-        return select(self.selector, candidates, evidence, count, block=self.block, nucleus=self.nucleus)
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer of a blended prefill. fresh: reusable tokens whose KV or hidden state was computed at this layer."""
-
-    layer: int
-    status: Status
-    rows: int
-    fresh: int
 
 
 @dataclass
@@ -96,151 +46,91 @@ class PrefillResult:
         return sum(report.fresh for report in self.layers)
 
 
-def blended_prefill(
-    decoder: Decoder,
-    pool: KVPool,
-    sequence: PagedSequence,
-    plan: PromptPlan,
-    policy: BlendPolicy,
-    loader: KVLoader,
-    *,
-    output_positions: Tensor | None = None,
-) -> PrefillResult:
+def blended_prefill(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> PrefillResult:
     """Fill the sequence's KV for the whole prompt and return the logits at `output_positions` (default: the last).
 
     With no cached segment in the plan this is a full prefill. Raises BadChunk when stored KV cannot be used.
     """
-    state = _RowState.start(decoder, sequence, plan, policy)
-    if not policy.needs_check_layer:
-        state.choose_before(
-            BeforeLayers(decoder, pool, sequence, plan, loader, policy.probe_layers, policy.draft_tokens)
-        )
-    last = len(decoder.layers) - 1
+    decoder = prompt.decoder
     if output_positions is None:
-        output_positions = torch.full((1,), plan.num_tokens - 1, device=decoder.device)
-    delta, residual = decoder.embed(state.token_ids), None
-    reports: list[LayerReport] = []
-    for layer in decoder.layers:
-        loader.wait(layer.index)
-        h, residual = decoder.input_norm(layer, delta, residual)
-        del delta  # whatever is not needed any more goes before the MLP: activations are most of a prefill's memory
-        status, rows, fresh = state.status(layer.index), len(state.rows), len(state.candidates)
-        if status is Status.CHECK:
-            k, v = layer.project_kv(h)
-            state.correct(layer, k, v)  # the rows an earlier check layer left behind
-            index = (state.candidate_index, state.suffix_index)
-            evidence = AtCheckLayer(layer, h, k, v, pool, sequence, state.rows, *index, policy.deviation)
-            own, checked = state.fresh_index, state.rows
-            write_kv(layer, k[own], v[own], pool, state.subset(own))  # the suffix attends to itself too
-            keep = state.choose(layer.index, evidence)
-            write_kv(layer, k, v, pool, checked)
-            h, residual = h[keep], residual[keep]
-            q = layer.project_q(h)
-        elif layer.index == 0 and policy.layer0_exact and len(state.candidates):
-            q = layer.project_q(h)
-            own = state.fresh_index
-            k, v = layer.project_kv(h[own])
-            write_kv(layer, k, v, pool, state.subset(own))
-        elif layer.index == last:
-            k, v = layer.project_kv(h)
-            state.correct(layer, k, v)
-            write_kv(layer, k, v, pool, state.rows)
-            q = None
-        else:
-            q, k, v = layer.project_qkv(h)
-            state.correct(layer, k, v)
-            write_kv(layer, k, v, pool, state.rows)
-        current = state.rows
-        if layer.index == last:  # only the rows whose logits are asked for go on
-            keep = torch.searchsorted(current.positions, output_positions)
-            current = state.subset(keep)
-            residual = residual[keep]
-            q = layer.project_q(h[keep]) if q is None else q[keep]
-        assert q is not None
-        q = decoder.kernels.rope(q, current.cos, current.sin)
-        del h
-        attended = attend(layer, q, pool, current)
-        del q
-        delta, residual = layer.finish(attended, residual)
-        del attended
-        reports.append(LayerReport(layer.index, status, rows, fresh))
-    assert residual is not None
-    return PrefillResult(decoder.logits(delta, residual), state.candidates.positions, reports)
+        output_positions = torch.full((1,), prompt.plan.num_tokens - 1, device=decoder.device)
+    steps = BlendSteps(prompt, policy, output_positions)
+    if not policy.needs_check_layer:
+        steps.choose_before(BeforeLayers(prompt, policy.probe_layers, policy.draft_tokens))
+    rows = steps.rows
+    hidden = run_layers(decoder, rows, prompt.token_ids[rows.positions], steps, steps)
+    assert hidden is not None
+    return PrefillResult(hidden.logits(decoder), steps.candidates.positions, steps.reports)
 
 
-class _RowState:
-    """The rows still being computed, and which of them are candidates (cached, inexact) or fresh."""
+class BlendSteps(Observer):
+    """The steps of a blended prefill, and the rows still being computed: candidates (cached, inexact) and fresh ones."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        sequence: PagedSequence,
-        plan: PromptPlan,
-        policy: BlendPolicy,
-        candidates: Candidates,
-        fresh: Tensor,
-    ) -> None:
-        self._decoder, self._sequence, self._plan, self._policy = decoder, sequence, plan, policy
-        self._all, self._total = candidates, len(candidates)
+    def __init__(self, prompt: Prompt, policy: BlendPolicy, output_positions: Tensor) -> None:
+        self._prompt, self._policy, self._output_positions = prompt, policy, output_positions
+        self._all, self._fresh = _split(prompt.plan, prompt.decoder.device)
         self._shift: MeanShift | None = None
-        self._ratios = dict(policy.checks) if policy.needs_check_layer and self._total else {}
+        self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
-        self._fresh = fresh
-        inexact = [s for s in plan.segments if s.status != "exact" and s.start < s.end]
+        self._last_layer = len(prompt.decoder.layers) - 1
+        inexact = [s for s in prompt.plan.segments if s.status != "exact" and s.start < s.end]
         self._one_run = all(a.end == b.start for a, b in pairwise(inexact)) and bool(inexact)
-        self._set(candidates)
+        self.reports: list[LayerReport] = []
+        self._keep(self._all)
 
-    @classmethod
-    def start(cls, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, policy: BlendPolicy) -> _RowState:
-        return cls(decoder, sequence, plan, policy, *_split(plan, decoder.device))
+    def at(self, layer: DecoderLayer) -> LayerStep:
+        self._prompt.loader.wait(layer.index)
+        status = self._status(layer.index)
+        self.reports.append(LayerReport(layer.index, status, len(self.rows), len(self.candidates)))
+        if status is Status.CHECK:
+            return LayerStep(next_rows=partial(self._check, last=layer.index == self._last_layer))
+        if layer.index == self._last_layer:
+            return LayerStep(next_rows=self._outputs())
+        if layer.index == 0 and self._policy.layer0_exact and len(self.candidates):
+            return LayerStep(kv_rows=self._fresh_index)  # at layer 0, K and V depend on the token alone
+        return LayerStep()
 
-    def _set(self, candidates: Candidates) -> None:
-        self.candidates = candidates
-        positions = torch.cat((candidates.positions, self._fresh)).sort().values
-        num_tokens = self._plan.num_tokens
-        dense = self._one_run if len(candidates) == self._total else None
-        self.rows: Rows = rows_of(self._decoder, self._sequence, positions, num_tokens, num_tokens, dense)
-        self.candidate_index = torch.searchsorted(positions, candidates.positions)
-        self.fresh_index = torch.searchsorted(positions, self._fresh)
-        self.suffix_index = self.fresh_index[-len(self._plan.segments[-1].token_ids) :]
-        if self._policy.mean_shift and 0 < len(candidates) < self._total:
-            self._shift = MeanShift(self._decoder, self._sequence, num_tokens, self._all, candidates)
-
-    @property
-    def token_ids(self) -> Tensor:
-        return upload(self._plan.token_ids, self._decoder.device)[self.rows.positions]
-
-    def status(self, layer: int) -> Status:
-        if layer in self._ratios:
-            return Status.CHECK
-        return Status.PREFILL if layer < self._last_check else Status.AFTER_CHECK
+    def fresh(self, fresh: FreshKV) -> None:
+        """Correct the old KV of the rows that an earlier choice left behind by what the fresh K and V say."""
+        if self._shift is not None and fresh.layer.index > 0:
+            self._shift.apply(fresh.layer, fresh.k[self._candidate_index], fresh.v[self._candidate_index])
 
     def choose_before(self, evidence: Evidence) -> None:
         """Narrow the candidates before layer 0."""
-        self._set(
-            self.candidates.take(self._policy.select(self._policy.checks[0][1], self._total, self.candidates, evidence))
-        )
+        self._choose(self._policy.checks[0][1], evidence)
 
-    def choose(self, layer: int, evidence: Evidence) -> Tensor:
-        """Narrow the candidates to the layer's ratio. Returns the indexes of the kept rows among the rows before."""
-        before = self.rows.positions
-        kept = self._policy.select(self._ratios[layer], self._total, self.candidates, evidence)
-        self._set(self.candidates.take(kept))
-        return torch.searchsorted(before, self.rows.positions)
+    def _check(self, fresh: FreshKV, last: bool) -> Tensor:
+        """Narrow the candidates to the layer's ratio. Returns which rows go on."""
+        own = self._fresh_index
+        write_kv(fresh.layer, fresh.k[own], fresh.v[own], fresh.rows.take(own))  # the suffix attends to itself too
+        suffix = own[-len(self._prompt.plan.segments[-1].token_ids) :]
+        evidence = AtCheckLayer(self._prompt, fresh, self._candidate_index, suffix, self._policy.deviation)
+        self._choose(self._ratios[fresh.layer.index], evidence)
+        kept = self._output_positions if last else self.rows.positions
+        return torch.searchsorted(fresh.rows.positions, kept)
 
-    def correct(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
-        """Correct the layer's old KV by what its fresh K (before RoPE) and V of the rows say, before they are written."""
-        if self._shift is not None and layer.index > 0:
-            self._shift.apply(layer, k[self.candidate_index], v[self.candidate_index])
+    def _choose(self, ratio: float, evidence: Evidence) -> None:
+        kept = self._policy.select(ratio, len(self._all), self.candidates, evidence)
+        self._keep(self.candidates.take(kept))
 
-    def subset(self, index: Tensor) -> Rows:
-        return rows_of(
-            self._decoder,
-            self._sequence,
-            self.rows.positions[index],
-            self._plan.num_tokens,
-            self._plan.num_tokens,
-        )
+    def _keep(self, candidates: Candidates) -> None:
+        self.candidates = candidates
+        positions = torch.cat((candidates.positions, self._fresh)).sort().values
+        narrowed = len(candidates) < len(self._all)
+        self.rows: Rows = self._prompt.rows(positions, None if narrowed else self._one_run)
+        self._candidate_index = torch.searchsorted(positions, candidates.positions)
+        self._fresh_index = torch.searchsorted(positions, self._fresh)
+        if self._policy.mean_shift and narrowed and len(candidates):
+            self._shift = MeanShift(self._prompt, self._all, candidates)
+
+    def _outputs(self) -> Tensor:
+        """The rows whose logits are asked for: no others go through the last layer."""
+        return torch.searchsorted(self.rows.positions, self._output_positions)
+
+    def _status(self, layer: int) -> Status:
+        if layer in self._ratios:
+            return Status.CHECK
+        return Status.PREFILL if layer < self._last_check else Status.AFTER_CHECK
 
 
 def _split(plan: PromptPlan, device: torch.device) -> tuple[Candidates, Tensor]:

@@ -19,9 +19,9 @@ from cacheblend_store.format.codecs import encode_kv
 from cacheblend_cli.collect.commits import ChunkCommits, Committed
 from cacheblend_cli.collect.document_records import document_record, gone_documents, is_news
 from cacheblend_cli.collect.prefill import (
-    Capture,
     ChunkKV,
     CollectSequence,
+    Kept,
     PrefixKV,
     collect,
     collect_prefix,
@@ -208,11 +208,11 @@ def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
     out: list[CollectSequence] = []
     for planned in chunks:
         ids = (*planned.left, *planned.chunk.token_ids)
-        capture = Capture(planned.key, len(planned.left), len(ids))
+        kept = Kept(planned.key, len(planned.left), len(ids))
         if planned.left and out and out[-1].token_ids == planned.left:
-            out[-1] = CollectSequence(ids, (*out[-1].captures, capture))
+            out[-1] = CollectSequence(ids, (*out[-1].kept, kept))
         else:
-            out.append(CollectSequence(ids, (capture,)))
+            out.append(CollectSequence(ids, (kept,)))
     return out
 
 
@@ -356,7 +356,7 @@ def _estimate(
         return 0.0
     tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
     size = max(1, collection.window(min(pack_tokens(model.decoder.device), tokens)))
-    probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Capture(b"", 0, size),))
+    probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Kept(b"", 0, size),))
     prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
     best = float("inf")
     for _ in range(2):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import packed_rows
 from cacheblend_cli.model.decoder import Decoder
@@ -28,7 +28,7 @@ def pack_tokens(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Capture:
+class Kept:
     """Keep the KV of tokens start:end of the sequence (counted after the prefix) under `key`."""
 
     key: bytes
@@ -41,7 +41,7 @@ class CollectSequence:
     """Tokens that are prefilled together behind the prefix, and the runs of them to keep."""
 
     token_ids: tuple[int, ...]
-    captures: tuple[Capture, ...]
+    kept: tuple[Kept, ...]
 
 
 @dataclass
@@ -66,7 +66,7 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int,
     """Prefill the prefix alone. An empty prefix is allowed and has no KV."""
     prefix = PrefixKV((), ChunkKV(key))
     if prefix_ids:
-        sequence = CollectSequence(tuple(prefix_ids), (Capture(key, 0, len(prefix_ids)),))
+        sequence = CollectSequence(tuple(prefix_ids), (Kept(key, 0, len(prefix_ids)),))
         [kv] = _collect_what_fits(decoder, prefix, [sequence], block_size)
         prefix = PrefixKV(tuple(prefix_ids), kv)
     return prefix
@@ -76,7 +76,7 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int,
 def collect(
     decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence], block_size: int
 ) -> Iterator[ChunkKV]:
-    """The KV of every capture, in order. Raises DeviceError when the device has no room for a sequence even alone."""
+    """The KV of every run that is kept, in order. Raises DeviceError when the device has no room for a sequence even alone."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
@@ -129,24 +129,29 @@ def _collect_pack(
         (sequence, torch.arange(start, n, device=decoder.device), n) for sequence, n in zip(held, lengths, strict=True)
     ]
     rows = packed_rows(decoder, parts, rope_len)
-    found = [ChunkKV(c.key) for s in pack for c in s.captures]
-    spans = _capture_spans(pack)
-
-    def keep(layer: int, k: Tensor, v: Tensor) -> None:
-        for chunk, span in zip(found, spans, strict=True):
-            chunk.k.append(k[span].clone())
-            chunk.v.append(v[span].clone())
-
+    keeper = _Keeper([ChunkKV(kept.key) for s in pack for kept in s.kept], _kept_rows(pack))
     token_ids = torch.tensor([i for s in pack for i in s.token_ids], device=decoder.device)
-    forward(decoder, pool, rows, token_ids, capture=keep, output=False)
-    return found
+    run_layers(decoder, rows, token_ids, KVOnly(decoder, rows), keeper)
+    return keeper.chunks
 
 
-def _capture_spans(pack: Sequence[CollectSequence]) -> list[slice]:
-    """Rows of each capture in the packed launch."""
+class _Keeper(Observer):
+    """Keeps what is wanted of every layer's K and V. rows: of each chunk, in the launch."""
+
+    def __init__(self, chunks: list[ChunkKV], rows: list[slice]) -> None:
+        self.chunks, self._rows = chunks, rows
+
+    def fresh(self, fresh: FreshKV) -> None:
+        for chunk, rows in zip(self.chunks, self._rows, strict=True):
+            chunk.k.append(fresh.k[rows].clone())
+            chunk.v.append(fresh.v[rows].clone())
+
+
+def _kept_rows(pack: Sequence[CollectSequence]) -> list[slice]:
+    """Rows of each run that is kept, in the packed launch."""
     spans, base = [], 0
     for sequence in pack:
-        spans += [slice(base + c.start, base + c.end) for c in sequence.captures]
+        spans += [slice(base + c.start, base + c.end) for c in sequence.kept]
         base += len(sequence.token_ids)
     return spans
 

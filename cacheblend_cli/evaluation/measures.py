@@ -13,10 +13,11 @@ from torch import Tensor
 from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.evaluation.settings import Prefill
-from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import plan_prompt
@@ -71,9 +72,7 @@ def run_full(engine: Engine, collection: Collection, request: Request, max_token
         SamplingParams(max_tokens=max_tokens),
     )  # fmt: skip
     attended = _Attended(model.spec.num_layers)
-    logits = teacher_forced(
-        model.decoder, done.pool, done.sequence, done.plan.token_ids, generation.token_ids, attended.add
-    )
+    logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, generation.token_ids, attended)
     logits = torch.cat((first[None], logits[1:]))
     k, v = _chunk_kv(done)
     done.sequence.release()
@@ -114,7 +113,7 @@ def run_setting(
     ttft_s = before_s + time.perf_counter() - start
     attended = _Attended(model.spec.num_layers)
     ids = reference.answer_ids
-    logits = teacher_forced(model.decoder, done.pool, done.sequence, done.plan.token_ids, ids, attended.add)
+    logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, ids, attended)
     logits = torch.cat((first[None], logits[1:]))
     found = divergence(reference.log_p, log_distribution(logits))
     k, v = _chunk_kv(done)
@@ -165,8 +164,7 @@ def prefill_in_pieces(
     for begin in range(0, length, size):
         positions = torch.arange(begin, min(begin + size, length), device=decoder.device)
         rows = rows_of(decoder, sequence, positions, kv_len=int(positions[-1]) + 1, rope_len=length)
-        logits = forward(decoder, pool, rows, token_ids[positions])
-    assert logits is not None
+        logits = forward(decoder, rows, token_ids[positions])
     none = torch.empty(0, dtype=torch.int64, device=decoder.device)
     loader = KVLoader(decoder, None, pool, sequence, (), length)
     return Prefilled(plan, pool, sequence, PrefillResult(logits[-1:], none), loader, time.perf_counter() - start)
@@ -194,14 +192,14 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
     return list(map(rows, pool.k, pool.k_scales)), list(map(rows, pool.v, pool.v_scales))
 
 
-class _Attended:
+class _Attended(Observer):
     """Gathers the attention output of teacher forcing, layer by layer; a later pass adds its rows below."""
 
     def __init__(self, num_layers: int) -> None:
         self._parts: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
-    def add(self, layer: int, output: Tensor) -> None:
-        self._parts[layer].append(output.float())
+    def attended(self, layer: DecoderLayer, output: Tensor) -> None:
+        self._parts[layer.index].append(output.float())
 
     @property
     def layers(self) -> list[Tensor]:

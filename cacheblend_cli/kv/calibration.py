@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
@@ -34,17 +34,22 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     positions = torch.arange(len(ids), device=decoder.device)
     rows = rows_of(decoder, sequence, positions, len(ids), len(ids), dense=True)
     stretch = (rows.cos.square() + rows.sin.square()).max().sqrt()  # not 1 under YaRN and LongRoPE
-    k_scales: list[Tensor] = []
-    v_scales: list[Tensor] = []
+    sizes = _Sizes(stretch)
+    run_layers(decoder, rows, upload(ids, decoder.device), KVOnly(decoder, rows), sizes)
+    return KVScales(tuple(sizes.k_scales), tuple(sizes.v_scales))
 
-    def see(layer: int, k: Tensor, v: Tensor) -> None:
-        half = k.shape[-1] // 2
+
+class _Sizes(Observer):
+    def __init__(self, stretch: Tensor) -> None:
+        self._stretch = stretch
+        self.k_scales: list[Tensor] = []
+        self.v_scales: list[Tensor] = []
+
+    def fresh(self, fresh: FreshKV) -> None:
+        k, half = fresh.k, fresh.k.shape[-1] // 2
         turned = torch.hypot(k[..., :half].float(), k[..., half:].float())  # the most a rotation can make of it
-        k_scales.append(_scale(turned * stretch))
-        v_scales.append(_scale(v.float().abs()))
-
-    forward(decoder, pool, rows, upload(ids, decoder.device), capture=see, output=False)
-    return KVScales(tuple(k_scales), tuple(v_scales))
+        self.k_scales.append(_scale(turned * self._stretch))
+        self.v_scales.append(_scale(fresh.v.float().abs()))
 
 
 def _scale(size: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -11,23 +11,45 @@ from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import Segment
 
 
 @dataclass(frozen=True)
 class Rows:
-    """positions, slots: [num_rows] int64; cos, sin: [num_rows, head_dim] fp32; attention: the kernel's metadata."""
+    """pool: where their K and V go. positions, slots: [num_rows] int64; cos, sin: [num_rows, head_dim] fp32; attention:
+    the kernel's metadata. decode: one row a sequence, behind all that the sequence holds."""
 
+    pool: KVPool
     positions: Tensor
     slots: Tensor
     cos: Tensor
     sin: Tensor
     attention: AttentionMetadata
+    decode: bool = False
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
+
+    def take(self, index: Tensor) -> Rows:
+        """Some of the rows of one sequence, in order. index: [n] int64."""
+        assert self.attention.num_seqs == 1
+        positions = self.positions[index]
+        attention = replace(
+            self.attention,
+            positions=positions,
+            cu_rows=upload([0, len(positions)], positions.device, torch.int32),
+            dense=positions.device.type == "cpu" and _is_run(positions),
+        )
+        return replace(
+            self,
+            positions=positions,
+            slots=self.slots[index],
+            cos=self.cos[index],
+            sin=self.sin[index],
+            attention=attention,
+        )
 
 
 def rows_of(
@@ -67,7 +89,18 @@ def packed_rows(
         dense=single is not None and dense,
         max_kv_len=max(n for _, _, n in parts),
     )
-    return Rows(positions, slots, cos, sin, meta)
+    return Rows(parts[0][0].pool, positions, slots, cos, sin, meta)
+
+
+def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:
+    """The rows after the kv_lens tokens the sequences hold; their blocks are grown and made theirs alone."""
+    parts = []
+    for sequence, kv_len in zip(sequences, kv_lens, strict=True):
+        sequence.ensure(kv_len + 1)
+        sequence.make_writable(kv_len, kv_len + 1, decoder.kernels)
+        parts.append((sequence, upload([kv_len], decoder.device), kv_len + 1))
+    assert len({decoder.rope.regime(n + 1) for n in kv_lens}) == 1, "one launch has one set of RoPE frequencies"
+    return replace(packed_rows(decoder, parts, max(kv_lens) + 1), decode=True)
 
 
 def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.blend.prefill import LayerReport
+from cacheblend_cli.blend.policy import LayerReport
 from cacheblend_cli.runtime.sampling import TokenLogprob
 
 if TYPE_CHECKING:

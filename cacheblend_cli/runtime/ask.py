@@ -10,7 +10,9 @@ import torch
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.blend.prefill import BlendPolicy, PrefillResult, blended_prefill
+from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
+from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.loader import BadChunk, KVLoader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
@@ -228,7 +230,7 @@ def _run(
     loader: KVLoader,
     positions: Tensor | None,
 ) -> PrefillResult:
-    return blended_prefill(model.decoder, pool, sequence, plan, policy, loader, output_positions=positions)
+    return blended_prefill(Prompt(model.decoder, plan, sequence, loader), policy, positions)
 
 
 @torch.inference_mode()
@@ -254,9 +256,7 @@ def _verify(
             model.eos_ids, greedy, runner=runner_of(model.decoder, memory, full.pool),
         ).token_ids  # fmt: skip
         prompt_ids = full.plan.token_ids
-        reference, ours = (
-            teacher_forced(model.decoder, p.pool, p.sequence, prompt_ids, answer_ids) for p in (full, done)
-        )
+        reference, ours = (teacher_forced(model.decoder, p.sequence, prompt_ids, answer_ids) for p in (full, done))
         reference[0], ours[0] = full.result.logits[-1], logits
     finally:
         full.sequence.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_cli.blend.prefill import BlendPolicy
+from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import check_kv_dtype

@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
-from cacheblend_cli.blend.prefill import BlendPolicy
+from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import Combined, DraftAttention, QueryAttention
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel

@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.forward import DecodeRows, decode_step, next_rows
+from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.rows import Rows, next_rows
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.rope import LENGTH_DEPENDENT
 
 CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengths on the host
 LEAST_KV_BUCKET = 1024
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
+CaptureGraph = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a function of no arguments that works on static tensors, returns what does the same again."""
 
 
@@ -54,7 +56,7 @@ class EagerRunner:
     def step(self, tokens: Tensor) -> Tensor:
         rows = next_rows(self._decoder, self._sequences, self._kv_lens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        return decode_step(self._decoder, self._pool, rows, tokens)
+        return forward(self._decoder, rows, tokens)
 
 
 class GraphRunner:
@@ -64,7 +66,7 @@ class GraphRunner:
     runs before a capture, write there.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, capture: Capture | None = None) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, capture: CaptureGraph | None = None) -> None:
         self._decoder, self._pool = decoder, pool
         self._capture = capture or cuda_capture
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
@@ -107,7 +109,7 @@ class DecodeGraph:
     """One captured step: `replay()` computes buffers.logits from buffers.tokens and advances the buffers by a token."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, spare: int, num_seqs: int, max_kv_len: int, capture: Capture
+        self, decoder: Decoder, pool: KVPool, spare: int, num_seqs: int, max_kv_len: int, capture: CaptureGraph
     ) -> None:
         self._decoder, self._pool, self._max_kv_len = decoder, pool, max_kv_len
         self._cos, self._sin = decoder.rope.table(max_kv_len)  # held: the graph reads these very tensors
@@ -118,15 +120,16 @@ class DecodeGraph:
     def _run(self) -> None:
         b, size = self.buffers, self._pool.block_size
         block = b.block_table.gather(1, (b.positions // size)[:, None])[:, 0].long()
-        rows = DecodeRows(
+        rows = Rows(
+            pool=self._pool,
+            positions=b.positions,
             slots=block * size + b.positions % size,
             cos=self._cos.index_select(0, b.positions),
             sin=self._sin.index_select(0, b.positions),
-            block_table=b.block_table,
-            kv_lens=b.kv_lens,
-            max_kv_len=self._max_kv_len,
+            attention=AttentionMetadata(b.positions, b.cu_rows, b.block_table, b.kv_lens, max_kv_len=self._max_kv_len),
+            decode=True,
         )
-        b.logits.copy_(decode_step(self._decoder, self._pool, rows, b.tokens))
+        b.logits.copy_(forward(self._decoder, rows, b.tokens))
         b.positions.add_(b.live)
         b.kv_lens.add_(b.live)
 
@@ -145,6 +148,7 @@ class DecodeBuffers:
         self.positions = torch.zeros(num_seqs, dtype=torch.int64, device=device)
         self.kv_lens = torch.ones(num_seqs, dtype=torch.int32, device=device)
         self.live = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+        self.cu_rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         self.block_table = torch.full((num_seqs, max_blocks), spare, dtype=torch.int32, device=device)
         self.logits = torch.zeros(num_seqs, vocab_size, dtype=torch.float32, device=device)
 

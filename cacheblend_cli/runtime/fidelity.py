@@ -6,20 +6,17 @@ position by position, so that one early disagreement does not make the rest inco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.forward import forward
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.forward import Observer, forward
+from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder
-
-Attended = Callable[[int, Tensor], None]
-"""(layer, attention output before o_proj [num_rows, num_heads, head_dim]): called once a layer and pass."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,10 @@ class Divergence:
 @torch.inference_mode()
 def teacher_forced(
     decoder: Decoder,
-    pool: KVPool,
     sequence: PagedSequence,
     prompt_ids: Sequence[int],
     answer_ids: Sequence[int],
-    attended: Attended | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """fp32 logits [len(answer_ids), vocab_size]: what the prompt's KV predicts for each token of the answer.
 
@@ -66,9 +62,7 @@ def teacher_forced(
         positions = torch.tensor(places, device=decoder.device)
         rows = rows_of(decoder, sequence, positions, kv_len=places[-1] + 1, rope_len=places[-1] + 1)
         token_ids = torch.tensor(ids[places[0] - start : places[-1] + 1 - start], device=decoder.device)
-        logits = forward(decoder, pool, rows, token_ids, attended=attended)
-        assert logits is not None
-        found.append(logits)
+        found.append(forward(decoder, rows, token_ids, observer))
     return torch.cat(found)
 
 

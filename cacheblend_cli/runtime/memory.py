@@ -11,7 +11,9 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_cli.blend.prefill import BlendPolicy, blended_prefill
+from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.prefill import blended_prefill
+from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.batch import Place, Rows, place_kv
@@ -118,7 +120,8 @@ def warm_up(decoder: Decoder, pool: KVPool) -> None:
     sequence = pool.new_sequence(plan.num_tokens)
     try:
         policy = BlendPolicy(make_selector("hkvd" if decoder.spec.num_layers > 1 else "none"), ((1, 0.5),))
-        blended_prefill(decoder, pool, sequence, plan, policy, _ZeroLoader(decoder, pool, sequence, plan))
+        loader = _ZeroLoader(decoder, pool, sequence, plan)
+        blended_prefill(Prompt(decoder, plan, sequence, loader), policy)
     finally:
         sequence.release()
 
@@ -223,7 +226,7 @@ def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
         policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
         with KVLoader(decoder, None, sequence.pool, sequence, plan.segments, num_tokens) as loader:
-            blended_prefill(decoder, sequence.pool, sequence, plan, policy, loader)
+            blended_prefill(Prompt(decoder, plan, sequence, loader), policy)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",

@@ -24,7 +24,7 @@ from cacheblend_store import ChunkStore
 from platformdirs import user_cache_path
 
 from cacheblend_cli.blend.cost import Speeds
-from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, run_layers
 from cacheblend_cli.kv.loader import BadChunk, KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
@@ -184,8 +184,8 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
     positions = torch.arange(num_rows, device=decoder.device)
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
     rows = rows_of(decoder, sequence, positions, num_rows, num_rows)
-    last_only = len(decoder.layers) == 1
-    return lambda: forward(decoder, pool, rows, token_ids, output=last_only)
+    steps: Steps = AllRows() if len(decoder.layers) == 1 else KVOnly(decoder, rows)
+    return lambda: run_layers(decoder, rows, token_ids, steps)
 
 
 def _median_s(run: Callable[[], Any], decoder: Decoder, seconds: float) -> float:

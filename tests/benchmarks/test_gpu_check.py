@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_cli.blend.prefill import LayerReport, Status
+from cacheblend_cli.blend.policy import LayerReport, Status
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend.corrections import MeanShift
+from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector, select
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
@@ -232,10 +233,15 @@ def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
     assert fresh[3:] == [-(-inexact // 4)] * (len(fresh) - 3)
 
 
+def _prompt(bench: Bench, done: Prefilled) -> Prompt:
+    return Prompt(bench.engine.model.decoder, done.plan, done.sequence, done.loader)
+
+
 def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(bench: Bench) -> None:
     every = Candidates(torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.arange(8))
-    sequence = bench.prefill(BlendConfig(mode="full")).sequence
-    shift = MeanShift(bench.engine.model.decoder, sequence, 8, every, every.take(torch.tensor([1, 3, 5])))
+    shift = MeanShift(
+        _prompt(bench, bench.prefill(BlendConfig(mode="full"))), every, every.take(torch.tensor([1, 3, 5]))
+    )
     same = torch.full((3, 2, 4), 2.0)
     assert torch.allclose(shift._mean(same), torch.full((5, 2, 4), 2.0))
     opposite = torch.stack((torch.full((2, 4), 3.0), torch.full((2, 4), -3.0), torch.zeros(2, 4)))
@@ -251,8 +257,8 @@ def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None
     layer, repaired = decoder.layers[1], torch.tensor([1, 3, 5])
     rows = rows_of(decoder, done.sequence, torch.arange(8), 8, 8)
     old_k, old_v = torch.randn(2, 8, 2, 16)
-    write_kv(layer, old_k, old_v, done.pool, rows)
-    shift = MeanShift(decoder, done.sequence, 8, every, every.take(repaired))
+    write_kv(layer, old_k, old_v, rows)
+    shift = MeanShift(_prompt(bench, done), every, every.take(repaired))
     shift.apply(layer, old_k[repaired] + 0.5, old_v[repaired] + 0.25)
     found_k, found_v = done.pool.read(1, rows.slots)
     stale = torch.tensor([0, 2, 4, 6, 7])

@@ -110,7 +110,7 @@ def test_a_shared_block_is_copied_on_write(setup: Setup) -> None:
     decoder, ids = setup.float8.model.decoder, list(range(5, 25))
     pool = KVPool.of(decoder, 8, 16)
     parent = pool.new_sequence(32)
-    forward(decoder, pool, rows_of(decoder, parent, torch.arange(20), 20, 20), torch.tensor(ids))
+    forward(decoder, rows_of(decoder, parent, torch.arange(20), 20, 20), torch.tensor(ids))
     child = parent.fork()
     before = decode_one_token(decoder, pool, parent, 40, 20)
     decode_one_token(decoder, pool, child, 99, 20)

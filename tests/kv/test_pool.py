@@ -82,7 +82,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @torch.inference_mode()
 def _logits(engine: Engine, pool: KVPool, sequence: PagedSequence, ids: list[int]) -> torch.Tensor:
     rows = rows_of(engine.model.decoder, sequence, torch.arange(len(ids)), len(ids), len(ids))
-    out = forward(engine.model.decoder, pool, rows, torch.tensor(ids))
+    out = forward(engine.model.decoder, rows, torch.tensor(ids))
     assert out is not None
     return out
 
@@ -112,7 +112,7 @@ def test_a_packed_launch_is_each_sequence_alone(engine: Engine) -> None:
     sequences = [pool.new_sequence(len(p)) for p in prompts]
     parts = [(s, torch.arange(len(p)), len(p)) for s, p in zip(sequences, prompts, strict=True)]
     with torch.inference_mode():
-        packed = forward(decoder, pool, packed_rows(decoder, parts, 25), torch.tensor([i for p in prompts for i in p]))
+        packed = forward(decoder, packed_rows(decoder, parts, 25), torch.tensor([i for p in prompts for i in p]))
     assert packed is not None
     assert (packed - torch.cat(alone)).abs().max() < 1e-5
 

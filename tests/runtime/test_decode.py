@@ -57,7 +57,7 @@ def prefilled(
     if scattered:
         sequence = PagedSequence(pool, sequence.blocks[::-1])
     rows = rows_of(engine.model.decoder, sequence, torch.arange(len(ids)), len(ids), len(ids))
-    logits = forward(engine.model.decoder, pool, rows, torch.tensor(ids))
+    logits = forward(engine.model.decoder, rows, torch.tensor(ids))
     assert logits is not None
     return sequence, logits[-1]
 

@@ -12,9 +12,10 @@ from checkpoints import write_checkpoint
 from decoding import decode_one_token
 
 from cacheblend_cli.api import Engine, EngineConfig
-from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.runtime.fidelity import divergence, log_distribution, teacher_forced
 
 LONGROPE = {
@@ -43,19 +44,26 @@ def test_teacher_forcing_predicts_what_decoding_predicts(
         pool = KVPool(engine.model.spec, 8, 16, decoder.dtype, decoder.device)
         sequence = pool.new_sequence(40)
         rows = rows_of(decoder, sequence, torch.arange(16), kv_len=16, rope_len=16)
-        logits = forward(decoder, pool, rows, torch.tensor(prompt))
-        assert logits is not None
+        logits = forward(decoder, rows, torch.tensor(prompt))
         return pool, sequence, logits[-1]
 
     with torch.inference_mode():
         pool, sequence, first = prefilled()
         stepwise = [first, *(decode_one_token(decoder, pool, sequence, t, 16 + i) for i, t in enumerate(answer[:-1]))]
         pool, sequence, _ = prefilled()
-        seen: list[tuple[int, torch.Size]] = []
-        forced = teacher_forced(decoder, pool, sequence, prompt, answer, lambda i, x: seen.append((i, x.shape)))
+        seen = Seen()
+        forced = teacher_forced(decoder, sequence, prompt, answer, seen)
     assert (forced - torch.stack(stepwise)).abs().max() <= 1e-4
-    assert {i for i, _ in seen} == set(range(4))
-    assert sum(shape[0] for i, shape in seen if i == 2) == len(answer)
+    assert {i for i, _ in seen.shapes} == set(range(4))
+    assert sum(shape[0] for i, shape in seen.shapes if i == 2) == len(answer)
+
+
+class Seen(Observer):
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, torch.Size]] = []
+
+    def attended(self, layer: DecoderLayer, output: torch.Tensor) -> None:
+        self.shapes.append((layer.index, output.shape))
 
 
 def test_divergence_of_known_distributions() -> None:

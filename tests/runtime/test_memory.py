@@ -151,7 +151,7 @@ def test_packs_that_do_not_fit_are_halved(engine: Engine, monkeypatch: pytest.Mo
     decoder = engine.model.decoder
     prefix = collect.collect_prefix(decoder, [1, 2, 3], 16)
     sequences = [
-        collect.CollectSequence(tuple(range(5, 5 + n)), (collect.Capture(bytes([n]), 0, n),)) for n in (7, 9, 4, 12, 6)
+        collect.CollectSequence(tuple(range(5, 5 + n)), (collect.Kept(bytes([n]), 0, n),)) for n in (7, 9, 4, 12, 6)
     ]
     whole = list(collect.collect(decoder, prefix, sequences, 16))
     plain, sizes = collect._collect_pack, []

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.forward import decode_step, next_rows
+from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.rows import next_rows
 from cacheblend_cli.model.decoder import Decoder
 
 
 def decode_one_token(decoder: Decoder, pool: KVPool, sequence: PagedSequence, token_id: int, position: int) -> Tensor:
     """fp32 logits [vocab_size] after token_id, in a sequence that holds `position` tokens before it."""
     rows = next_rows(decoder, [sequence], [position])
-    return decode_step(decoder, pool, rows, upload([token_id], decoder.device))[0]
+    return forward(decoder, rows, upload([token_id], decoder.device))[0]

@@ -1,0 +1,59 @@
+"""What a blended prefill is told, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from cacheblend_cli.blend.selectors import Candidates, Evidence, Selector, budget, select
+
+
+class Status(IntEnum):
+    DECODE = -1
+    PREFILL = 0
+    CHECK = 1
+    AFTER_CHECK = 2
+
+
+@dataclass(frozen=True)
+class BlendPolicy:
+    """What to recompute. checks: (layer, ratio) pairs, layers rising and ratios falling (gradual filtering); a selector
+    that needs no check layer uses the ratio of the first one before layer 0. deviation: "v", "k" or "kv".
+    block, nucleus: see `selectors.choose`. probe_layers, draft_tokens: where a selector that follows the question's
+    attention looks, and how many tokens of the answer it drafts. mean_shift: see `corrections.MeanShift`.
+    layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless codec)."""
+
+    selector: Selector
+    checks: tuple[tuple[int, float], ...]
+    deviation: str = "k"
+    block: int = 1
+    nucleus: float = 0.0
+    probe_layers: tuple[int, ...] = (0,)
+    draft_tokens: int = 0
+    mean_shift: bool = False
+    layer0_exact: bool = True
+
+    @property
+    def needs_check_layer(self) -> bool:
+        """False for ratios 0 and 1 too: there is nothing to choose, so no layer is spent on checking."""
+        trivial = all(ratio in (0.0, 1.0) for _, ratio in self.checks) and (
+            self.nucleus == 0 or self.checks[-1][1] == 0
+        )
+        return self.selector.needs_check_layer and not trivial
+
+    def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence) -> Tensor:
+        """Indexes of the candidates to recompute: a share `ratio` of all `total` there were."""
+        count = budget(ratio, total)
+        return select(self.selector, candidates, evidence, count, block=self.block, nucleus=self.nucleus)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer of a blended prefill. fresh: reusable tokens whose KV or hidden state was computed at this layer."""
+
+    layer: int
+    status: Status
+    rows: int
+    fresh: int

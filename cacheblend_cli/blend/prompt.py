@@ -1,0 +1,38 @@
+"""A prompt while it is prefilled: its plan, where its KV lies, and what loads the stored part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.rows import Rows, rows_of
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.prompt.plan import PromptPlan
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """sequence: has room for the plan's tokens at least."""
+
+    decoder: Decoder
+    plan: PromptPlan
+    sequence: PagedSequence
+    loader: KVLoader
+
+    @property
+    def pool(self) -> KVPool:
+        return self.sequence.pool
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """[num_tokens] int64, on the device."""
+        return upload(self.plan.token_ids, self.decoder.device)
+
+    def rows(self, positions: Tensor, dense: bool | None = None) -> Rows:
+        """Rows at `positions` (sorted int64). dense: see `rows_of`."""
+        return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens, dense)
