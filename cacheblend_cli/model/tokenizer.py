@@ -1,9 +1,10 @@
-"""tokenizer.json, the chat template, and streaming decode, without importing transformers (which costs two seconds)."""
+"""tokenizer.json and the chat template, without importing transformers (which costs two seconds)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
@@ -13,6 +14,8 @@ from typing import Any
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
 
 
 class Tokenizer:
@@ -32,7 +35,13 @@ class Tokenizer:
             raise UsageError(f"{path} is not a readable tokenizer: {error}", "fetch the checkpoint again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.added_ids: frozenset[int] = frozenset(token["id"] for token in data.get("added_tokens") or ())
+        self.decoder: dict[str, Any] | None = data.get("decoder")
+        self._has_bytes = "ByteFallback" in json.dumps(self.decoder)
+        added = data.get("added_tokens") or ()
+        self.added_ids: frozenset[int] = frozenset(token["id"] for token in added)
+        unknown = {_unknown_id(data["model"])}  # stands for what the vocabulary lacks, and forges nothing
+        self.control_ids = self.added_ids - unknown
+        self._special_ids = frozenset(token["id"] for token in added if token["special"])
         # Text is encoded by a copy that knows no added tokens, so `<|im_end|>` in a document is eight plain pieces.
         data["added_tokens"], data["post_processor"] = [], None
         data["truncation"], data["padding"] = None, None
@@ -48,8 +57,8 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Ids of a document's or question's text: no special tokens, no added token whatever the text contains."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        if not self.added_ids.isdisjoint(ids):
-            bad = next(i for i in ids if i in self.added_ids)
+        if not self.control_ids.isdisjoint(ids):
+            bad = next(i for i in ids if i in self.control_ids)
             raise UsageError(
                 f"the text contains {self._tokenizer.id_to_token(bad)!r}, which this tokenizer cannot keep apart "
                 "from its control token",
@@ -65,6 +74,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` passes over the id: a special token, or none of the vocabulary (models pad their embeddings)."""
+        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the id is one byte, such as <0x0A>, of a run that `decode` takes as a whole."""
+        return self._has_bytes and _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
@@ -139,32 +156,11 @@ class Tokenizer:
         return template
 
 
-class TextStream:
-    """Turns a growing list of ids into text pieces that never break a UTF-8 character or a multi-token word piece."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = 0  # ids before it are settled
-        self._sent = ""
-
-    def push(self, token_id: int) -> str:
-        """The text this token completes, "" while a character is unfinished."""
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith("\ufffd"):
-            return ""
-        piece, self._sent = text[len(self._sent) :], text
-        if len(self._ids) - self._start > 32:  # keep a tail as left context, so spacing stays right
-            self._start = len(self._ids) - 8
-            self._sent = self._tokenizer.decode(self._ids[self._start :])
-        return piece
-
-    def flush(self) -> str:
-        """What is left, unfinished characters included."""
-        text = self._tokenizer.decode(self._ids[self._start :])
-        piece, self._sent = text[len(self._sent) :], text
-        return piece
+def _unknown_id(model: dict[str, Any]) -> int | None:
+    """Of a tokenizer.json's model."""
+    name = model.get("unk_token")
+    found: int | None = model.get("unk_id") if name is None else model["vocab"].get(name)
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

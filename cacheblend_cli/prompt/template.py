@@ -30,7 +30,7 @@ class PromptTemplate:
         if not question:
             raise UsageError("the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"')
         encode = self.tokenizer.encode_template
-        if self.tokenizer.added_ids.isdisjoint(encode(question)):
+        if self.tokenizer.control_ids.isdisjoint(encode(question)):
             return tuple(encode(self.before_question + question + self.after_question))
         plain = self.tokenizer.encode_text(question)
         return (*encode(self.before_question), *plain, *encode(self.after_question))

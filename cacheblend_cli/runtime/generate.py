@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.tokenizer import TextStream, Tokenizer
+from cacheblend_cli.model.text_stream import TextStream
+from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.runtime.sampling import Sampler, SamplingParams, TokenLogprob
 
@@ -89,7 +90,7 @@ def generate(
             out.finish_reason = "stop"
             break
         emit(stop.push(stream.push(token_id)))
-        if stop.hit:
+        if stop.hit or (params.stop and stop.is_in(stream.held())):
             out.finish_reason = "stop"
             break
         if len(out.token_ids) == params.max_tokens:
@@ -124,6 +125,10 @@ class StopStrings:
         keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def is_in(self, piece: str) -> bool:
+        """Whether pushing the piece would be a hit."""
+        return any(s in self._held + piece for s in self._stops)
 
     def flush(self) -> str:
         held, self._held = self._held, ""

@@ -10,11 +10,12 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from text_tokenizers import write_text_tokenizer
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.tokenizer import TextStream, Tokenizer
+from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.generate import StopStrings
 from cacheblend_cli.runtime.sampling import Sampler, filtered_probs
 
@@ -80,17 +81,6 @@ def test_stop_strings_never_leak(text: str, cuts: list[int]) -> None:
     assert stop.hit == (first < len(text))
 
 
-@given(st.text(min_size=1, max_size=60))
-def test_streaming_gives_the_text_and_whole_characters(text: str) -> None:
-    tokenizer = _tokenizer()
-    stream, pieces = TextStream(tokenizer), []
-    ids = tokenizer.encode_text(text)
-    for token_id in ids:
-        pieces.append(stream.push(token_id))
-    assert "".join(pieces) + stream.flush() == text
-    assert "\ufffd" in text or not any("\ufffd" in p for p in pieces)
-
-
 _CACHE: list[Tokenizer] = []
 
 
@@ -102,6 +92,37 @@ def _tokenizer() -> Tokenizer:
         write_tokenizer(folder)
         _CACHE.append(Tokenizer(folder))
     return _CACHE[0]
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Path) -> None:
+    """Also where the text of a token waits for the next one, as byte tokens' does. The text is the decode of the ids."""
+    write_checkpoint(tmp_path / "m", "llama-gqa", vocab_size=512)
+    write_text_tokenizer(tmp_path / "m", "llama2-legacy")
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "m")))
+    tokenizer = engine.model.tokenizer
+
+    def ask(*stop: str) -> tuple[str, str, list[int], str]:
+        pieces: list[str] = []
+        params = SamplingParams(max_tokens=60, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
+        answer = engine.ask(None, "who?", [], BlendConfig(), params, on_text=pieces.append)
+        return "".join(pieces), answer.text, answer.generated_ids, answer.finish_reason
+
+    shown, text, ids, reason = ask()
+    assert shown == text == tokenizer.decode(ids)
+    assert reason == "length"
+    assert sum(map(tokenizer.is_byte, ids)) > 10
+    tried = set()
+    for end in range(1, len(ids) + 1):
+        stop = tokenizer.decode(ids[:end])[-2:]
+        first = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+        if not stop.strip() or stop in tried:
+            continue
+        tried.add(stop)
+        shown, cut, drawn, reason = ask(stop)
+        assert drawn == ids[:first]
+        assert shown == cut == tokenizer.decode(drawn).partition(stop)[0]
+        assert reason == "stop"
+    assert len(tried) > 10
 
 
 @given(st.lists(st.sampled_from(["<|im_end|>", "<tool_call>", "<s>", "<|im_start|>", "a", " ", "<", "|>"]), max_size=8))

@@ -1,0 +1,82 @@
+"""Streaming decode: ids to pieces of text that, joined, are one decode of all ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cacheblend_cli.model.tokenizer import Tokenizer
+
+_UNFINISHED = "\ufffd"
+
+
+class TextStream:
+    """Turns a growing list of ids into pieces of text as soon as no later id can change them.
+
+    Only the ids since the last piece are decoded, behind the one before them: what a decoder does at the beginning of a
+    text (dropping a space, say) it does to that one. Held back are:
+
+    - one U+FFFD at the end, which the next ids may make a character of;
+    - a run of byte tokens such as <0xE8>, until it ends: the decoder takes it as a whole, and writes U+FFFD for every
+      byte of a run that is not UTF-8;
+    - everything, when the decoder looks at the text as a whole (`is_local`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._local = is_local(tokenizer.decoder)
+        self._ids: list[int] = []  # what is not shown yet, and what its decoding depends on
+        self._shown = 0  # characters of their text that are shown
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token, "" when there is none."""
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        self._ids.append(token_id)
+        if not self._local or self._tokenizer.is_byte(token_id):
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        certain = text.removesuffix(_UNFINISHED)
+        piece, self._shown = certain[self._shown :], len(certain)
+        if certain == text and (behind := self._tokenizer.decode([token_id])):
+            self._ids, self._shown = [token_id], len(behind)
+        return piece
+
+    def held(self) -> str:
+        """What would be shown if no further token came."""
+        return self._tokenizer.decode(self._ids)[self._shown :]
+
+    def flush(self) -> str:
+        """What is held, at the end of the text."""
+        text, self._ids, self._shown = self.held(), [], 0
+        return text
+
+
+def is_local(decoder: dict[str, Any] | None) -> bool:
+    """Whether a decoder of tokenizer.json looks no further than the neighbours of a token, but for the text's beginning.
+
+    False for a stage this does not know.
+    """
+    joined = False  # what follows sees one text in the place of tokens
+    for stage in _stages(decoder):
+        match stage["type"]:
+            case "ByteLevel" | "Fuse":
+                joined = True
+            case "Metaspace":
+                pass
+            case "ByteFallback" | "WordPiece" | "BPEDecoder" if not joined:
+                pass
+            case "Strip" if not joined or stage["stop"] == 0:
+                pass
+            case "Replace" if not joined or len(stage["pattern"].get("String", "")) == 1:
+                pass
+            case _:
+                return False
+    return True
+
+
+def _stages(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [stage for part in decoder["decoders"] for stage in _stages(part)]
+    return [decoder]
