@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/.installed
 
 # torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages on machines that need none of them
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt kernels/cacheblend_kernels/load_kv.c
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
@@ -34,4 +34,4 @@ bench: install
 	$(BIN)/python benchmarks/store.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info kernels/cacheblend_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from itertools import islice, product
 from typing import Any
 
 import torch
-from cacheblend_kernels import KernelBackend, KernelError, select_backend
+from cacheblend_kernels import AttentionParams, KernelBackend, KernelError, LayerCache, Slots, select_backend
 from gpu_inputs import AttentionInputs, attention_inputs, rope_tables, scattered_positions
 from kernel_references import decoded, poisoned_outputs, rope_reference, stored_kv
 from torch import Tensor
@@ -77,23 +77,18 @@ def _cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype, tin
 
 def attention_reference(
     inputs: AttentionInputs,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    params: AttentionParams,
 ) -> Tensor:
     """fp64 softmax over the keys at or before each row's position, sequence by sequence, [num_rows, num_heads, head_dim]."""
-    q, meta = inputs.q.double(), inputs.meta
-    block_size, num_kv_heads = inputs.k_cache.shape[1:3]
+    q, meta, cache, window = inputs.q.double(), inputs.meta, inputs.cache, params.sliding_window
+    block_size, num_kv_heads = cache.k.shape[1:3]
     out = torch.full_like(q, torch.nan)
     for seq, kv_len in enumerate(meta.kv_lens.tolist()):
         begin, end = meta.cu_rows[seq : seq + 2].tolist()
         blocks = meta.block_table[seq, : -(-kv_len // block_size)].long()
-        k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (inputs.k_cache, inputs.v_cache))
         k, v = (
-            x.float().double() if s is None else x.float().double() * s.double()[:, None]
-            for x, s in ((k, k_scale), (v, v_scale))
+            held(pool[blocks].flatten(0, 1)[:kv_len], scale)
+            for pool, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
         )
         group = q.shape[1] // num_kv_heads
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -104,9 +99,9 @@ def attention_reference(
             hidden = key_pos > row_pos
             if window is not None:
                 hidden |= key_pos <= row_pos - window
-            logits = torch.einsum("rhd,nhd->hrn", q[rows], k) * scale
-            if soft_cap is not None:
-                logits = soft_cap * torch.tanh(logits / soft_cap)
+            logits = torch.einsum("rhd,nhd->hrn", q[rows], k) * params.scale
+            if params.soft_cap is not None:
+                logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
             weights = torch.softmax(logits.masked_fill(hidden, float("-inf")), -1)
             out[rows] = torch.einsum("hrn,nhd->rhd", weights, v)
     return out
@@ -177,33 +172,25 @@ def _attention(
 ) -> Case:
     def run() -> tuple[Tensor, Tensor]:
         inputs = attention_inputs(positions, kv_lens, *heads, head_dim, device, dtype=dtype, **options)
-        scales = _pool_scales(heads[1], device) if float8 else {}
-        inputs = inputs.to_float8(**scales) if float8 else inputs
-        scale, meta = head_dim**-0.5, inputs.meta
-        common = {"scale": scale, "sliding_window": window, "soft_cap": cap, **scales}
-        arguments = (inputs.q, inputs.k_cache, inputs.v_cache)
-        if kernel == "prefill_attention":
-            got = backend.prefill_attention(*arguments, meta, **common)
-        else:
-            got = backend.decode_attention(
-                *arguments,
-                meta.block_table,
-                meta.kv_lens,
-                contiguous_slot=meta.contiguous_slot,
-                max_kv_len=meta.max_kv_len,
-                **common,
-            )
-        return got, attention_reference(inputs, scale, window, cap, **scales)
+        inputs = inputs.to_float8(*_pool_scales(heads[1], device)) if float8 else inputs
+        params = AttentionParams(head_dim**-0.5, window, cap)
+        got = getattr(backend, kernel)(inputs.q, inputs.cache, inputs.meta, params)
+        return got, attention_reference(inputs, params)
 
     return kernel, case, TOLERANCE[dtype], run
 
 
-def _pool_scales(num_kv_heads: int, device: torch.device) -> dict[str, Tensor]:
+def _pool_scales(num_kv_heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of a float8 pool; K's and V's are not alike, so that one taken for the other shows."""
-    return {
-        "k_scale": torch.linspace(0.01, 0.03, num_kv_heads, device=device),
-        "v_scale": torch.linspace(0.05, 0.02, num_kv_heads, device=device),
-    }
+    return (
+        torch.linspace(0.01, 0.03, num_kv_heads, device=device),
+        torch.linspace(0.05, 0.02, num_kv_heads, device=device),
+    )
+
+
+def held(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """fp64 values of rows [n, num_kv_heads, head_dim] of a pool."""
+    return rows.float().double() if scale is None else rows.float().double() * scale.double()[:, None]
 
 
 def _cache_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -242,11 +229,11 @@ def _write(
     fused = torch.randn(NUM_ROWS, 36, head_dim, device=device, dtype=dtype)
     q, k, v = fused.split((28, 4, 4), dim=1)
     tables, slots = rope_tables(NUM_ROWS, head_dim, device), torch.randperm(128, device=device)[:NUM_ROWS]
-    pools, scales = _pools(head_dim, device, dtype, float8)
-    out = backend.rope_and_cache(q, k, v, *tables, *pools, slots, **scales)
+    cache = _pools(head_dim, device, dtype, float8)
+    out = backend.rope_and_cache(q, k, v, cache, Slots(slots, *tables))
     assert out is not None
-    want = rope_reference(q, *tables).flatten(1), *_holdable(rope_reference(k, *tables), v.double(), scales)
-    return torch.cat([out.flatten(1), *_held(pools, scales, slots)], 1), torch.cat(want, 1)
+    want = rope_reference(q, *tables).flatten(1), *_holdable(rope_reference(k, *tables), v.double(), cache)
+    return torch.cat([out.flatten(1), *_held(cache, slots)], 1), torch.cat(want, 1)
 
 
 def _load(
@@ -260,46 +247,37 @@ def _load(
 ) -> tuple[Tensor, Tensor]:
     """load_kv: what the slots hold. run: they are adjacent, and no slot mapping is read."""
     stored, tables = stored_kv(codec, NUM_ROWS, 4, head_dim, device), rope_tables(NUM_ROWS, head_dim, device)
-    pools, scales = _pools(head_dim, device, dtype, float8)
+    cache = _pools(head_dim, device, dtype, float8)
     slots = torch.arange(7, 7 + NUM_ROWS, device=device) if run else torch.randperm(128, device=device)[:NUM_ROWS]
-    backend.load_kv(
-        cos=tables[0],
-        sin=tables[1],
-        k_cache=pools[0],
-        v_cache=pools[1],
-        slot_mapping=torch.full_like(slots, -1) if run else slots,
-        first_slot=7 if run else -1,
-        **stored,
-        **{f"pool_{name}": scale for name, scale in scales.items()},
-    )
+    where = Slots(torch.full_like(slots, -1), *tables, 7) if run else Slots(slots, *tables)
+    backend.load_kv(stored, cache, where)
     k, v = decoded(stored, head_dim)
-    want = _holdable(rope_reference(k, *tables), v, scales)
-    return torch.cat(_held(pools, scales, slots), 1), torch.cat(want, 1)
+    want = _holdable(rope_reference(k, *tables), v, cache)
+    return torch.cat(_held(cache, slots), 1), torch.cat(want, 1)
 
 
-def _pools(
-    head_dim: int, device: torch.device, dtype: torch.dtype, float8: bool
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """K's and V's pool of 128 slots of 4 heads, all NaN, and the scales of a float8 one."""
-    held = torch.float8_e4m3fn if float8 else dtype
-    pools = [torch.full((2, 64, 4, head_dim), torch.nan, device=device).to(held) for _ in range(2)]
-    return pools, _pool_scales(4, device) if float8 else {}
+def _pools(head_dim: int, device: torch.device, dtype: torch.dtype, float8: bool) -> LayerCache:
+    """A pool of 128 slots of 4 heads, all NaN."""
+    dtype = torch.float8_e4m3fn if float8 else dtype
+    pools = [torch.full((2, 64, 4, head_dim), torch.nan, device=device).to(dtype) for _ in range(2)]
+    return LayerCache(*pools, *(_pool_scales(4, device) if float8 else ()))
 
 
-def _holdable(k: Tensor, v: Tensor, scales: dict[str, Tensor]) -> list[Tensor]:
-    """fp64 K and V [num_rows, 4, head_dim] as far as a float8 pool can hold them, flat."""
-    if scales:
-        most = [448 * scales[f"{part}_scale"].double()[:, None] for part in "kv"]
-        k, v = (torch.minimum(torch.maximum(x, -m), m) for x, m in zip((k, v), most, strict=True))
-    return [k.flatten(1), v.flatten(1)]
+def _holdable(k: Tensor, v: Tensor, cache: LayerCache) -> list[Tensor]:
+    """fp64 K and V [num_rows, 4, head_dim] as far as the pool can hold them, flat."""
+    found = []
+    for x, scale in ((k, cache.k_scale), (v, cache.v_scale)):
+        if scale is not None:
+            most = 448 * scale.double()[:, None]
+            x = torch.minimum(torch.maximum(x, -most), most)
+        found.append(x.flatten(1))
+    return found
 
 
-def _held(pools: list[Tensor], scales: dict[str, Tensor], slots: Tensor) -> list[Tensor]:
+def _held(cache: LayerCache, slots: Tensor) -> list[Tensor]:
     """What the slots hold, K's and V's numbers, [num_rows, 4 * head_dim] each."""
-    values = [p.float().view(128, 4, -1)[slots] for p in pools]
-    if scales:
-        values = [x * s[:, None] for x, s in zip(values, (scales["k_scale"], scales["v_scale"]), strict=True)]
-    return [x.flatten(1) for x in values]
+    pools = ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    return [held(pool.view(128, 4, -1)[slots], scale).flatten(1) for pool, scale in pools]
 
 
 def _norm_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -318,21 +296,21 @@ def _row_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtype)
         def deviation(kind: str = kind, float8: bool = float8) -> tuple[Tensor, Tensor]:
             k, v = random(50, 16, 128).split(8, dim=1)
             pools, slots = [random(2, 64, 8, 128) for _ in range(2)], torch.randperm(128, device=device)[:50]
-            scales = _pool_scales(8, device) if float8 else {}
-            olds = [p.view(128, 8, 128)[slots].double() for p in pools]
+            cache = LayerCache(*pools)
             if float8:
                 pools = [(20 * p.float()).to(torch.float8_e4m3fn) for p in pools]
-                olds = [
-                    p.float().view(128, 8, 128)[slots].double() * s.double()[:, None]
-                    for p, s in zip(pools, scales.values(), strict=True)
-                ]
+                cache = LayerCache(*pools, *_pool_scales(8, device))
+            olds = [
+                held(pool.view(128, 8, 128)[slots], scale)
+                for pool, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+            ]
             want = sum(
                 (fresh.double() - old).square().sum((1, 2))
                 for part, fresh, old in zip("kv", (k, v), olds, strict=True)
                 if part in kind
             )
             assert isinstance(want, Tensor)
-            return backend.kv_deviation(k, v, *pools, slots, kind=kind, **scales)[:, None], want[:, None]
+            return backend.kv_deviation(k, v, cache, slots, kind)[:, None], want[:, None]
 
         yield "kv_deviation", f"{kind}{', float8 pool' * float8}", 1e-5, deviation
     for width in (80, 128, 2048, 4096, 8192):

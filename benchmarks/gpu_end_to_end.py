@@ -255,8 +255,9 @@ def _pool_error(bench: Bench, length: int) -> float:
                 tables = rope.cos_sin(positions, length)
                 slots = loaded.sequence.slots(positions)
                 wanted = rope_reference(k.to(bench.device), *tables), v.to(bench.device)
-                for cache, want in zip((bench.memory.pool.k, bench.memory.pool.v), wanted, strict=True):
-                    got = cache[layer].view(-1, *shape[1:])[slots]
+                cache = bench.memory.pool.layers[layer]
+                for pool, want in zip((cache.k, cache.v), wanted, strict=True):
+                    got = pool.view(-1, *shape[1:])[slots]
                     worst = max(worst, row_error(got, want), key=_nan_first)
     return worst
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from cacheblend_kernels import AttentionMetadata
+from cacheblend_kernels import AttentionMetadata, LayerCache
 from torch import Tensor
 
 BLOCK_SIZE = 64
@@ -23,20 +23,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """q [num_rows, num_heads, head_dim]; pools [num_blocks, block_size, num_kv_heads, head_dim]; where all lies."""
+    """q [num_rows, num_heads, head_dim], the layer's pool, and where all lies."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    cache: LayerCache
     meta: AttentionMetadata
 
     def to_float8(self, k_scale: Tensor, v_scale: Tensor) -> AttentionInputs:
         """The pools as float8_e4m3fn, divided by scales [num_kv_heads] fp32."""
         k, v = (
             (cache.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-            for cache, scale in ((self.k_cache, k_scale), (self.v_cache, v_scale))
+            for cache, scale in ((self.cache.k, k_scale), (self.cache.v, v_scale))
         )
-        return replace(self, k_cache=k, v_cache=v)
+        return replace(self, cache=LayerCache(k, v, k_scale, v_scale))
 
 
 def attention_inputs(
@@ -86,7 +85,7 @@ def attention_inputs(
         dense=dense,
         max_kv_len=max(kv_lens),
     )
-    return AttentionInputs(q, *pools, meta)
+    return AttentionInputs(q, LayerCache(*pools), meta)
 
 
 def scattered_positions(length: int, num_rows: int, *, run: int = 1, seed: int = 0) -> Tensor:

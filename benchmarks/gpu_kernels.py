@@ -14,15 +14,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from cacheblend_kernels import KernelBackend, KernelError, select_backend
+from cacheblend_kernels import AttentionParams, KernelBackend, KernelError, LayerCache, Slots, select_backend
 from gpu_checks import run_kernel_checks
-from gpu_inputs import Shape, decode_inputs, prefill_inputs, rope_tables
+from gpu_inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
 from gpu_timing import Call, median_seconds, num_input_sets
 from kernel_references import stored_kv
 from torch import Tensor
@@ -117,21 +117,20 @@ def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
         for length in (96,) if tiny else (4096, 16384):
             for kind in ("full", "full paged", "scattered 5%", "scattered 15%", "runs 15%", "suffix"):
                 inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
-                scale = shape.head_dim**-0.5
+                params = AttentionParams(shape.head_dim**-0.5)
                 seen = int((inputs.meta.positions + 1).sum())
                 flops = 4 * shape.num_heads * shape.head_dim * seen
                 for backend in backends:
                     if backend.name == "xformers" and kind != "full":
                         continue  # the same kernel as ours
-                    pools = inputs.k_cache, inputs.v_cache
-                    call = partial(backend.prefill_attention, inputs.q, *pools, inputs.meta, scale=scale)
+                    call = partial(backend.prefill_attention, inputs.q, inputs.cache, inputs.meta, params)
                     case = f"{shape.name} N={length} {kind}, {inputs.q.shape[0]} rows, {backend.name}"
                     yield Work("prefill_attention", case, [call], "matmul", flops=flops)
                 if kind == "full":
                     yield Work(
                         "prefill_attention",
                         f"{shape.name} N={length} {kind}, torch SDPA",
-                        [_sdpa(inputs, length, scale)],
+                        [_sdpa(inputs, length, params.scale)],
                         "matmul",
                         flops=flops,
                     )
@@ -143,7 +142,7 @@ def _sdpa(inputs: Any, length: int, scale: float) -> Call:
     first = inputs.meta.contiguous_slot
     k, v = (
         cache.view(-1, *cache.shape[2:])[first : first + length].transpose(0, 1)[None].contiguous()
-        for cache in (inputs.k_cache, inputs.v_cache)
+        for cache in (inputs.cache.k, inputs.cache.v)
     )
     return lambda: torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
@@ -159,31 +158,20 @@ def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
             inputs = [decode_inputs(shape, batch, length, device, seed) for seed in range(sets)]
             for name in names:
                 # one backend an input: xformers' keeps what it copied from the host for the tensors it saw last
-                calls = [_decode_call(select_backend(name, device), one, shape, length) for one in inputs]
+                calls = [_decode_call(select_backend(name, device), one, shape) for one in inputs]
                 case = f"{shape.name} batch {batch}, context {length}, {name}"
                 yield Work("decode_attention", case, calls, "copy", num_bytes=per_call)
             if shape is not LLAMA_1B:
                 scales = torch.full((shape.num_kv_heads,), 0.02, device=device)
                 calls = [
-                    _decode_call(select_backend("auto", device), one.to_float8(scales, scales), shape, length, scales)
-                    for one in inputs
+                    _decode_call(select_backend("auto", device), one.to_float8(scales, scales), shape) for one in inputs
                 ]
                 case = f"{shape.name} batch {batch}, context {length}, float8 pool"
                 yield Work("decode_attention", case, calls, "copy", num_bytes=per_call // 2)
 
 
-def _decode_call(backend: KernelBackend, one: Any, shape: Shape, length: int, scales: Tensor | None = None) -> Call:
-    return lambda: backend.decode_attention(
-        one.q,
-        one.k_cache,
-        one.v_cache,
-        one.meta.block_table,
-        one.meta.kv_lens,
-        scale=shape.head_dim**-0.5,
-        max_kv_len=length,
-        k_scale=scales,
-        v_scale=scales,
-    )
+def _decode_call(backend: KernelBackend, one: AttentionInputs, shape: Shape) -> Call:
+    return partial(backend.decode_attention, one.q, one.cache, one.meta, AttentionParams(shape.head_dim**-0.5))
 
 
 @dataclass(frozen=True)
@@ -193,11 +181,8 @@ class _Rows:
     shape: Shape
     num_rows: int
     fused: Tensor
-    cos: Tensor
-    sin: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    slots: Tensor
+    cache: LayerCache
+    slots: Slots
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,8 +205,8 @@ def _rows(device: torch.device, tiny: bool, per_row: int) -> list[_Rows]:
         fused = torch.randn(num_rows, heads, shape.head_dim, device=device, dtype=torch.bfloat16)
         pool = (num_rows // 64, 64, shape.num_kv_heads, shape.head_dim)
         caches = [torch.randn(pool, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        slots = torch.randperm(num_rows, device=device)
-        made.append(_Rows(shape, num_rows, fused, *rope_tables(num_rows, shape.head_dim, device), *caches, slots))
+        slots = Slots(torch.randperm(num_rows, device=device), *rope_tables(num_rows, shape.head_dim, device))
+        made.append(_Rows(shape, num_rows, fused, LayerCache(*caches), slots))
     return made
 
 
@@ -229,12 +214,10 @@ def _rope_and_cache(device: torch.device, tiny: bool) -> Iterator[Work]:
     shape, backend = TINY if tiny else LLAMA_8B, select_backend("auto", device)
     per_row = 2 * (2 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim + 8 * shape.head_dim + 8
     sets = _rows(device, tiny, per_row)
-    calls: list[Call] = [
-        partial(backend.rope_and_cache, *r.parts, r.cos, r.sin, r.k_cache, r.v_cache, r.slots) for r in sets
-    ]
+    calls: list[Call] = [partial(backend.rope_and_cache, *r.parts, r.cache, r.slots) for r in sets]
     yield Work("rope_and_cache", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
     per_row = 4 * shape.num_heads * shape.head_dim + 8 * shape.head_dim
-    calls = [partial(backend.rope, r.parts[0], r.cos, r.sin) for r in sets]
+    calls = [partial(backend.rope, r.parts[0], r.slots.cos, r.slots.sin) for r in sets]
     yield Work("rope", f"{sets[0].num_rows} rows", calls, "copy", num_bytes=per_row * sets[0].num_rows)
 
 
@@ -248,18 +231,9 @@ def _load_kv(device: torch.device, tiny: bool) -> Iterator[Work]:
             stored_kv(codec, r.num_rows, shape.num_kv_heads, shape.head_dim, device, seed=seed)
             for seed, r in enumerate(sets)
         ]
-        read = sum(t.numel() * t.element_size() for t in stored[0].values())
+        read = sum(t.numel() * t.element_size() for t in vars(stored[0]).values() if isinstance(t, Tensor))
         calls: list[Call] = [
-            partial(
-                backend.load_kv,
-                cos=r.cos,
-                sin=r.sin,
-                k_cache=r.k_cache,
-                v_cache=r.v_cache,
-                slot_mapping=r.slots,
-                first_slot=0,
-                **s,
-            )
+            partial(backend.load_kv, s, r.cache, replace(r.slots, first_slot=0))
             for r, s in zip(sets, stored, strict=True)
         ]
         num_rows = sets[0].num_rows
@@ -271,9 +245,7 @@ def _kv_deviation(device: torch.device, tiny: bool) -> Iterator[Work]:
     for kind in ("v", "k", "kv"):
         per_row = 2 * 2 * shape.num_kv_heads * shape.head_dim * len(kind)
         sets = _rows(device, tiny, per_row)
-        calls: list[Call] = [
-            partial(backend.kv_deviation, *r.parts[1:], r.k_cache, r.v_cache, r.slots, kind=kind) for r in sets
-        ]
+        calls: list[Call] = [partial(backend.kv_deviation, *r.parts[1:], r.cache, r.slots.slots, kind) for r in sets]
         num_rows = sets[0].num_rows
         yield Work("kv_deviation", f"{kind}, {num_rows} rows", calls, "copy", num_bytes=per_row * num_rows)
 

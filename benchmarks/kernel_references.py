@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from cacheblend_kernels import StoredKV
 from torch import Tensor
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -24,22 +25,19 @@ def stored_kv(
     group_size: int = 32,
     nan: bool = False,
     seed: int = 0,
-) -> dict[str, Tensor]:
-    """Random K and V as `KernelBackend.load_kv` takes them: k, v and, by codec, k_scale, v_scale, k_zero, v_zero.
-
-    Of fp8 every code occurs in turn, the two NaNs only if asked for.
-    """
+) -> StoredKV:
+    """Random K and V as a codec stores them. Of fp8 every code occurs in turn, the two NaNs only if asked for."""
     gen = torch.Generator(device).manual_seed(seed)
     shape = (num_rows, num_kv_heads, head_dim)
     if codec in PLAIN:
-        return {part: torch.randn(shape, device=device, generator=gen).to(PLAIN[codec]) for part in "kv"}
+        return StoredKV(*(torch.randn(shape, device=device, generator=gen).to(PLAIN[codec]) for _ in range(2)))
     if codec == "fp8":
         codes = (torch.arange(num_rows * num_kv_heads * head_dim, device=device) % 256).view(shape)
         if not nan:
             codes[codes % 128 == 127] = 0
         k = codes.to(torch.uint8)
-        scales = {f"{p}_scale": 0.01 + torch.rand(num_kv_heads, device=device, generator=gen) for p in "kv"}
-        return {"k": k.view(torch.float8_e4m3fn), "v": k.flip(0).view(torch.float8_e4m3fn), **scales}
+        scales = [0.01 + torch.rand(num_kv_heads, device=device, generator=gen) for _ in range(2)]
+        return StoredKV(k.view(torch.float8_e4m3fn), k.flip(0).view(torch.float8_e4m3fn), *scales)
     width, top = (head_dim, 255) if codec == "int8" else (head_dim // 2, 15)
     sizes = {"k": (-(-num_rows // group_size), num_kv_heads, head_dim), "v": (num_rows, num_kv_heads, 1)}
     made = {}
@@ -48,19 +46,19 @@ def stored_kv(
         made[part] = codes.to(torch.uint8)
         made[f"{part}_scale"] = torch.rand(size, device=device, generator=gen) / top
         made[f"{part}_zero"] = torch.randn(size, device=device, generator=gen)
-    return made
+    return StoredKV(**made, group_size=group_size)
 
 
-def decoded(stored: dict[str, Tensor], head_dim: int, group_size: int = 32) -> tuple[Tensor, Tensor]:
-    """K and V [num_rows, num_kv_heads, head_dim] in fp64 that `stored_kv` stand for."""
-    k, v = stored["k"], stored["v"]
-    wide = {name: t.double() for name, t in stored.items() if name not in "kv"}
+def decoded(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
+    """K and V [num_rows, num_kv_heads, head_dim] in fp64 that `stored` stands for."""
+    k, v = stored.k, stored.v
+    wide = {name: t.double() for name, t in vars(stored).items() if isinstance(t, Tensor) and name not in "kv"}
     if k.dtype == torch.float8_e4m3fn:
         k, v = (x.float().double() * wide[f"{p}_scale"][:, None] for p, x in (("k", k), ("v", v)))
     elif k.dtype == torch.uint8:
         if k.shape[-1] != head_dim:
             k, v = (torch.stack((x % 16, x // 16), -1).flatten(-2) for x in (k, v))
-        group = torch.arange(k.shape[0], device=k.device) // group_size
+        group = torch.arange(k.shape[0], device=k.device) // stored.group_size
         k = k.double() * wide["k_scale"][group] + wide["k_zero"][group]
         v = v.double() * wide["v_scale"] + wide["v_zero"]
     return k.double(), v.double()

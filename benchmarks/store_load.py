@@ -14,14 +14,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
-from cacheblend_kernels import compiled_load, select_backend
+from cacheblend_kernels import select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.codecs import CODECS, encode_kv, is_lossless
 from cacheblend_store.format.layouts import blob_spec
@@ -30,7 +28,6 @@ from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 from cacheblend_cli.collect.precompute import PlannedChunk, store_chunk
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
-from cacheblend_cli.kv.host_memory import populate
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
@@ -107,11 +104,6 @@ class Prompt:
         sequence.release()
         return loader
 
-    def load_by_torch(self, pool: KVPool, threads: int) -> KVLoader:
-        """As an installation without a C compiler does it."""
-        with patch.object(compiled_load, "compiled_function", lambda: None):
-            return self.load(pool, threads)
-
     def targets(self, buffers: Sequence[torch.Tensor]) -> dict[tuple[int, int], dict[str, memoryview]]:
         """Where in the buffers the tensors of (layer, chunk) go."""
         found = {}
@@ -151,14 +143,9 @@ class FlatFile:
     def buffers(self) -> list[torch.Tensor]:
         return [torch.empty(len(piece), dtype=torch.uint8) for piece in self.pieces]
 
-    def copy(
-        self, buffers: Sequence[torch.Tensor], threads: int, prepare: Callable[[torch.Tensor], object] = id
-    ) -> None:
-        """prepare: called with each buffer before it is filled."""
-
+    def copy(self, buffers: Sequence[torch.Tensor], threads: int) -> None:
         def work(take: Callable[[], tuple[torch.Tensor, torch.Tensor] | None]) -> None:
             while (task := take()) is not None:
-                prepare(task[1])
                 task[1].copy_(task[0])
 
         in_threads(list(zip(self.pieces, buffers, strict=True)), threads, work)
@@ -222,7 +209,6 @@ def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
         "tokens": TOKENS,
         "chunk_tokens": CHUNK_TOKENS,
         "rounds": rounds,
-        "compiled": compiled_load.compiled_function() is not None,
         **_beside_a_copy(folder / "small", shape(), rounds),
         "large": {"layers": LARGE_LAYERS, **_beside_a_copy(folder / "large", large, rounds)},
         "codecs": [_codec(folder, codec, rounds) for codec in CODECS],
@@ -243,9 +229,7 @@ def _beside_a_copy(folder: Path, spec: ModelSpec, rounds: int) -> dict[str, Any]
                     "staging": lambda t=targets, n=threads: timed(lambda: prompt.copy_verified(t, n)),
                     "copy": lambda b=buffers, n=threads: timed(lambda: flat.copy(b, n)),
                     "fresh_pool": Fresh(prompt.pool, prompt.load, threads),
-                    "fresh_pool_torch": Fresh(prompt.pool, prompt.load_by_torch, threads),
                     "fresh_copy": Fresh(flat.buffers, flat.copy, threads),
-                    "fresh_copy_populated": Fresh(flat.buffers, partial(flat.copy, prepare=populate), threads),
                 },
                 rounds,
             )
@@ -253,8 +237,6 @@ def _beside_a_copy(folder: Path, spec: ModelSpec, rounds: int) -> dict[str, Any]
                 "pool": seconds["copy"] / seconds["pool"],
                 "staging": seconds["copy"] / seconds["staging"],
                 "fresh_pool": seconds["fresh_copy"] / seconds["fresh_pool"],
-                "fresh_pool_torch": seconds["fresh_copy"] / seconds["fresh_pool_torch"],
-                "fresh_pool_populated": seconds["fresh_copy_populated"] / seconds["fresh_pool"],
             }
             rows.append({"threads": threads, "seconds": seconds, "median_seconds": median, "ratio": ratios})
         return {"bytes": prompt.num_bytes, "rows": rows}

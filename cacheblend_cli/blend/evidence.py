@@ -108,17 +108,8 @@ class AtCheckLayer:
 
     def deviation(self, candidates: Candidates) -> Tensor:
         """Squared distance of fresh from old K, V or both, [n] fp32 (CacheBlend, arXiv 2405.16444, section 4.3)."""
-        index, pool = self._layer.index, self._prompt.pool
-        return self._layer.kernels.kv_deviation(
-            self._k,
-            self._v,
-            pool.k[index],
-            pool.v[index],
-            self._candidates.slots,
-            kind=self._kind,
-            k_scale=pool.k_scales[index],
-            v_scale=pool.v_scales[index],
-        )
+        cache = self._prompt.pool.layers[self._layer.index]
+        return self._layer.kernels.kv_deviation(self._k, self._v, cache, self._candidates.slots, self._kind)
 
     def attention(self, candidates: Candidates) -> Tensor:
         """The largest attention weight of the suffix at this layer on the old KV of each candidate, [n] fp32."""

@@ -100,18 +100,13 @@ def _why_no_cuda() -> str:
 def _backends(settings: Any) -> dict[str, Any]:
     """What can run attention on the device that is used, and why the rest cannot."""
     from cacheblend_kernels import missing_for, select_backend
-    from cacheblend_kernels.compiled_load import compiled_function
 
     from cacheblend_cli.model.loading import resolve_device
 
     device = resolve_device(settings.device)
     reasons = missing_for(device)
     facts = {name: "runs" if reason is None else f"does not run: {reason}" for name, reason in reasons.items()}
-    found = {**facts, "auto": select_backend("auto", device).name}
-    if device.type == "cpu":
-        built = compiled_function() is not None
-        found["loading"] = "compiled" if built else "torch's operations: no C compiler was found at installation"
-    return found
+    return {**facts, "auto": select_backend("auto", device).name}
 
 
 def _store(settings: Any) -> dict[str, Any]:

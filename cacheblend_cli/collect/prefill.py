@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from cacheblend_kernels import Slots, StoredKV
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
@@ -161,5 +162,6 @@ def _place_prefix(decoder: Decoder, pool: KVPool, sequence: PagedSequence, prefi
         return
     positions = torch.arange(len(prefix.token_ids), device=decoder.device)
     cos, sin = decoder.rope.cos_sin(positions, rope_len)
-    for layer, (k, v) in enumerate(zip(prefix.kv.k, prefix.kv.v, strict=True)):
-        decoder.kernels.load_kv(k, v, cos, sin, pool.k[layer], pool.v[layer], sequence.slots(positions))
+    slots = Slots(sequence.slots(positions), cos, sin)
+    for cache, k, v in zip(pool.layers, prefix.kv.k, prefix.kv.v, strict=True):
+        decoder.kernels.load_kv(StoredKV(k, v), cache, slots)

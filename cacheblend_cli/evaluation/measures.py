@@ -189,7 +189,7 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
         return found if scale is None else found * scale[:, None]
 
     pool = done.pool
-    return list(map(rows, pool.k, pool.k_scales)), list(map(rows, pool.v, pool.v_scales))
+    return [rows(c.k, c.k_scale) for c in pool.layers], [rows(c.v, c.v_scale) for c in pool.layers]
 
 
 class _Attended(Observer):

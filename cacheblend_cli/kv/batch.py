@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from cacheblend_kernels import Slots, StoredKV
 from cacheblend_store.format.blobs import TensorSpec
 from cacheblend_store.format.codecs import DTYPES
 from cacheblend_store.format.layouts import GROUP, PLAIN, blob_spec
@@ -86,49 +87,20 @@ def batches_of(rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> list[K
     return batches
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where rows go in the pool: cos, sin (`KernelBackend.rope_tables`) and slots [num_rows] int64 at their new
-    positions; first_slot >= 0: the slots are first_slot, first_slot + 1, ..."""
-
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    first_slot: int
-
-    @classmethod
-    def of(cls, decoder: Decoder, sequence: PagedSequence, rows: Iterable[Rows], rope_len: int) -> Place:
-        """The place of the rows in a sequence; queued on the current stream."""
-        spans = list(rows)
-        positions = torch.cat([torch.arange(r.start, r.end, device=decoder.device) for r in spans])
-        adjacent = all(a.end == b.start for a, b in pairwise(spans))
-        contiguous = sequence.contiguous_slot >= 0 and adjacent
-        tables = decoder.rope.cos_sin(positions, rope_len)
-        cos, sin = decoder.kernels.rope_tables(*tables, decoder.spec.num_kv_heads)
-        first = sequence.contiguous_slot + spans[0].start if contiguous else -1
-        return cls(cos, sin, sequence.slots(positions), first)
+def slots_of(decoder: Decoder, sequence: PagedSequence, rows: Iterable[Rows], rope_len: int) -> Slots:
+    """Where the rows go in a sequence; queued on the current stream."""
+    spans = list(rows)
+    positions = torch.cat([torch.arange(r.start, r.end, device=decoder.device) for r in spans])
+    adjacent = all(a.end == b.start for a, b in pairwise(spans))
+    contiguous = sequence.contiguous_slot >= 0 and adjacent
+    first = sequence.contiguous_slot + spans[0].start if contiguous else -1
+    return Slots(sequence.slots(positions), *decoder.rope.cos_sin(positions, rope_len), first)
 
 
-def place_kv(decoder: Decoder, pool: KVPool, layer: int, tensors: dict[str, Tensor], place: Place) -> None:
+def place_kv(decoder: Decoder, pool: KVPool, layer: int, tensors: dict[str, Tensor], slots: Slots) -> None:
     """Dequantise, rotate K to its new positions and write both into the layer's pool: one kernel. tensors: see
     `layouts.blob_spec`."""
-    decoder.kernels.load_kv(
-        tensors["k"],
-        tensors["v"],
-        place.cos,
-        place.sin,
-        pool.k[layer],
-        pool.v[layer],
-        place.slots,
-        k_scale=tensors.get("k_scale"),
-        v_scale=tensors.get("v_scale"),
-        k_zero=tensors.get("k_zero"),
-        v_zero=tensors.get("v_zero"),
-        group_size=GROUP,
-        first_slot=place.first_slot,
-        pool_k_scale=pool.k_scales[layer],
-        pool_v_scale=pool.v_scales[layer],
-    )
+    decoder.kernels.load_kv(StoredKV(**tensors, group_size=GROUP), pool.layers[layer], slots)
 
 
 def _joined(specs: Sequence[TensorSpec]) -> TensorSpec:

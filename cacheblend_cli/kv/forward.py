@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cacheblend_kernels import Slots
 from torch import Tensor
 
 from cacheblend_cli.kv.rows import Rows
@@ -155,32 +156,10 @@ def _project(
 
 def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
     """Attention of rotated q [num_rows, num_heads, head_dim] over the layer's pool, causal by position."""
-    pool, index, meta = rows.pool, layer.index, rows.attention
-    scale = layer.spec.head_dim**-0.5
+    cache = rows.pool.layers[layer.index]
     if rows.decode:
-        return layer.kernels.decode_attention(
-            q,
-            pool.k[index],
-            pool.v[index],
-            meta.block_table,
-            meta.kv_lens,
-            scale=scale,
-            sliding_window=layer.sliding_window,
-            contiguous_slot=meta.contiguous_slot,
-            max_kv_len=meta.max_kv_len,
-            k_scale=pool.k_scales[index],
-            v_scale=pool.v_scales[index],
-        )
-    return layer.kernels.prefill_attention(
-        q,
-        pool.k[index],
-        pool.v[index],
-        meta,
-        scale=scale,
-        sliding_window=layer.sliding_window,
-        k_scale=pool.k_scales[index],
-        v_scale=pool.v_scales[index],
-    )
+        return layer.kernels.decode_attention(q, cache, rows.attention, layer.attention)
+    return layer.kernels.prefill_attention(q, cache, rows.attention, layer.attention)
 
 
 def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:
@@ -195,16 +174,5 @@ def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
 
 def rotate_and_write(layer: DecoderLayer, q: Tensor | None, k: Tensor, v: Tensor, rows: Rows) -> Tensor | None:
     """The rotated q; K, rotated, and V are in the rows' slots of the layer."""
-    pool, index = rows.pool, layer.index
-    return layer.kernels.rope_and_cache(
-        q,
-        k,
-        v,
-        rows.cos,
-        rows.sin,
-        pool.k[index],
-        pool.v[index],
-        rows.slots,
-        k_scale=pool.k_scales[index],
-        v_scale=pool.v_scales[index],
-    )
+    slots = Slots(rows.slots, rows.cos, rows.sin)
+    return layer.kernels.rope_and_cache(q, k, v, rows.pool.layers[layer.index], slots)

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from cacheblend_kernels import Slots
 from cacheblend_store import ChunkManifest, ChunkStore, StoreError, StoreReader
 from cacheblend_store.format.codecs import view_kv
 from torch import Tensor
 
-from cacheblend_cli.kv.batch import KVBatch, Place, Rows, batches_of, place_kv
+from cacheblend_cli.kv.batch import KVBatch, Rows, batches_of, place_kv, slots_of
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.staging import StagingRing, Transfer, transfer_to
 from cacheblend_cli.model.decoder import Decoder
@@ -90,7 +91,7 @@ class KVLoader:
             self._manifests = [self._manifest(reader, segment) for segment in self._segments]
         rows = [Rows(s.start, s.end, m.codec) for s, m in zip(self._segments, self._manifests, strict=True)]
         if self._transfer is None:
-            self._rows, self._own_places = rows, dict[int, Place]()
+            self._rows, self._own_places = rows, dict[int, Slots]()
             self._decoder.rope.table(self._rope_len)  # so that threads find it made
         else:
             self._open(self._transfer, rows)
@@ -111,7 +112,7 @@ class KVLoader:
     def _open(self, transfer: Transfer, rows: Sequence[Rows]) -> None:
         spec = self._decoder.spec
         self._batches = batches_of(rows, spec.num_kv_heads, spec.head_dim)
-        self._places = [Place.of(self._decoder, self._sequence, b.rows, self._rope_len) for b in self._batches]
+        self._places = [slots_of(self._decoder, self._sequence, b.rows, self._rope_len) for b in self._batches]
         self._batch_of = [i for i, batch in enumerate(self._batches) for _ in batch.rows]
         num_slots = min(NUM_SLOTS, self._num_layers * len(self._batches))
         self._ring = StagingRing(num_slots, [len(b.rows) for b in self._batches] * self._num_layers)
@@ -172,7 +173,6 @@ class KVLoader:
     def _load(self, reader: StoreReader, layer: int, index: int) -> None:
         """A blob straight into the pool."""
         segment, manifest, spec = self._segments[index], self._manifests[index], self._decoder.spec
-        self._pool.populate(layer)
         try:
             parts = reader.layer(manifest, layer)
         except StoreError as error:
@@ -180,7 +180,7 @@ class KVLoader:
         encoded = view_kv(parts, manifest.codec, len(segment.token_ids), spec.num_kv_heads, spec.head_dim)
         place = self._own_places.get(index)
         if place is None:  # made here, not by the computing thread; when two threads make it, it is the same
-            place = Place.of(self._decoder, self._sequence, [self._rows[index]], self._rope_len)
+            place = slots_of(self._decoder, self._sequence, [self._rows[index]], self._rope_len)
             self._own_places[index] = place
         place_kv(self._decoder, self._pool, layer, encoded.tensors, place)
         self._done(layer, 1, sum(part.nbytes for part in parts.values()))
@@ -221,7 +221,7 @@ class KVLoader:
         except BaseException as error:
             self._give_up(error)
 
-    def _place(self, layer: int, batch: KVBatch, place: Place, buffer: Tensor) -> None:
+    def _place(self, layer: int, batch: KVBatch, place: Slots, buffer: Tensor) -> None:
         place_kv(self._decoder, self._pool, layer, batch.tensors(buffer), place)
 
     def _manifest(self, reader: StoreReader, segment: Segment) -> ChunkManifest:

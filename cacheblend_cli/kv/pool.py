@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from cacheblend_kernels import KernelBackend
+from cacheblend_kernels import KernelBackend, LayerCache
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.host_memory import populate
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.spec import ModelSpec
@@ -18,7 +17,7 @@ from cacheblend_cli.model.spec import ModelSpec
 class KVPool:
     """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0.
 
-    With scales the pool is of float8_e4m3fn, whatever dtype says; k_scales, v_scales: a layer's, None of other pools.
+    With scales the pool is of float8_e4m3fn, whatever dtype says. layers: what kernels take, one a layer.
     """
 
     def __init__(
@@ -33,13 +32,12 @@ class KVPool:
         dtype = dtype if scales is None else torch.float8_e4m3fn
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.block_size, self.dtype, self.device = block_size, dtype, device
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         none = (None,) * spec.num_layers
-        self.k_scales: tuple[Tensor | None, ...] = none if scales is None else scales.k
-        self.v_scales: tuple[Tensor | None, ...] = none if scales is None else scales.v
+        of_scales = (none, none) if scales is None else (scales.k, scales.v)
+        self.layers = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
         self.allocator = BlockAllocator(num_blocks)
-        self._populated = set[int]()
 
     @classmethod
     def of(cls, decoder: Decoder, num_blocks: int, block_size: int) -> KVPool:
@@ -52,31 +50,31 @@ class KVPool:
 
     def read_k(self, layer: int, slots: slice | Tensor) -> Tensor:
         """K (rotated) as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
-        return _times(self.k[layer].flatten(0, 1)[slots].float(), self.k_scales[layer])
+        cache = self.layers[layer]
+        return _times(cache.k.flatten(0, 1)[slots].float(), cache.k_scale)
 
     def read_v(self, layer: int, slots: slice | Tensor) -> Tensor:
         """V as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
-        return _times(self.v[layer].flatten(0, 1)[slots].float(), self.v_scales[layer])
+        cache = self.layers[layer]
+        return _times(cache.v.flatten(0, 1)[slots].float(), cache.v_scale)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put K (rotated) and V, fp32 [n, num_kv_heads, head_dim], into slots [n] int64 of a layer."""
-        for cache, rows, scales in ((self.k, k, self.k_scales), (self.v, v, self.v_scales)):
-            scale = scales[layer]
+        cache = self.layers[layer]
+        for held, rows, scale in ((cache.k, k, cache.k_scale), (cache.v, v, cache.v_scale)):
             if scale is not None:
                 most = torch.finfo(self.dtype).max
                 rows = (rows / scale[:, None]).clamp(-most, most)
-            cache[layer].view(-1, *rows.shape[1:])[slots] = rows.to(self.dtype)
+            held.view(-1, *rows.shape[1:])[slots] = rows.to(self.dtype)
 
-    def populate(self, layer: int) -> None:
-        """Have the layer's memory at hand: who is about to fill it says so, once or again, in any thread."""
-        if layer not in self._populated:
-            self._populated.add(layer)
-            populate(self.k[layer])
-            populate(self.v[layer])
+    @property
+    def tensors(self) -> list[Tensor]:
+        """K and V of every layer."""
+        return [t for cache in self.layers for t in (cache.k, cache.v)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """A sequence with room for num_tokens. Raises DeviceError when the pool is too small, with what fits."""
@@ -146,7 +144,7 @@ class PagedSequence:
         fresh = allocator.allocate(len(indexes))
         source = upload([self.blocks[i] for i in indexes], self.pool.device)
         target = upload(fresh, self.pool.device)
-        kernels.copy_blocks([*self.pool.k, *self.pool.v], source, target)
+        kernels.copy_blocks(self.pool.tensors, source, target)
         allocator.free([self.blocks[i] for i in indexes])
         for i, block in zip(indexes, fresh, strict=True):
             self.blocks[i] = block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from cacheblend_kernels import KernelBackend
+from cacheblend_kernels import AttentionParams, KernelBackend
 from torch import Tensor
 
 from cacheblend_cli.model.kv_scales import KVScales
@@ -33,6 +33,7 @@ class DecoderLayer:
         self.input_norm, self.post_norm = get["input_layernorm"], get["post_attention_layernorm"]
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         self.sliding_window = spec.sliding_windows[index]
+        self.attention = AttentionParams(spec.head_dim**-0.5, self.sliding_window)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""

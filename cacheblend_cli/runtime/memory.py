@@ -16,7 +16,7 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.batch import Place, Rows, place_kv
+from cacheblend_cli.kv.batch import Rows, place_kv, slots_of
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
@@ -98,7 +98,7 @@ class _ZeroLoader(KVLoader):
         spec, codec = decoder.spec, str(decoder.dtype).removeprefix("torch.")
         self._zeros = [
             (
-                Place.of(decoder, sequence, [Rows(s.start, s.end, codec)], plan.num_tokens),
+                slots_of(decoder, sequence, [Rows(s.start, s.end, codec)], plan.num_tokens),
                 torch.zeros(
                     len(s.token_ids), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=pool.device
                 ),

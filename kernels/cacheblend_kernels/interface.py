@@ -1,10 +1,7 @@
 """The typed interface every kernel backend implements.
 
-Shapes used throughout:
-
-- paged pool of one layer, for K and for V: ``[num_blocks, block_size, num_kv_heads, head_dim]``;
-- a slot is ``block * block_size + offset``; a slot mapping is ``[num_rows]`` int64;
-- queries are *rows*: ``[num_rows, num_heads, head_dim]``, each with a position in its sequence.
+Queries are *rows*: ``[num_rows, num_heads, head_dim]``, each with a position in its sequence. Fresh K and V of rows are
+``[num_rows, num_kv_heads, head_dim]``. A slot of the paged pool is ``block * block_size + offset``.
 """
 
 from __future__ import annotations
@@ -26,11 +23,75 @@ class KernelError(Exception):
 
 
 @dataclass(frozen=True)
+class LayerCache:
+    """The paged pool of one layer.
+
+    k (rotated), v: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+    k_scale, v_scale: [num_kv_heads] fp32 of a float8_e4m3fn pool, which holds the values divided by them, saturated;
+        None of any other pool.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StoredKV:
+    """Unrotated K and V of rows in one of the forms they are stored in; scales and zeros are fp32.
+
+    - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim] as they are, no scales;
+    - float8_e4m3fn: the same shape, times k_scale, v_scale [num_kv_heads];
+    - uint8: codes * scale + zero, with k_scale, k_zero [ceil(num_rows / group_size), num_kv_heads, head_dim] and
+      v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
+      4-bit codes, even channels in the low nibbles.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    k_zero: Tensor | None = None
+    v_zero: Tensor | None = None
+    group_size: int = 32
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where rows are written in the pool, and how they are rotated on their way.
+
+    slots: [num_rows] int64.
+    cos, sin: [num_rows, head_dim] fp32 at the rows' positions (the two halves equal, rotate-half convention).
+    first_slot: where the slots are known to be first_slot, first_slot + 1, ..., the first of them, else -1.
+    """
+
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    first_slot: int = -1
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What a layer's attention computes: softmax(cap(q k^T * scale)) v over the keys that a row sees.
+
+    sliding_window: a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p.
+    soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """Where the rows of one launch stand, and where the keys of their sequences lie.
 
-    Rows of one sequence are adjacent and their positions strictly increase; gaps are allowed. A row at
-    position p attends to the keys at positions <= p of its own sequence and to no others.
+    Rows of one sequence are adjacent and their positions strictly increase; gaps are allowed. A row at position p
+    attends to keys at positions <= p of its own sequence and to no others. In a launch of decode attention every
+    sequence has one row, at position kv_len - 1.
 
     positions: [num_rows] int64, position of each row in its sequence.
     cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
@@ -67,131 +128,44 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def prefill_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         """Attention of scattered rows over the paged pool, causal by position.
 
-        q: [num_rows, num_heads, head_dim]; k_cache, v_cache: the layer's pool. A row at position p sees the
-        keys at positions max(0, p - sliding_window + 1) .. p. soft_cap: logits become cap * tanh(logits / cap).
-        k_scale, v_scale: [num_kv_heads] fp32, of a float8_e4m3fn pool.
-        Returns [num_rows, num_heads, head_dim] in q's dtype, accumulated in fp32.
+        q: [num_rows, num_heads, head_dim]. Returns the same shape in q's dtype, accumulated in fp32.
         """
 
     @abstractmethod
     def decode_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        contiguous_slot: int = -1,
-        max_kv_len: int = 0,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        """Paged attention of one new row a sequence, which is at position kv_lens - 1 (its K and V are in the pool).
+        """`prefill_attention` of one row a sequence, at the last position that the sequence holds.
 
-        q: [num_seqs, num_heads, head_dim]; block_table: [num_seqs, max_blocks] int32; kv_lens: [num_seqs] int32.
-        Returns [num_seqs, num_heads, head_dim].
+        q: [num_seqs, num_heads, head_dim], row i of sequence i. Of meta the block table and the lengths are read, on the
+        device: positions and cu_rows are not.
         """
 
     @abstractmethod
-    def rope_and_cache(
-        self,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor | None:
-        """Rotate q and k at their positions, write k and v to their slots, return the rotated q.
+    def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
+        """Rotate q and k, write k and v to their slots, return the rotated q.
 
-        q: [num_rows, num_heads, head_dim] or None; k, v: [num_rows, num_kv_heads, head_dim];
-        cos, sin: [num_rows, head_dim] fp32 (the two halves equal, rotate-half convention);
-        slot_mapping: [num_rows] int64. The rotation is computed in fp32 and cast once. k_scale, v_scale:
-        [num_kv_heads] fp32 of a float8_e4m3fn pool, which then holds the values divided by them, saturated.
+        q: [num_rows, num_heads, head_dim] or None. The rotation is computed in fp32 and cast once.
         """
 
     @abstractmethod
-    def load_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        first_slot: int = -1,
-        k_zero: Tensor | None = None,
-        v_zero: Tensor | None = None,
-        group_size: int = 32,
-        pool_k_scale: Tensor | None = None,
-        pool_v_scale: Tensor | None = None,
-    ) -> None:
-        """Write stored, unrotated K and V into the pool: dequantise, rotate K to its new positions in fp32, cast, scatter.
-
-        k, v: one chunk's rows [num_rows, num_kv_heads, head_dim], in one of these forms (scales and zeros fp32):
-        - float16, bfloat16, float32: as they are, no scales;
-        - float8_e4m3fn: times k_scale, v_scale [num_kv_heads];
-        - uint8: codes * scale + zero, with k_scale, k_zero [ceil(num_rows / group_size), num_kv_heads, head_dim] and
-          v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
-          4-bit codes, even channels in the low nibbles.
-        first_slot >= 0 says that the slots are first_slot, first_slot + 1, ... pool_k_scale, pool_v_scale:
-        [num_kv_heads] fp32 of a float8_e4m3fn pool. cos, sin: as for `rope_and_cache`, or as `rope_tables` made them.
-        """
-
-    def rope_tables(self, cos: Tensor, sin: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [num_rows, head_dim] fp32 in the form that `load_kv` is fastest with: made once for rows that are
-        loaded layer after layer."""
-        return cos, sin
+    def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
+        """Write stored K and V into the pool: dequantise, rotate K to its new positions in fp32, cast, scatter."""
 
     @abstractmethod
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [num_rows, heads, head_dim] by cos, sin [num_rows, head_dim] fp32; computed in fp32, returned in x.dtype."""
 
     @abstractmethod
-    def kv_deviation(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        kind: str = "kv",
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Per-row squared L2 distance of fresh K and/or V from what the pool holds, fp32.
+    def kv_deviation(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
+        """Squared L2 distance of each row's fresh K, V or both from what its slot holds, [num_rows] fp32.
 
-        k (rotated), v: [num_rows, num_kv_heads, head_dim]; kind: "k", "v" or "kv" (the sum). k_scale, v_scale:
-        [num_kv_heads] fp32 of a float8_e4m3fn pool, whose values are codes times them. Returns [num_rows] fp32. K may be
-        compared rotated: the rotation keeps distances. CacheBlend (arXiv 2405.16444), section 4.3.
+        k: rotated, as the pool's K is; a rotation keeps distances. slots: [num_rows] int64. kind: "k", "v" or "kv" (the
+        sum). CacheBlend (arXiv 2405.16444), section 4.3.
         """
 
     @abstractmethod

@@ -15,7 +15,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionMetadata, KernelError
+from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, KernelError, LayerCache
+from cacheblend_kernels.triton_backend.attention_core import most_keys
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 
 PAGE = 64
@@ -85,81 +86,36 @@ class XformersBackend(TritonBackend):
         return None if self._decode_op is None else str(self._decode_op.NAME)
 
     def prefill_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        if self._prefill_op is not None and sliding_window is None and soft_cap is None and is_full(q, k_cache, meta):
-            inputs = full_prefill_inputs(self._fmha, q, k_cache, v_cache, meta.contiguous_slot, scale)
+        if self._prefill_op is not None and is_plain(params) and is_full(q, cache, meta):
+            inputs = full_prefill_inputs(self._fmha, q, cache, meta.contiguous_slot, params.scale)
             if not self._prefill_op.not_supported_reasons(inputs):
                 out = self._fmha.memory_efficient_attention_forward(
-                    inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=scale, op=self._prefill_op
+                    inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=params.scale, op=self._prefill_op
                 )
                 return out.reshape(q.shape)
-        return super().prefill_attention(
-            q,
-            k_cache,
-            v_cache,
-            meta,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        return super().prefill_attention(q, cache, meta, params)
 
     def decode_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        contiguous_slot: int = -1,
-        max_kv_len: int = 0,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        plain = self._decode_op is not None and sliding_window is None and soft_cap is None and q.shape[0] > 0
-        if not (plain and takes_decode(q, k_cache)):
-            return super().decode_attention(
-                q,
-                k_cache,
-                v_cache,
-                block_table,
-                kv_lens,
-                scale=scale,
-                sliding_window=sliding_window,
-                soft_cap=soft_cap,
-                contiguous_slot=contiguous_slot,
-                max_kv_len=max_kv_len,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
-        bias = self._paged_bias(block_table, kv_lens, max_kv_len or block_table.shape[1] * k_cache.shape[1], k_cache)
-        inputs = decode_inputs(self._fmha, q, k_cache, v_cache, bias, scale)
+        taken = self._decode_op is not None and is_plain(params) and q.shape[0] > 0 and takes_decode(q, cache)
+        if not taken:
+            return super().decode_attention(q, cache, meta, params)
+        inputs = decode_inputs(self._fmha, q, cache, self._paged_bias(meta, cache.k.shape[1]), params.scale)
         return apply_decode(self._fmha, inputs).reshape(q.shape)
 
-    def _paged_bias(self, block_table: Tensor, kv_lens: Tensor, most: int, k_cache: Tensor) -> Any:
+    def _paged_bias(self, meta: AttentionMetadata, block_size: int) -> Any:
         """The bias over these very tensors, kept from layer to layer: building one copies from the host. A captured
         graph reads the bias's own tensors at every replay, so what is used in a capture is kept for good."""
-        key = (block_table.data_ptr(), kv_lens.data_ptr(), block_table.shape, most, k_cache.shape[1])
+        table, kv_lens = meta.block_table, meta.kv_lens
+        most = most_keys(meta, block_size, None)
+        key = (table.data_ptr(), kv_lens.data_ptr(), table.shape, most, block_size)
         if self._bias is None or self._bias[0] != key:
-            self._bias = (key, paged_bias(self._fmha, block_table, kv_lens, most, k_cache.shape[1]))
+            self._bias = (key, paged_bias(self._fmha, table, kv_lens, most, block_size))
         bias = self._bias[1]
-        if capturing(block_table) and all(kept is not bias for kept in self._captured):
+        if capturing(table) and all(kept is not bias for kept in self._captured):
             self._captured.append(bias)
         return bias
 
@@ -169,28 +125,33 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def is_full(q: Tensor, k_cache: Tensor, meta: AttentionMetadata) -> bool:
+def is_plain(params: AttentionParams) -> bool:
+    """Whether it is softmax over all keys up to the row's."""
+    return params == AttentionParams(params.scale)
+
+
+def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
     """Whether the rows are positions 0..n-1 of a sequence of length n in adjacent blocks: known without the device."""
     whole = meta.dense and meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
-    return whole and q.dtype in HALVES and q.dtype == k_cache.dtype
+    return whole and q.dtype in HALVES and q.dtype == cache.k.dtype
 
 
-def takes_decode(q: Tensor, k_cache: Tensor) -> bool:
+def takes_decode(q: Tensor, cache: LayerCache) -> bool:
     """Whether triton_splitk has a kernel for the shape."""
-    fits = k_cache.shape[1] % PAGE == 0 and q.shape[2] in DECODE_HEAD_DIMS
-    return fits and q.dtype in HALVES and q.dtype == k_cache.dtype and k_cache.is_contiguous()
+    fits = cache.k.shape[1] % PAGE == 0 and q.shape[2] in DECODE_HEAD_DIMS
+    return fits and q.dtype in HALVES and q.dtype == cache.k.dtype and cache.k.is_contiguous()
 
 
-def full_prefill_inputs(fmha: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, first_slot: int, scale: float) -> Any:
+def full_prefill_inputs(fmha: Any, q: Tensor, cache: LayerCache, first_slot: int, scale: float) -> Any:
     """fmha.Inputs of a causal square: [1, rows, kv heads, group, head_dim], K and V as views of the pool."""
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads
     k, v = (
-        cache.view(-1, num_kv_heads, 1, head_dim)[first_slot : first_slot + num_rows]
+        pool.view(-1, num_kv_heads, 1, head_dim)[first_slot : first_slot + num_rows]
         .unsqueeze(0)
         .expand(1, num_rows, num_kv_heads, group, head_dim)
-        for cache in (k_cache, v_cache)
+        for pool in (cache.k, cache.v)
     )
     query = q.reshape(1, num_rows, num_kv_heads, group, head_dim)
     return fmha.Inputs(query, k, v, attn_bias=fmha.attn_bias.LowerTriangularMask(), scale=scale)
@@ -209,14 +170,14 @@ def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block
     return bias
 
 
-def decode_inputs(fmha: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Any, scale: float) -> Any:
+def decode_inputs(fmha: Any, q: Tensor, cache: LayerCache, bias: Any, scale: float) -> Any:
     """fmha.Inputs of one query a sequence over the whole pool: [1, slots, kv heads, group, head_dim], nothing copied."""
     num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads
     k, v = (
-        cache.view(1, -1, num_kv_heads, 1, head_dim).expand(1, -1, num_kv_heads, group, head_dim)
-        for cache in (k_cache, v_cache)
+        pool.view(1, -1, num_kv_heads, 1, head_dim).expand(1, -1, num_kv_heads, group, head_dim)
+        for pool in (cache.k, cache.v)
     )
     query = q.reshape(1, num_seqs, num_kv_heads, group, head_dim)
     return fmha.Inputs(query, k, v, attn_bias=bias, scale=scale)

@@ -126,7 +126,7 @@ def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> No
         collection, request = setup.engine.request(setup.store, QUESTION, keys, blend, GREEDY, "", [])
         done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
         end = done.plan.chunks[-1].start
-        k = done.pool.k[last].view(-1, *done.pool.k[last].shape[2:])[:end]
+        k = done.pool.read_k(last, slice(0, end))
         return k.clone(), [p for p in done.result.chosen.tolist() if p < end], end
 
     k1, chosen1, end1 = cache([*setup.keys[:3], setup.keys[3]])

@@ -147,11 +147,10 @@ class Bench:
         """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
         ours, full = self.prefill(blend), self.prefill(BlendConfig(mode="full"))
         slots = torch.arange(ours.plan.num_tokens)
-        pairs = [(ours.pool.k, full.pool.k), (ours.pool.v, full.pool.v)]
         return sum(
-            float((a.flatten(0, 1)[slots] - b.flatten(0, 1)[slots]).square().sum())
-            for mine, theirs in pairs
-            for a, b in zip(mine[1:], theirs[1:], strict=True)
+            float((a - b).square().sum())
+            for layer in range(1, len(ours.pool.layers))
+            for a, b in zip(*(done.pool.read(layer, slots) for done in (ours, full)), strict=True)
         )
 
 
@@ -206,7 +205,7 @@ def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, m
     monkeypatch.setattr(ask, "new_sequence", lambda decoder, memory, num_tokens, size: pool.new_sequence(num_tokens))
     chosen = []
     for before in (0.0, float("nan")):
-        for cache in (*pool.k, *pool.v):
+        for cache in pool.tensors:
             cache.fill_(before)
         done = bench.prefill(BlendConfig(selector=name, ratio=0.2, check_layer=2))
         assert torch.isfinite(done.result.logits).all()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheblend_kernels.compiled_load import compiled_function
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
@@ -256,7 +255,6 @@ def test_doctor(cli: Cli, stored: list[str]) -> None:
         assert facts["device"]["cuda"].startswith("none: ")
         for name in ("triton", "xformers"):
             assert facts["backends"][name].startswith("does not run: ")
-        assert (facts["backends"]["loading"] == "compiled") == (compiled_function() is not None)
         [broken] = cli("doctor", "--json", "--device", "cuda").records  # what works is shown all the same
         assert "CUDA" in broken["device"]["error"]
         assert broken["store"] == facts["store"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from cacheblend_kernels import AttentionMetadata
+from cacheblend_kernels import AttentionMetadata, LayerCache
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -16,22 +17,23 @@ class AttentionCase:
     """Rows of one or more sequences over a pool that holds NaN wherever no key of theirs lies."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    cache: LayerCache
     meta: AttentionMetadata
 
     def to(self, device: torch.device) -> AttentionCase:
-        m = self.meta
-        meta = AttentionMetadata(
-            m.positions.to(device),
-            m.cu_rows.to(device),
-            m.block_table.to(device),
-            m.kv_lens.to(device),
-            m.contiguous_slot,
-            m.dense,
-            m.max_kv_len,
-        )
-        return AttentionCase(self.q.to(device), self.k_cache.to(device), self.v_cache.to(device), meta)
+        return AttentionCase(self.q.to(device), moved(self.cache, device), moved(self.meta, device))
+
+    def in_float8(self, k_scale: Tensor, v_scale: Tensor) -> AttentionCase:
+        """The pool as float8_e4m3fn codes with these scales [num_kv_heads] fp32."""
+        pools = ((self.cache.k, k_scale), (self.cache.v, v_scale))
+        k, v = ((p.float() / scale[:, None]).to(torch.float8_e4m3fn) for p, scale in pools)
+        return replace(self, cache=LayerCache(k, v, k_scale, v_scale))
+
+
+def moved(given: Any, device: torch.device) -> Any:
+    """A dataclass of tensors and other values with its tensors on the device."""
+    tensors = {name: t.to(device) for name, t in vars(given).items() if isinstance(t, Tensor)}
+    return replace(given, **tensors)
 
 
 def attention_case(
@@ -75,7 +77,7 @@ def attention_case(
         dense=dense,
         max_kv_len=max(kv_lens),
     )
-    return AttentionCase(q.to(dtype)[:, :num_heads], k_cache.to(dtype), v_cache.to(dtype), meta)
+    return AttentionCase(q.to(dtype)[:, :num_heads], LayerCache(k_cache.to(dtype), v_cache.to(dtype)), meta)
 
 
 def slots_of(table_row: Tensor, kv_len: int, block_size: int) -> Tensor:
@@ -87,11 +89,10 @@ def attention_reference(
     case: AttentionCase, scale: float, sliding_window: int | None = None, soft_cap: float | None = None
 ) -> Tensor:
     """Row by row, key by key, in fp64: the definition written out. Returns fp64 on the CPU."""
-    q, meta = case.q.cpu().double(), case.meta
+    q, meta, cache = case.q.cpu().double(), case.meta, case.cache
     positions, cu_rows = meta.positions.tolist(), meta.cu_rows.tolist()
-    block_size, num_kv_heads, head_dim = case.k_cache.shape[1:]
-    k_slots = case.k_cache.cpu().double().view(-1, num_kv_heads, head_dim)
-    v_slots = case.v_cache.cpu().double().view(-1, num_kv_heads, head_dim)
+    block_size, num_kv_heads = cache.k.shape[1:3]
+    k_slots, v_slots = (held(*p) for p in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)))
     out = torch.empty_like(q)
     for seq, kv_len in enumerate(meta.kv_lens.tolist()):
         slots = slots_of(meta.block_table[seq].cpu(), kv_len, block_size)
@@ -105,6 +106,12 @@ def attention_reference(
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, -1), v[first:last])
     return out
+
+
+def held(pool: Tensor, scale: Tensor | None = None) -> Tensor:
+    """What the slots of a pool hold, fp64 [num_slots, num_kv_heads, head_dim] on the CPU."""
+    values = pool.cpu().float().double().view(-1, *pool.shape[2:])
+    return values if scale is None else values * scale.cpu().double()[:, None]
 
 
 def rope_tables(num_rows: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
-from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 
 pytest.importorskip("triton", reason="triton is not installed")
-from cacheblend_kernels import AttentionMetadata
+from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.norms import ACTIVATIONS
 from cacheblend_kernels.triton_backend.variants import all_variants
@@ -44,8 +43,8 @@ class Inputs:
         fused = torch.zeros(LENGTH, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
         self.q, self.k, self.v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         self.cos, self.sin = torch.zeros(2, LENGTH, head_dim)
-        self.pools = [torch.zeros(LENGTH // 64, 64, num_kv_heads, head_dim).to(pool_dtype) for _ in range(2)]
-        self.scales = {f"{part}_scale": torch.ones(num_kv_heads) for part in "kv"} if pool_dtype == FLOAT8 else {}
+        pools = [torch.zeros(LENGTH // 64, 64, num_kv_heads, head_dim).to(pool_dtype) for _ in range(2)]
+        self.cache = LayerCache(*pools, *([torch.ones(num_kv_heads)] * 2 if pool_dtype == FLOAT8 else []))
 
     def metadata(self, num_rows: int, contiguous: bool) -> AttentionMetadata:
         return AttentionMetadata(
@@ -57,17 +56,17 @@ class Inputs:
             max_kv_len=LENGTH,
         )
 
-    def stored(self, codec: str) -> dict[str, Tensor]:
+    def stored(self, codec: str) -> StoredKV:
         """NUM_ROWS rows of K and V in a form that `load_kv` takes."""
         num_kv_heads, dim = self.heads[1], self.head_dim
         if codec.startswith("int"):
             width = dim if codec == "int8" else dim // 2
-            codes = {part: torch.zeros(NUM_ROWS, num_kv_heads, width, dtype=torch.uint8) for part in "kv"}
+            codes = torch.zeros(NUM_ROWS, num_kv_heads, width, dtype=torch.uint8)
             by_channel, by_token = torch.zeros(1, num_kv_heads, dim), torch.zeros(NUM_ROWS, num_kv_heads, 1)
-            scales = {f"{part}_{what}": t for part, t in zip("kv", (by_channel, by_token), strict=True) for what in ("scale", "zero")}  # fmt: skip
-            return {**codes, **scales}
-        values = {part: torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec)) for part in "kv"}
-        return values | ({f"{part}_scale": torch.ones(num_kv_heads) for part in "kv"} if "float8" in codec else {})
+            return StoredKV(codes, codes, by_channel, by_token, by_channel, by_token)
+        values = torch.zeros(NUM_ROWS, num_kv_heads, dim).to(getattr(torch, codec))
+        scales = [torch.ones(num_kv_heads)] * 2 if "float8" in codec else []
+        return StoredKV(values, values, *scales)
 
     def calls(self) -> Iterator[Call]:
         """Every method, with and without whatever it may be given or not."""
@@ -79,34 +78,27 @@ class Inputs:
         scale = self.head_dim**-0.5
         cases = [*product((False, True), (None, LENGTH), (None,)), (False, None, 30.0), (False, LENGTH, 30.0)]
         for contiguous, window, cap in cases:
-            options: dict[str, Any] = {"scale": scale, "sliding_window": window, "soft_cap": cap, **self.scales}
+            params = AttentionParams(scale, window, cap)
             for num_rows in (1, NUM_ROWS, 400, LENGTH):
                 meta = self.metadata(num_rows, contiguous)
-                yield lambda b, meta=meta, n=num_rows, o=options: b.prefill_attention(
-                    self.q[:n], *self.pools, meta, **o
-                )
+                yield lambda b, m=meta, n=num_rows, p=params: b.prefill_attention(self.q[:n], self.cache, m, p)
             for length in (64, LENGTH):  # whole and split
-                yield lambda b, meta=meta, n=length, o=options: b.decode_attention(
-                    self.q[:1], *self.pools, meta.block_table, meta.kv_lens, contiguous_slot=meta.contiguous_slot,
-                    max_kv_len=n, **o,
-                )  # fmt: skip
+                meta = replace(self.metadata(1, contiguous), max_kv_len=length)
+                yield lambda b, m=meta, p=params: b.decode_attention(self.q[:1], self.cache, m, p)
 
     def _cache(self) -> Iterator[Call]:
         few = [t[:NUM_ROWS] for t in (self.q, self.k, self.v, self.cos, self.sin)]
         slots, tables = torch.arange(NUM_ROWS), few[3:]
         for q in (few[0], None):
-            yield lambda b, q=q: b.rope_and_cache(q, *few[1:], *self.pools, slots, **self.scales)
+            yield lambda b, q=q: b.rope_and_cache(q, *few[1:3], self.cache, Slots(slots, *tables))
         for x in few[:2]:
             yield lambda b, x=x: b.rope(x, *tables)
-        pool_scales = {f"pool_{name}": t for name, t in self.scales.items()}
         for codec, first in product(("float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "int4"), (-1, 0)):
-            yield lambda b, codec=codec, first=first: b.load_kv(
-                cos=tables[0], sin=tables[1], k_cache=self.pools[0], v_cache=self.pools[1], slot_mapping=slots,
-                first_slot=first, **self.stored(codec), **pool_scales,
-            )  # fmt: skip
+            stored, where = self.stored(codec), Slots(slots, *tables, first)
+            yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
         for kind in ("k", "v", "kv"):
-            yield lambda b, kind=kind: b.kv_deviation(*few[1:3], *self.pools, slots, kind=kind, **self.scales)
-        yield lambda b: b.copy_blocks(self.pools, slots, slots + NUM_ROWS)
+            yield lambda b, kind=kind: b.kv_deviation(*few[1:3], self.cache, slots, kind)
+        yield lambda b: b.copy_blocks([self.cache.k, self.cache.v], slots, slots + NUM_ROWS)
 
     def _rows(self) -> Iterator[Call]:
         hidden = torch.zeros(NUM_ROWS, self.heads[0] * self.head_dim, dtype=self.dtype)

@@ -6,7 +6,6 @@ The operators themselves run on a GPU only; `numeric/test_xformers_backend.py` r
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,10 +41,10 @@ def test_decode_inputs_mean_paged_attention(heads: tuple[int, int], head_dim: in
     )
     meta, scale = case.meta, head_dim**-0.5
     bias = xb.paged_bias(fmha, meta.block_table, meta.kv_lens, 256, 64)
-    inputs = xb.decode_inputs(fmha, case.q, case.k_cache, case.v_cache, bias, scale)
+    inputs = xb.decode_inputs(fmha, case.q, case.cache, bias, scale)
     inputs.validate_inputs()
     assert fmha.triton_splitk.FwOp.not_supported_reasons(inputs) == [NOT_HERE]
-    assert inputs.key.data_ptr() == case.k_cache.data_ptr()  # a view of the pool: nothing is copied
+    assert inputs.key.data_ptr() == case.cache.k.data_ptr()  # a view of the pool: nothing is copied
     assert bias.k_seqinfo.seqlen is meta.kv_lens  # lengths are read on the device
     bias.k_seqinfo.seqlen_py = kv_lens  # materialize alone reads these
     slots = inputs.key.shape[1]
@@ -62,11 +61,11 @@ def test_what_a_graph_reads_lives_as_long_as_the_backend(
     backend._fmha, backend._bias, backend._captured = fmha, None, []
     monkeypatch.setattr(xb, "capturing", lambda tensor: captured)
     first, second = (attention_case([[9]], [10], block_size=64, dtype=torch.float16) for _ in range(2))
-    bias = backend._paged_bias(first.meta.block_table, first.meta.kv_lens, 64, first.k_cache)
-    assert backend._paged_bias(first.meta.block_table, first.meta.kv_lens, 64, first.k_cache) is bias
+    bias = backend._paged_bias(first.meta, 64)
+    assert backend._paged_bias(first.meta, 64) is bias
     starts = weakref.ref(bias.k_seqinfo.seqstart)
     del bias
-    backend._paged_bias(second.meta.block_table, second.meta.kv_lens, 64, second.k_cache)
+    backend._paged_bias(second.meta, 64)
     assert (starts() is not None) is captured
 
 
@@ -78,7 +77,7 @@ def test_prefill_inputs_mean_causal_attention(heads: tuple[int, int], head_dim: 
         dense=True, strided=True,
     )  # fmt: skip
     scale = head_dim**-0.5
-    inputs = xb.full_prefill_inputs(fmha, case.q, case.k_cache, case.v_cache, case.meta.contiguous_slot, scale)
+    inputs = xb.full_prefill_inputs(fmha, case.q, case.cache, case.meta.contiguous_slot, scale)
     inputs.validate_inputs()
     for op in (fmha.flash3, fmha.flash, fmha.cutlass):
         reasons = [r for r in op.FwOp.not_supported_reasons(inputs) if "wasn't built" not in r]
@@ -94,7 +93,7 @@ def test_full_prefill_is_told_from_all_others() -> None:
         )
 
     def full(c: Any) -> bool:
-        return xb.is_full(c.q, c.k_cache, c.meta)
+        return xb.is_full(c.q, c.cache, c.meta)
 
     assert full(case(list(range(30)), 30))
     assert not full(case(scattered(9, 30), 30, dense=False))
@@ -103,13 +102,13 @@ def test_full_prefill_is_told_from_all_others() -> None:
     assert not full(case(list(range(30)), 30, contiguous=False))
     assert not full(case(list(range(30)), 30, dtype=torch.float32))
     held = case(list(range(30)), 30)
-    assert not full(replace(held, k_cache=held.k_cache.to(torch.float8_e4m3fn)))
+    assert not full(held.in_float8(torch.ones(2), torch.ones(2)))
 
 
 def test_decode_shapes_the_operator_has_no_kernel_for() -> None:
     def takes(block_size: int = 64, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
         case = attention_case([[9]], [10], block_size=block_size, head_dim=head_dim, dtype=dtype)
-        return xb.takes_decode(case.q, case.k_cache)
+        return xb.takes_decode(case.q, case.cache)
 
     assert takes()
     assert takes(block_size=128, head_dim=64, dtype=torch.float16)

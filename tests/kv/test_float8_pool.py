@@ -128,9 +128,9 @@ def test_the_same_question_has_the_same_answer(setup: Setup) -> None:
 
 def test_nothing_of_a_prompt_saturates(setup: Setup) -> None:
     done = setup.prefill(setup.float8, BlendConfig(mode="full"))
-    used = torch.zeros(done.pool.k[0].shape[0] * 16, dtype=torch.bool)
+    used = torch.zeros(done.pool.allocator.num_blocks * 16, dtype=torch.bool)
     used[done.sequence.slots(torch.arange(done.plan.num_tokens))] = True
-    for cache in (*done.pool.k, *done.pool.v):
+    for cache in done.pool.tensors:
         codes = cache.view(-1, *cache.shape[2:])[used].float().abs()
         assert codes.max() < 448
         assert codes.max() > 448 / 64  # and the range is used

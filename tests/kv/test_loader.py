@@ -223,7 +223,7 @@ def test_through_the_ring_arrives_what_was_stored(
         assert found.loader.num_bytes == expected.loader.num_bytes
         assert found.loader.load_s >= found.loader.stall_s >= 0
         n = found.plan.num_tokens
-        for ours, theirs in zip((*found.pool.k, *found.pool.v), (*expected.pool.k, *expected.pool.v), strict=True):
+        for ours, theirs in zip(found.pool.tensors, expected.pool.tensors, strict=True):
             assert torch.equal(ours.view(-1, *ours.shape[2:])[:n], theirs.view(-1, *theirs.shape[2:])[:n])
 
 

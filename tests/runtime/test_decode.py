@@ -167,7 +167,7 @@ def test_a_batch_in_a_bucket_is_each_sequence_alone(engine: Engine) -> None:
 def test_a_graph_writes_nothing_but_its_sequences_next_token(engine: Engine) -> None:
     """Capturing, and the rows that only fill a bucket, touch the spare block alone."""
     pool, decoder = pool_of(engine), engine.model.decoder
-    for cache in (*pool.k, *pool.v):
+    for cache in pool.tensors:
         cache.fill_(7.0)
     runner = GraphRunner(decoder, pool, Replays())
     sequences = [pool.new_sequence(24) for _ in range(3)]
@@ -175,7 +175,7 @@ def test_a_graph_writes_nothing_but_its_sequences_next_token(engine: Engine) -> 
     runner.step(torch.tensor([5, 6, 7]))
     written = {s.blocks[p // 8] * 8 + p % 8 for s, p in zip(sequences, (9, 16, 0), strict=True)}
     [spare] = set(range(40)) - set(pool.allocator._free) - {b for s in sequences for b in s.blocks}
-    for cache in (*pool.k, *pool.v):
+    for cache in pool.tensors:
         changed = (cache.view(40 * 8, -1) != 7.0).any(-1).nonzero().flatten().tolist()
         assert set(changed) == written | {spare * 8}
 

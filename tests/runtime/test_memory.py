@@ -82,7 +82,7 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, 1 << 30, 1 << 28))
     assert isinstance(memory, DeviceMemory)
     engine._memory = memory
-    for cache in (*memory.pool.k, *memory.pool.v):
+    for cache in memory.pool.tensors:
         cache.fill_(float("nan"))
     for _ in range(3):
         answer = engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, verify=True)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheblend_kernels.interface import AttentionMetadata
 from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
 
@@ -179,6 +180,12 @@ def join_splits_kernel(
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + index * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> int:
+    """Upper bound on the keys a row sees, without asking the device."""
+    most = meta.max_kv_len or meta.block_table.shape[1] * block_size
+    return most if sliding_window is None else min(most, sliding_window)
 
 
 def split_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionMetadata, KernelBackend, KernelError
+from cacheblend_kernels.interface import (
+    AttentionMetadata,
+    AttentionParams,
+    KernelBackend,
+    KernelError,
+    LayerCache,
+    Slots,
+    StoredKV,
+)
 from cacheblend_kernels.triton_backend import cache_ops, deviation, norms
 from cacheblend_kernels.triton_backend.checks import interpreted
-from cacheblend_kernels.triton_backend.configs import arch_of
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
 from cacheblend_kernels.triton_backend.load_kv import load_kv
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
@@ -39,139 +47,30 @@ class TritonBackend(KernelBackend):
                 f"the {self.name} backend needs a CUDA device, not {device}", "use --attention-backend torch"
             )
         self.device = device
-        self.arch, self.num_sms = arch or 90, num_sms or 132
+        self._plan = LaunchPlan(arch or 90, num_sms or 132)
         self._addresses: dict[tuple[int, ...], Tensor] = {}
 
     def prefill_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        return prefill_attention(
-            q,
-            k_cache,
-            v_cache,
-            meta,
-            scale=scale,
-            arch=self.arch,
-            num_sms=self.num_sms,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        return prefill_attention(q, cache, meta, params, self._plan)
 
     def decode_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        kv_lens: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        contiguous_slot: int = -1,
-        max_kv_len: int = 0,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        return decode_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            kv_lens,
-            scale=scale,
-            num_sms=self.num_sms,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            contiguous_slot=contiguous_slot,
-            max_kv_len=max_kv_len,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        return decode_attention(q, cache, meta, params, self._plan)
 
-    def rope_and_cache(
-        self,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor | None:
-        return cache_ops.rope_and_cache(
-            q, k, v, cos, sin, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
-        )
+    def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
+        return cache_ops.rope_and_cache(q, k, v, cache, slots)
 
-    def load_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        first_slot: int = -1,
-        k_zero: Tensor | None = None,
-        v_zero: Tensor | None = None,
-        group_size: int = 32,
-        pool_k_scale: Tensor | None = None,
-        pool_v_scale: Tensor | None = None,
-    ) -> None:
-        load_kv(
-            k,
-            v,
-            cos,
-            sin,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            k_zero=k_zero,
-            v_zero=v_zero,
-            group_size=group_size,
-            first_slot=first_slot,
-            pool_k_scale=pool_k_scale,
-            pool_v_scale=pool_v_scale,
-        )
+    def load_kv(self, stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
+        load_kv(stored, cache, slots)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return cache_ops.rope(x, cos, sin)
 
-    def kv_deviation(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        kind: str = "kv",
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor:
-        return deviation.kv_deviation(k, v, k_cache, v_cache, slot_mapping, kind=kind, k_scale=k_scale, v_scale=v_scale)
+    def kv_deviation(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
+        return deviation.kv_deviation(k, v, cache, slots, kind)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

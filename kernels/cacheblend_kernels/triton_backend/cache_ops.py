@@ -14,16 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheblend_kernels.interface import LayerCache, Slots
 from cacheblend_kernels.triton_backend.checks import (
     check,
+    check_cache,
     check_device,
     check_heads,
-    check_pool,
-    check_pool_scales,
     check_rope,
+    check_rows_of,
     check_slots,
     device_guard,
+    is_float8,
+    once,
     pool_bits,
+    tensors_of,
 )
 from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import fp32_to_e4m3
@@ -123,58 +127,29 @@ def rope_and_cache_kernel(
             )  # fmt: skip
 
 
-def rope_and_cache(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor | None:
-    """Rotate q and k, write k and v to their slots; one launch. Rows may be strided. Returns the rotated q, packed.
-
-    q: [num_rows, num_heads, head_dim] or None; k, v: [num_rows, num_kv_heads, head_dim]; cos, sin: [num_rows, head_dim]
-    fp32, halves equal; pools of any float dtype, float8_e4m3fn with scales [num_kv_heads] fp32.
-    """
-    check_heads("k", k)
-    check_heads("v", v)
+def rope_and_cache(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
+    """As `KernelBackend.rope_and_cache`, in one launch. Rows of q, k and v may be strided; the rotated q is packed."""
+    _check_write(q, k, v, cache, slots)
     num_rows, num_kv_heads, head_dim = k.shape
-    check(v.shape == k.shape, f"k is {list(k.shape)}, v is {list(v.shape)}")
-    check_pool("k_cache", k_cache)
-    check_pool("v_cache", v_cache)
-    check(k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype, "the K and V pools differ")
-    check(k_cache.shape[2:] == k.shape[1:], f"rows of {list(k.shape[1:])}, slots of {list(k_cache.shape[2:])}")
-    check_rope(cos, sin, num_rows, head_dim)
-    check_slots(slot_mapping, num_rows)
-    fp8 = check_pool_scales(k_cache, k_scale, v_scale)
-    if q is not None:
-        check_heads("q", q)
-        check(q.shape[0] == num_rows and q.shape[2] == head_dim, f"q is {list(q.shape)}, k is {list(k.shape)}")
-    check_device(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return q_out
     num_heads = 0 if q is None else q.shape[1]
     kv_programs = -(-num_kv_heads // HEADS_PER_PROGRAM)
-    q_in = k if q is None else q
+    q_in, fp8 = k if q is None else q, is_float8(cache)
     with device_guard(k):
         rope_and_cache_kernel[(num_rows, kv_programs + -(-num_heads // HEADS_PER_PROGRAM))](
             q_in,
             k,
             v,
-            cos,
-            sin,
+            slots.cos,
+            slots.sin,
             q_in if q_out is None else q_out,
-            pool_bits(k_cache),
-            pool_bits(v_cache),
-            slot_mapping,
-            k_scale if fp8 else cos,
-            v_scale if fp8 else cos,
+            pool_bits(cache.k),
+            pool_bits(cache.v),
+            slots.slots,
+            cache.k_scale if fp8 else slots.cos,
+            cache.v_scale if fp8 else slots.cos,
             q_in.stride(0),
             k.stride(0),
             v.stride(0),
@@ -190,12 +165,23 @@ def rope_and_cache(
     return q_out
 
 
+@once
+def _check_write(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> None:
+    check_cache(cache)
+    check_rows_of(cache, k, v)
+    num_rows, _, head_dim = k.shape
+    check_rope(slots.cos, slots.sin, num_rows, head_dim)
+    check_slots(slots.slots, num_rows)
+    if q is not None:
+        check_heads("q", q)
+        check(q.shape[0] == num_rows and q.shape[2] == head_dim, f"q is {list(q.shape)}, k is {list(k.shape)}")
+    check_device(q, k, v, *tensors_of(cache), *tensors_of(slots))
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [num_rows, heads, head_dim] (rows may be strided) by cos, sin [num_rows, head_dim] fp32; packed result."""
-    check_heads("x", x)
+    _check_rotation(x, cos, sin)
     num_rows, num_heads, head_dim = x.shape
-    check_rope(cos, sin, num_rows, head_dim)
-    check_device(x, cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
@@ -207,6 +193,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             BLOCK_HEADS=HEADS_PER_PROGRAM, KV_PROGRAMS=0, FP8=False, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@once
+def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_heads("x", x)
+    check_rope(cos, sin, x.shape[0], x.shape[2])
+    check_device(x, cos, sin)
 
 
 @triton.jit(do_not_specialize=["words"])

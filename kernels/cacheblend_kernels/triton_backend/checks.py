@@ -1,18 +1,23 @@
-"""What the Triton kernels assume of their tensors, checked before a launch. Shapes and strides only: no device sync."""
+"""What the Triton kernels assume of their tensors. Nothing here looks at a value, so nothing waits for the device, and
+each check runs for the first launch of a signature alone (`once`)."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVarTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from cacheblend_kernels.interface import AttentionMetadata, KernelError
+from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Slots, StoredKV
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
+MOST_SIGNATURES = 4096
 _INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in globals: one launch at a time
 
 
@@ -26,6 +31,39 @@ def device_guard(tensor: Tensor) -> AbstractContextManager:
     if interpreted():
         return _INTERPRETER
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+Arguments = TypeVarTuple("Arguments")
+
+
+def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
+    """The check, which is not run again for arguments like those that have passed it: tensors of the same shape, dtype,
+    strides and device, and equal values of all else."""
+    passed: set[tuple[Any, ...]] = set()
+
+    @wraps(check)
+    def checked(*args: *Arguments) -> None:
+        signature = tuple(map(_signature, args))
+        if signature in passed:
+            return
+        check(*args)
+        if len(passed) >= MOST_SIGNATURES:
+            passed.clear()
+        passed.add(signature)
+
+    return checked
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.stride(), value.device
+    if isinstance(value, LayerCache | Slots | StoredKV):
+        return tuple(map(_signature, vars(value).values()))
+    return value
+
+
+def tensors_of(given: LayerCache | Slots | StoredKV) -> list[Tensor]:
+    return [value for value in vars(given).values() if isinstance(value, Tensor)]
 
 
 def check(condition: bool, message: str, hint: str | None = None) -> None:
@@ -54,81 +92,82 @@ def check_heads(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) 
     check(packed, f"{name} has strides {x.stride()}: its heads are not packed", "call .contiguous()")
 
 
-def check_pool(name: str, pool: Tensor) -> None:
-    check(pool.dim() == 4, f"{name} is [num_blocks, block_size, num_kv_heads, head_dim], got {list(pool.shape)}")
-    check(pool.is_contiguous(), f"{name} is not contiguous")
-    check(
-        pool.dtype in (*FLOATS, torch.float8_e4m3fn),
-        f"{name} is {pool.dtype}",
-        "known: float16, bfloat16, float32, float8_e4m3fn",
-    )
-    size = pool.shape[1]
+def check_cache(cache: LayerCache) -> None:
+    """K's and V's pool of a layer are alike, and have scales where they are float8 and only there."""
+    check(cache.k.shape == cache.v.shape and cache.k.dtype == cache.v.dtype, "the K and V pools differ")
+    for name, pool in (("k", cache.k), ("v", cache.v)):
+        shape = list(pool.shape)
+        check(pool.dim() == 4, f"the {name} pool is [num_blocks, block_size, num_kv_heads, head_dim], got {shape}")
+        check(pool.is_contiguous(), f"the {name} pool is not contiguous")
+    known = (*FLOATS, torch.float8_e4m3fn)
+    check(cache.k.dtype in known, f"the pool is {cache.k.dtype}", f"known: {', '.join(map(str, known))}")
+    size = cache.k.shape[1]
     check(size > 0 and size & (size - 1) == 0, f"block size {size} is not a power of two")
+    if is_float8(cache):
+        check_head_scales("a float8 pool", cache.k.shape[2], cache.k_scale, cache.v_scale)
+    else:
+        check(cache.k_scale is None and cache.v_scale is None, "pool scales are for a float8 pool")
 
 
-def check_pool_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, prefix: str = "") -> bool:
-    """Whether the pool is float8; then both scales must be there, else neither. prefix: of their names."""
-    if pool.dtype != torch.float8_e4m3fn:
-        check(k_scale is None and v_scale is None, "pool scales are for a float8 pool")
-        return False
-    check_head_scales("a float8 pool", pool.shape[2], {f"{prefix}k_scale": k_scale, f"{prefix}v_scale": v_scale})
-    return True
+def is_float8(cache: LayerCache) -> bool:
+    return cache.k.dtype == torch.float8_e4m3fn
 
 
-def check_head_scales(what: str, num_kv_heads: int, scales: dict[str, Tensor | None]) -> None:
+def check_head_scales(what: str, num_kv_heads: int, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     """A scale a KV head, of float8 codes."""
-    for name, s in scales.items():
+    for name, s in (("k_scale", k_scale), ("v_scale", v_scale)):
         good = s is not None and s.dtype == torch.float32 and s.shape == (num_kv_heads,) and s.is_contiguous()
         check(good, f"{what} needs {name} [{num_kv_heads}] float32")
 
 
-def check_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def check_rows_of(cache: LayerCache, k: Tensor, v: Tensor) -> None:
+    """k, v: fresh rows of the heads that the pool holds."""
+    check_heads("k", k)
+    check_heads("v", v)
+    check(v.shape == k.shape, f"k is {list(k.shape)}, v is {list(v.shape)}")
+    rows, held = list(k.shape[1:]), list(cache.k.shape[2:])
+    check(rows == held, f"rows of {rows}, slots of {held}")
+
+
+@once
+def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> None:
     check_heads("q", q)
-    check_pool("k_cache", k_cache)
-    check_pool("v_cache", v_cache)
-    check(k_cache.shape == v_cache.shape, f"K pool {list(k_cache.shape)}, V pool {list(v_cache.shape)}")
-    check(k_cache.dtype == v_cache.dtype, f"K pool is {k_cache.dtype}, V pool is {v_cache.dtype}")
+    check_cache(cache)
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[2]
-    check(head_dim == k_cache.shape[3], f"q has head_dim {head_dim}, the pool {k_cache.shape[3]}")
+    num_kv_heads = cache.k.shape[2]
+    check(head_dim == cache.k.shape[3], f"q has head_dim {head_dim}, the pool {cache.k.shape[3]}")
     check(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "known: multiples of 8 from 16 to 256")
     check(num_heads % num_kv_heads == 0, f"{num_heads} heads are no multiple of {num_kv_heads} KV heads")
     check(num_heads // num_kv_heads <= 128, f"{num_heads // num_kv_heads} heads share a KV head; at most 128 can")
-    check(scale > 0, f"scale is {scale}, not above 0")
-    check(sliding_window is None or sliding_window > 0, f"sliding window {sliding_window}")
-    check(soft_cap is None or soft_cap > 0, f"soft cap {soft_cap}")
-    if not check_pool_scales(k_cache, k_scale, v_scale):
-        check(k_cache.dtype == q.dtype, f"q is {q.dtype}, the pool {k_cache.dtype}")
-    check_device(q, k_cache, v_cache, k_scale, v_scale)
+    check(params.scale > 0, f"scale is {params.scale}, not above 0")
+    check(params.sliding_window is None or params.sliding_window > 0, f"sliding window {params.sliding_window}")
+    check(params.soft_cap is None or params.soft_cap > 0, f"soft cap {params.soft_cap}")
+    check(is_float8(cache) or cache.k.dtype == q.dtype, f"q is {q.dtype}, the pool {cache.k.dtype}")
+    check_device(q, *tensors_of(cache))
 
 
-def check_metadata(q: Tensor, meta: AttentionMetadata) -> None:
-    check(meta.num_rows == q.shape[0], f"{q.shape[0]} rows, {meta.num_rows} positions")
-    check(meta.positions.dtype == torch.int64 and meta.positions.is_contiguous(), "positions are [num_rows] int64")
-    check(meta.cu_rows.dtype == torch.int32 and meta.cu_rows.is_contiguous(), "cu_rows is [num_seqs + 1] int32")
-    check(meta.cu_rows.shape[0] == meta.num_seqs + 1, f"{meta.num_seqs} sequences, {meta.cu_rows.shape[0]} bounds")
-    check_table(meta.block_table, meta.num_seqs)
-    check(meta.contiguous_slot < 0 or meta.num_seqs == 1, "contiguous_slot is for one sequence")
-    check_device(q, meta.positions, meta.cu_rows, meta.block_table)
-
-
-def check_table(block_table: Tensor, num_seqs: int) -> None:
+@once
+def check_sequences(q: Tensor, block_table: Tensor, kv_lens: Tensor, contiguous: bool) -> None:
+    num_seqs = kv_lens.shape[0]
     good = block_table.dim() == 2 and block_table.dtype == torch.int32 and block_table.shape[0] == num_seqs
     check(good and block_table.stride(1) == 1, "block_table is [num_seqs, max_blocks] int32")
+    check(kv_lens.dtype == torch.int32 and kv_lens.is_contiguous(), "kv_lens is [num_seqs] int32")
+    check(not contiguous or num_seqs == 1, "contiguous_slot is for one sequence")
+    check_device(q, block_table, kv_lens)
 
 
-def check_slots(slot_mapping: Tensor, num_rows: int) -> None:
-    good = slot_mapping.dtype == torch.int64 and slot_mapping.shape == (num_rows,) and slot_mapping.is_contiguous()
-    check(good, f"slot_mapping is [{num_rows}] int64, got {list(slot_mapping.shape)} {slot_mapping.dtype}")
+@once
+def check_rows(q: Tensor, positions: Tensor, cu_rows: Tensor, num_seqs: int) -> None:
+    check(positions.shape == q.shape[:1], f"{q.shape[0]} rows, {list(positions.shape)} positions")
+    check(positions.dtype == torch.int64 and positions.is_contiguous(), "positions are [num_rows] int64")
+    check(cu_rows.dtype == torch.int32 and cu_rows.is_contiguous(), "cu_rows is [num_seqs + 1] int32")
+    check(cu_rows.shape == (num_seqs + 1,), f"{num_seqs} sequences, {list(cu_rows.shape)} bounds")
+    check_device(q, positions, cu_rows)
+
+
+def check_slots(slots: Tensor, num_rows: int) -> None:
+    good = slots.dtype == torch.int64 and slots.shape == (num_rows,) and slots.is_contiguous()
+    check(good, f"slots are [{num_rows}] int64, got {list(slots.shape)} {slots.dtype}")
 
 
 def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
@@ -138,5 +177,5 @@ def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
 
 
 def pool_bits(pool: Tensor) -> Tensor:
-    """The pool as the kernels see it: float8 as its bytes, since not every architecture converts it."""
+    """A pool or stored codes as the kernels see them: float8 as its bytes, since not every architecture converts it."""
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool

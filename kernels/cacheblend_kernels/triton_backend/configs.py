@@ -38,6 +38,19 @@ class TileConfig:
         return self.num_stages if direct or self.num_stages == 1 else 2 * self.num_stages - 1
 
 
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What a launch of attention is planned for: the architecture (`arch_of`) and its number of multiprocessors.
+
+    config, num_splits: instead of what the tables below choose.
+    """
+
+    arch: int
+    num_sms: int
+    config: TileConfig | None = None
+    num_splits: int | None = None
+
+
 def padded(n: int) -> int:
     """The power of two a dimension of n is padded to (Triton tiles are powers of two)."""
     return 1 << max(0, n - 1).bit_length()

@@ -15,23 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, LayerCache
 from cacheblend_kernels.triton_backend.attention_core import (
     LOG2E,
     join_splits,
     key_slots,
     load_keys,
+    most_keys,
     softmax_step,
     split_buffers,
 )
 from cacheblend_kernels.triton_backend.checks import (
     check,
     check_attention,
-    check_device,
-    check_table,
+    check_sequences,
     device_guard,
+    is_float8,
     pool_bits,
 )
-from cacheblend_kernels.triton_backend.configs import TileConfig, decode_config, num_context_splits, padded
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, decode_config, num_context_splits, padded
 
 
 @triton.jit(do_not_specialize=["first_slot", "table_stride", "window"])
@@ -125,66 +127,43 @@ def decode_attention_kernel(
 
 
 def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    *,
-    scale: float,
-    num_sms: int,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    contiguous_slot: int = -1,
-    max_kv_len: int = 0,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    config: TileConfig | None = None,
-    num_splits: int | None = None,
-    out: Tensor | None = None,
+    q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, plan: LaunchPlan
 ) -> Tensor:
-    """One row q [num_seqs, num_heads, head_dim] a sequence, at position kv_lens - 1, over the paged pool.
-
-    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, or float8_e4m3fn with k_scale,
-    v_scale [num_kv_heads] fp32; block_table [num_seqs, max_blocks], kv_lens [num_seqs], int32. A sequence of length 0
-    gets zeros. max_kv_len only chooses the number of splits. Returns [num_seqs, num_heads, head_dim] in q's dtype.
-    """
-    check_attention(q, k_cache, v_cache, scale, sliding_window, soft_cap, k_scale, v_scale)
+    """As `KernelBackend.decode_attention`, for the dtypes and strides of `prefill_attention`. A sequence of length 0 gets
+    zeros. meta.max_kv_len only chooses the number of splits."""
+    contiguous = meta.contiguous_slot >= 0
+    check_attention(q, cache, params)
+    check_sequences(q, meta.block_table, meta.kv_lens, contiguous)
     num_seqs, num_heads, head_dim = q.shape
-    check_table(block_table, num_seqs)
-    check(kv_lens.shape == (num_seqs,) and kv_lens.dtype == torch.int32, "kv_lens is [num_seqs] int32")
-    check(kv_lens.is_contiguous(), "kv_lens is not contiguous")
-    check(contiguous_slot < 0 or num_seqs == 1, "contiguous_slot is for one sequence")
-    check_device(q, block_table, kv_lens)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    check(meta.num_seqs == num_seqs, f"{num_seqs} rows, {meta.num_seqs} sequences")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
-    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    group = num_heads // num_kv_heads
-    config = config or decode_config(head_dim, group, q.element_size())
-    most = max_kv_len or block_table.shape[1] * block_size
-    most = most if sliding_window is None else min(most, sliding_window)
-    splits = num_splits or num_context_splits(num_seqs * num_kv_heads, most, num_sms)
+    block_size, num_kv_heads = cache.k.shape[1], cache.k.shape[2]
+    group, fp8 = num_heads // num_kv_heads, is_float8(cache)
+    config = plan.config or decode_config(head_dim, group, q.element_size())
+    splits = plan.num_splits or num_context_splits(
+        num_seqs * num_kv_heads, most_keys(meta, block_size, params.sliding_window), plan.num_sms
+    )
     part, lse = split_buffers(q, splits)
-    fp8 = k_cache.dtype == torch.float8_e4m3fn
     with device_guard(q):
         decode_attention_kernel[(num_kv_heads, num_seqs, splits)](
             q,
-            pool_bits(k_cache),
-            pool_bits(v_cache),
+            pool_bits(cache.k),
+            pool_bits(cache.v),
             out,
             part,
             lse,
-            kv_lens,
-            block_table,
-            k_scale if fp8 else lse,
-            v_scale if fp8 else lse,
-            max(0, contiguous_slot),
-            block_table.stride(0),
+            meta.kv_lens,
+            meta.block_table,
+            cache.k_scale if fp8 else lse,
+            cache.v_scale if fp8 else lse,
+            max(0, meta.contiguous_slot),
+            meta.block_table.stride(0),
             q.stride(0),
-            scale,
-            soft_cap or 1.0,
-            sliding_window or 0,
+            params.scale,
+            params.soft_cap or 1.0,
+            params.sliding_window or 0,
             GROUP=group,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -193,13 +172,13 @@ def decode_attention(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SPLITS=splits,
-            CONTIGUOUS=contiguous_slot >= 0,
-            WINDOW=sliding_window is not None,
-            SOFT_CAP=soft_cap is not None,
+            CONTIGUOUS=contiguous,
+            WINDOW=params.sliding_window is not None,
+            SOFT_CAP=params.soft_cap is not None,
             FP8=fp8,
             PRECISION="ieee",
             num_warps=config.num_warps,
-            num_stages=config.stages(contiguous_slot >= 0),
+            num_stages=config.stages(contiguous),
         )
         if splits > 1:
             join_splits(part, lse, out)

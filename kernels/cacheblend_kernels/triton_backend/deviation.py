@@ -10,15 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheblend_kernels.interface import LayerCache
 from cacheblend_kernels.triton_backend.checks import (
     check,
+    check_cache,
     check_device,
-    check_heads,
-    check_pool,
-    check_pool_scales,
+    check_rows_of,
     check_slots,
     device_guard,
+    is_float8,
+    once,
     pool_bits,
+    tensors_of,
 )
 from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
@@ -72,46 +75,22 @@ def kv_deviation_kernel(
     tl.store(out_ptr + row, tl.sum(total, 0))
 
 
-def kv_deviation(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    kind: str = "kv",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """Squared L2 distance [num_rows] fp32 of fresh k (rotated) and v [num_rows, num_kv_heads, head_dim] from their slots.
-
-    kind: k, v, or kv (the sum). Rows may be strided; the differences and their sum are fp32. k_scale, v_scale:
-    [num_kv_heads] fp32 of a float8_e4m3fn pool.
-    """
-    check(kind in KINDS, f"unknown deviation {kind!r}", f"known: {', '.join(KINDS)}")
-    check_heads("k", k)
-    check_heads("v", v)
-    check_pool("k_cache", k_cache)
-    check_pool("v_cache", v_cache)
-    check(k.shape == v.shape, f"k is {list(k.shape)}, v is {list(v.shape)}")
-    check(k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype, "the K and V pools differ")
-    check(k_cache.shape[2:] == k.shape[1:], f"rows of {list(k.shape[1:])}, slots of {list(k_cache.shape[2:])}")
-    fp8 = check_pool_scales(k_cache, k_scale, v_scale)
-    check_slots(slot_mapping, k.shape[0])
-    check_device(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+def kv_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
+    """As `KernelBackend.kv_deviation`. Rows may be strided; the differences and their sum are fp32."""
+    _check(k, v, cache, slots, kind)
     out = torch.empty(k.shape[0], dtype=torch.float32, device=k.device)
     if k.shape[0] == 0:
         return out
-    width = k.shape[1] * k.shape[2]
+    width, fp8 = k.shape[1] * k.shape[2], is_float8(cache)
     with device_guard(k):
         kv_deviation_kernel[(k.shape[0],)](
             k,
             v,
-            pool_bits(k_cache),
-            pool_bits(v_cache),
-            slot_mapping,
-            k_scale if fp8 else out,
-            v_scale if fp8 else out,
+            pool_bits(cache.k),
+            pool_bits(cache.v),
+            slots,
+            cache.k_scale if fp8 else out,
+            cache.v_scale if fp8 else out,
             out,
             k.stride(0),
             v.stride(0),
@@ -124,3 +103,12 @@ def kv_deviation(
             num_warps=4,
         )
     return out
+
+
+@once
+def _check(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str) -> None:
+    check(kind in KINDS, f"unknown deviation {kind!r}", f"known: {', '.join(KINDS)}")
+    check_cache(cache)
+    check_rows_of(cache, k, v)
+    check_slots(slots, k.shape[0])
+    check_device(k, v, *tensors_of(cache), slots)

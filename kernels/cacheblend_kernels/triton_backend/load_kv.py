@@ -25,19 +25,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheblend_kernels.interface import LayerCache, Slots, StoredKV
 from cacheblend_kernels.triton_backend.cache_ops import rotate, to_pool
 from cacheblend_kernels.triton_backend.checks import (
     FLOATS,
     check,
+    check_cache,
     check_device,
     check_head_scales,
     check_heads,
-    check_pool,
-    check_pool_scales,
     check_rope,
     check_slots,
     device_guard,
+    is_float8,
+    once,
     pool_bits,
+    tensors_of,
 )
 from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import e4m3_to_fp32
@@ -135,108 +138,80 @@ def load_kv_kernel(
     tl.store(v_cache_ptr + at + HEAD_DIM // 2, to_pool(v2 * v_factor, v_cache_ptr, FP8_POOL), mask=mask)
 
 
-def load_kv(
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    k_zero: Tensor | None = None,
-    v_zero: Tensor | None = None,
-    group_size: int = 32,
-    first_slot: int = -1,
-    pool_k_scale: Tensor | None = None,
-    pool_v_scale: Tensor | None = None,
-) -> None:
-    """Write one chunk's stored, unrotated K and V into the pool. The module's table says which layouts are taken.
-
-    cos, sin: [num_rows, head_dim] fp32 at the new positions; slot_mapping: [num_rows] int64, not read when
-    first_slot >= 0; pool_k_scale, pool_v_scale: [num_kv_heads] fp32 of a float8 pool.
-    """
-    check_pool("k_cache", k_cache)
-    check_pool("v_cache", v_cache)
-    check(k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype, "the K and V pools differ")
-    num_rows, (num_kv_heads, head_dim) = k.shape[0], k_cache.shape[2:]
-    codec = _codec(k, v, num_kv_heads, head_dim, k_scale, v_scale, k_zero, v_zero, group_size)
-    check_rope(cos, sin, num_rows, head_dim)
-    if first_slot < 0:
-        check_slots(slot_mapping, num_rows)
-    else:
-        check(first_slot + num_rows <= k_cache.shape[0] * k_cache.shape[1], "the slots run past the pool")
-    fp8_pool = check_pool_scales(k_cache, pool_k_scale, pool_v_scale, "pool_")
-    read_slots = slot_mapping if first_slot < 0 else None
-    scales = (k_scale, v_scale, k_zero, v_zero, pool_k_scale, pool_v_scale)
-    check_device(k, v, cos, sin, k_cache, v_cache, read_slots, *scales)
+def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
+    """As `KernelBackend.load_kv`. The module's table says which layouts are taken."""
+    run, num_rows = slots.first_slot >= 0, stored.k.shape[0]
+    num_slots = cache.k.shape[0] * cache.k.shape[1]
+    check(not run or slots.first_slot + num_rows <= num_slots, "the slots run past the pool")
+    _check(stored, cache, slots.cos, slots.sin, None if run else slots.slots)
     if num_rows == 0:
         return
-    if codec == "fp8":
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
-    with device_guard(k):
+    codec, cos, fp8_pool = _codec(stored, cache), slots.cos, is_float8(cache)
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    with device_guard(stored.k):
         load_kv_kernel[(num_rows, -(-num_kv_heads // BLOCK_HEADS))](
-            k,
-            v,
+            pool_bits(stored.k),
+            pool_bits(stored.v),
             cos,
-            sin,
-            pool_bits(k_cache),
-            pool_bits(v_cache),
-            cos if read_slots is None else read_slots,
-            cos if k_scale is None else k_scale,
-            cos if k_zero is None else k_zero,
-            cos if v_scale is None else v_scale,
-            cos if v_zero is None else v_zero,
-            pool_k_scale if fp8_pool else cos,
-            pool_v_scale if fp8_pool else cos,
-            first_slot,
+            slots.sin,
+            pool_bits(cache.k),
+            pool_bits(cache.v),
+            cos if run else slots.slots,
+            cos if stored.k_scale is None else stored.k_scale,
+            cos if stored.k_zero is None else stored.k_zero,
+            cos if stored.v_scale is None else stored.v_scale,
+            cos if stored.v_zero is None else stored.v_zero,
+            cache.k_scale if fp8_pool else cos,
+            cache.v_scale if fp8_pool else cos,
+            slots.first_slot,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_HALF=padded(head_dim // 2),
             BLOCK_HEADS=BLOCK_HEADS,
-            GROUP_SIZE=group_size,
+            GROUP_SIZE=stored.group_size,
             CODEC=codec,
-            RUN=first_slot >= 0,
+            RUN=run,
             FP8_POOL=fp8_pool,
             num_warps=4,
         )
 
 
-def _codec(
-    k: Tensor,
-    v: Tensor,
-    num_kv_heads: int,
-    head_dim: int,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k_zero: Tensor | None,
-    v_zero: Tensor | None,
-    group_size: int,
-) -> str:
+def _codec(stored: StoredKV, cache: LayerCache) -> str:
     """Which row of the module's table the tensors are: plain, fp8, int8 or int4."""
+    if stored.k.dtype == torch.uint8:
+        return "int8" if stored.k.shape[2] == cache.k.shape[3] else "int4"
+    return "fp8" if stored.k.dtype == torch.float8_e4m3fn else "plain"
+
+
+@once
+def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots: Tensor | None) -> None:
+    """slots: None where they are a run, and not read."""
+    check_cache(cache)
+    k, v, num_rows, (num_kv_heads, head_dim) = stored.k, stored.v, stored.k.shape[0], cache.k.shape[2:]
     check(k.shape == v.shape and k.dtype == v.dtype, f"k is {list(k.shape)} {k.dtype}, v is {list(v.shape)} {v.dtype}")
     check(k.is_contiguous() and v.is_contiguous(), "stored K and V are not contiguous")
-    num_rows, full = k.shape[0], (k.shape[0], num_kv_heads, head_dim)
+    check_rope(cos, sin, num_rows, head_dim)
+    if slots is not None:
+        check_slots(slots, num_rows)
+    check_device(*tensors_of(stored), *tensors_of(cache), cos, sin, slots)
+    full = (num_rows, num_kv_heads, head_dim)
     if k.dtype == torch.uint8:
         check(k.shape in (full, (*full[:2], head_dim // 2)), f"k is {list(k.shape)}, the pool's rows {list(full)}")
-        by_channel = (-(-num_rows // group_size), num_kv_heads, head_dim)
+        by_channel = (-(-num_rows // stored.group_size), num_kv_heads, head_dim)
         by_token = (num_rows, num_kv_heads, 1)
         for name, t, shape in (
-            ("k_scale", k_scale, by_channel),
-            ("k_zero", k_zero, by_channel),
-            ("v_scale", v_scale, by_token),
-            ("v_zero", v_zero, by_token),
+            ("k_scale", stored.k_scale, by_channel),
+            ("k_zero", stored.k_zero, by_channel),
+            ("v_scale", stored.v_scale, by_token),
+            ("v_zero", stored.v_zero, by_token),
         ):
             good = t is not None and t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
             check(good, f"an integer codec needs {name} {list(shape)} float32")
-        return "int8" if k.shape == full else "int4"
+        return
     check_heads("k", k, (*FLOATS, torch.float8_e4m3fn))
     check(k.shape == full, f"k is {list(k.shape)}, the pool's rows {list(full)}")
-    check(k_zero is None and v_zero is None, "zero points are for the integer codecs")
-    if k.dtype != torch.float8_e4m3fn:
-        check(k_scale is None and v_scale is None, f"{k.dtype} takes no scales")
-        return "plain"
-    check_head_scales("float8", num_kv_heads, {"k_scale": k_scale, "v_scale": v_scale})
-    return "fp8"
+    check(stored.k_zero is None and stored.v_zero is None, "zero points are for the integer codecs")
+    if k.dtype == torch.float8_e4m3fn:
+        check_head_scales("float8", num_kv_heads, stored.k_scale, stored.v_scale)
+    else:
+        check(stored.k_scale is None and stored.v_scale is None, f"{k.dtype} takes no scales")

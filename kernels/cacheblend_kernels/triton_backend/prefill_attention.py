@@ -24,20 +24,28 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cacheblend_kernels.interface import AttentionMetadata
+from cacheblend_kernels.interface import AttentionMetadata, AttentionParams, LayerCache
 from cacheblend_kernels.triton_backend.attention_core import (
     LOG2E,
     join_splits,
     key_slot,
     key_slots,
     load_keys,
+    most_keys,
     softmax_step,
     softmax_step_pair,
     split_buffers,
 )
-from cacheblend_kernels.triton_backend.checks import check_attention, check_metadata, device_guard, pool_bits
+from cacheblend_kernels.triton_backend.checks import (
+    check_attention,
+    check_rows,
+    check_sequences,
+    device_guard,
+    is_float8,
+    pool_bits,
+)
 from cacheblend_kernels.triton_backend.configs import (
-    TileConfig,
+    LaunchPlan,
     copies_tiles,
     num_context_splits,
     num_tiles,
@@ -298,53 +306,35 @@ def prefill_attention_kernel(
 
 
 def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    meta: AttentionMetadata,
-    *,
-    scale: float,
-    arch: int,
-    num_sms: int,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    config: TileConfig | None = None,
-    num_splits: int | None = None,
-    out: Tensor | None = None,
+    q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, plan: LaunchPlan
 ) -> Tensor:
-    """Rows q [num_rows, num_heads, head_dim] (fp16, bf16 or fp32; heads packed, rows may be strided) over the pool.
-
-    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, or float8_e4m3fn with k_scale,
-    v_scale [num_kv_heads] fp32. config and num_splits override the table's choice. Returns `out` (or a new tensor)
-    [num_rows, num_heads, head_dim], contiguous, q's dtype.
-    """
-    check_attention(q, k_cache, v_cache, scale, sliding_window, soft_cap, k_scale, v_scale)
-    check_metadata(q, meta)
+    """As `KernelBackend.prefill_attention`. q: fp16, bf16 or fp32; heads packed, rows may be strided. The pool is of q's
+    dtype, or float8_e4m3fn. Returns a new tensor [num_rows, num_heads, head_dim], contiguous, of q's dtype."""
+    contiguous = meta.contiguous_slot >= 0
+    check_attention(q, cache, params)
+    check_sequences(q, meta.block_table, meta.kv_lens, contiguous)
+    check_rows(q, meta.positions, meta.cu_rows, meta.num_seqs)
     num_rows, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    block_size, num_kv_heads = cache.k.shape[1], cache.k.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    group = num_heads // num_kv_heads
-    fp8 = k_cache.dtype == torch.float8_e4m3fn
-    config = config or pick_prefill_config(
-        prefill_configs(arch, head_dim, q.element_size(), fp8), group, num_rows, num_kv_heads, num_sms
+    group, fp8 = num_heads // num_kv_heads, is_float8(cache)
+    config = plan.config or pick_prefill_config(
+        prefill_configs(plan.arch, head_dim, q.element_size(), fp8), group, num_rows, num_kv_heads, plan.num_sms
     )
-    contiguous = meta.contiguous_slot >= 0
-    tma = q.dtype == k_cache.dtype and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
-    k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else pool_bits(c) for c in (k_cache, v_cache))
+    tma = not fp8 and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
+    k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else pool_bits(c) for c in (cache.k, cache.v))
     tiles = num_tiles(config, group, num_rows, meta.num_seqs)
-    splits = num_splits or num_context_splits(
-        tiles * num_kv_heads, _most_keys(meta, block_size, sliding_window), num_sms
+    splits = plan.num_splits or num_context_splits(
+        tiles * num_kv_heads, most_keys(meta, block_size, params.sliding_window), plan.num_sms
     )
     part, lse = split_buffers(q, splits)
     with device_guard(q):
         prefill_attention_kernel[(num_kv_heads, tiles, splits)](
             q,
-            pool_bits(k_cache),
-            pool_bits(v_cache),
+            pool_bits(cache.k),
+            pool_bits(cache.v),
             k_desc,
             v_desc,
             out,
@@ -353,15 +343,15 @@ def prefill_attention(
             meta.positions,
             meta.cu_rows,
             meta.block_table,
-            k_scale if fp8 else lse,
-            v_scale if fp8 else lse,
+            cache.k_scale if fp8 else lse,
+            cache.v_scale if fp8 else lse,
             meta.num_seqs,
             max(0, meta.contiguous_slot),
             meta.block_table.stride(0),
             q.stride(0),
-            scale,
-            soft_cap or 1.0,
-            sliding_window or 0,
+            params.scale,
+            params.soft_cap or 1.0,
+            params.sliding_window or 0,
             GROUP=group,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -371,8 +361,8 @@ def prefill_attention(
             BLOCK_N=config.block_n,
             SPLITS=splits,
             CONTIGUOUS=contiguous,
-            WINDOW=sliding_window is not None,
-            SOFT_CAP=soft_cap is not None,
+            WINDOW=params.sliding_window is not None,
+            SOFT_CAP=params.soft_cap is not None,
             FP8=fp8,
             TMA=tma,
             PRECISION="ieee",
@@ -388,9 +378,3 @@ def tile_descriptor(cache: Tensor, block_n: int) -> TensorDescriptor:
     """Boxes of block_n slots and one head of a pool [num_blocks, block_size, num_kv_heads, head_dim]."""
     num_slots, width = cache.shape[0] * cache.shape[1], cache.shape[2] * cache.shape[3]
     return TensorDescriptor(cache, [num_slots, width], [width, 1], [block_n, cache.shape[3]])
-
-
-def _most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> int:
-    """Upper bound on the keys a row sees, without asking the device."""
-    most = meta.max_kv_len or meta.block_table.shape[1] * block_size
-    return most if sliding_window is None else min(most, sliding_window)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cacheblend_kernels import KernelError
+from cacheblend_kernels import KernelError, LayerCache, Slots
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.cache_ops import rope, rope_and_cache
-from cases import TOLERANCE, rope_tables
+from cases import TOLERANCE, held, moved, rope_tables
 from kernel_references import rope_reference
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 8
 
 
-def pool(num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim), 7.0, device=device).to(dtype)
+def pools(
+    num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *scales: torch.Tensor
+) -> LayerCache:
+    shape = (NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim)
+    return LayerCache(*(torch.full(shape, 7.0, device=device).to(dtype) for _ in range(2)), *scales)
 
 
-def check_pool(cache: torch.Tensor, slots: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+def check_pool(pool: torch.Tensor, slots: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     """want: fp64 [num_rows, heads, dim] at the slots, 7.0 elsewhere."""
-    flat = cache.cpu().float().double().view(-1, *cache.shape[2:])
+    flat = held(pool)
     torch.testing.assert_close(flat[slots], want, atol=tolerance, rtol=tolerance)
     others = torch.ones(flat.shape[0], dtype=torch.bool)
     others[slots] = False
@@ -36,27 +41,26 @@ def test_rope_and_cache(heads: tuple[int, int], head_dim: int, dtype: torch.dtyp
     q, k, v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     cos, sin = rope_tables(num_rows, head_dim)
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:num_rows]
-    k_cache, v_cache = (pool(num_kv_heads, head_dim, dtype, device) for _ in range(2))
+    cache = pools(num_kv_heads, head_dim, dtype, device)
     fused = fused.to(device)
-    moved = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    out = rope_and_cache(*moved, cos.to(device), sin.to(device), k_cache, v_cache, slots.to(device))
+    rows = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    out = rope_and_cache(*rows, cache, moved(Slots(slots, cos, sin), device))
     assert out is not None
     assert out.is_contiguous()
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.cpu().double(), rope_reference(q, cos, sin), atol=tolerance, rtol=tolerance)
-    check_pool(k_cache, slots, rope_reference(k, cos, sin), tolerance)
-    check_pool(v_cache, slots, v.double(), 0.0)
+    check_pool(cache.k, slots, rope_reference(k, cos, sin), tolerance)
+    check_pool(cache.v, slots, v.double(), 0.0)
 
 
 def test_without_q(device: torch.device) -> None:
     k, v = torch.randn(3, 2, 32), torch.randn(3, 2, 32)
     cos, sin = rope_tables(3, 32)
     slots = torch.tensor([39, 0, 8])
-    caches = [pool(2, 32, torch.bfloat16, device) for _ in range(2)]
-    args = [t.to(device) for t in (k, v, cos, sin)]
-    assert rope_and_cache(None, *args, *caches, slots.to(device)) is None
-    check_pool(caches[0], slots, rope_reference(k, cos, sin), TOLERANCE[torch.bfloat16])
-    check_pool(caches[1], slots, v.double(), TOLERANCE[torch.bfloat16])
+    cache = pools(2, 32, torch.bfloat16, device)
+    assert rope_and_cache(None, k.to(device), v.to(device), cache, moved(Slots(slots, cos, sin), device)) is None
+    check_pool(cache.k, slots, rope_reference(k, cos, sin), TOLERANCE[torch.bfloat16])
+    check_pool(cache.v, slots, v.double(), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -76,12 +80,9 @@ def test_float8_pool(device: torch.device) -> None:
     cos, sin = rope_tables(4, 32)
     slots = torch.tensor([3, 9, 1, 30])
     k_scale, v_scale = torch.tensor([0.02, 0.03]), torch.tensor([0.05, 0.01])
-    caches = [pool(2, 32, torch.float8_e4m3fn, device) for _ in range(2)]
-    args = [t.to(device) for t in (k, v, cos, sin)]
-    rope_and_cache(None, *args, *caches, slots.to(device), k_scale=k_scale.to(device), v_scale=v_scale.to(device))
-    stored_k, stored_v = (
-        c.cpu().float().view(-1, 2, 32)[slots] * s[:, None] for c, s in zip(caches, (k_scale, v_scale), strict=True)
-    )
+    cache = pools(2, 32, torch.float8_e4m3fn, device, k_scale.to(device), v_scale.to(device))
+    rope_and_cache(None, k.to(device), v.to(device), cache, moved(Slots(slots, cos, sin), device))
+    stored_k, stored_v = (held(*p)[slots].float() for p in ((cache.k, k_scale), (cache.v, v_scale)))
     torch.testing.assert_close(stored_k.double(), rope_reference(k, cos, sin), atol=2e-3, rtol=0.07)
     assert stored_v[0, 0, 0] == 448 * v_scale[0]
     v[0, 0, 0] = stored_v[0, 0, 0]
@@ -96,12 +97,11 @@ def test_float8_pool_rounds_as_torch_does(device: torch.device) -> None:
     values = torch.cat((values, -values))
     values = torch.cat((values, torch.zeros(-len(values) % 32))).view(-1, 1, 32)
     num_rows = values.shape[0]
-    cache = [torch.zeros(4, 8, 1, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-    one, zero = torch.ones(num_rows, 32, device=device), torch.zeros(num_rows, 32, device=device)
-    slots, scale = torch.arange(num_rows, device=device), torch.ones(1, device=device)
-    moved = values.to(device)
-    rope_and_cache(None, moved, moved, one, zero, *cache, slots, k_scale=scale, v_scale=scale)
-    for written in cache:
+    k_pool, v_pool = (torch.zeros(4, 8, 1, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scale, rows = torch.ones(1, device=device), values.to(device)
+    slots = Slots(torch.arange(num_rows), torch.ones(num_rows, 32), torch.zeros(num_rows, 32))
+    rope_and_cache(None, rows, rows, LayerCache(k_pool, v_pool, scale, scale), moved(slots, device))
+    for written in (k_pool, v_pool):
         got = written.cpu().view(-1, 1, 32)[:num_rows].float()
         assert torch.equal(got, values.to(torch.float8_e4m3fn).float())
 
@@ -109,12 +109,12 @@ def test_float8_pool_rounds_as_torch_does(device: torch.device) -> None:
 def test_no_rows(device: torch.device) -> None:
     empty = torch.zeros(0, 2, 32, device=device)
     tables = torch.zeros(0, 32, device=device)
-    slots = torch.zeros(0, dtype=torch.int64, device=device)
-    caches = [pool(2, 32, torch.float32, device) for _ in range(2)]
-    out = rope_and_cache(empty, empty, empty, tables, tables, *caches, slots)
+    slots = Slots(torch.zeros(0, dtype=torch.int64, device=device), tables, tables)
+    cache = pools(2, 32, torch.float32, device)
+    out = rope_and_cache(empty, empty, empty, cache, slots)
     assert out is not None
     assert out.shape == (0, 2, 32)
-    assert (caches[0] == 7.0).all()
+    assert (cache.k == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -134,12 +134,28 @@ def test_refusals(device: torch.device) -> None:
     x = torch.randn(3, 2, 32, device=device)
     cos = torch.zeros(3, 32, device=device)
     slots = torch.zeros(3, dtype=torch.int64, device=device)
-    caches = [pool(2, 32, torch.float32, device) for _ in range(2)]
+    cache = pools(2, 32, torch.float32, device)
+    good = Slots(slots, cos, cos)
     with pytest.raises(KernelError, match="float32, contiguous"):
         rope(x, cos.double(), cos)
-    with pytest.raises(KernelError, match="slot_mapping"):
-        rope_and_cache(None, x, x, cos, cos, *caches, slots.int())
+    with pytest.raises(KernelError, match=r"slots are \[3\] int64"):
+        rope_and_cache(None, x, x, cache, replace(good, slots=slots.int()))
     with pytest.raises(KernelError, match="scales are for"):
-        rope_and_cache(None, x, x, cos, cos, *caches, slots, k_scale=cos[0], v_scale=cos[0])
+        rope_and_cache(None, x, x, replace(cache, k_scale=cos[0], v_scale=cos[0]), good)
     with pytest.raises(KernelError, match="slots of"):
-        rope_and_cache(None, x[:, :1], x[:, :1], cos, cos, *caches, slots)
+        rope_and_cache(None, x[:, :1], x[:, :1], cache, good)
+
+
+def test_what_passed_once_is_no_pass_for_others(device: torch.device) -> None:
+    """Checks run for the first launch of a signature: another signature is checked again, and so is a refused one."""
+    x, tables = torch.randn(3, 2, 32, device=device), torch.zeros(3, 32, device=device)
+    good = Slots(torch.arange(3, device=device), tables, tables)
+    cache = pools(2, 32, torch.float32, device)
+    for _ in range(2):
+        rope_and_cache(None, x, x, cache, good)
+        with pytest.raises(KernelError, match="packed"):
+            rope_and_cache(None, x.transpose(1, 2).contiguous().transpose(1, 2), x, cache, good)
+        with pytest.raises(KernelError, match="int64"):
+            rope_and_cache(None, x, x, cache, replace(good, slots=good.slots.int()))
+        with pytest.raises(KernelError, match="not contiguous"):
+            rope_and_cache(None, x, x, LayerCache(cache.k.transpose(0, 1), cache.v.transpose(0, 1)), good)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cacheblend_kernels import KernelError
-from cacheblend_kernels.triton_backend.configs import TileConfig
+from cacheblend_kernels import AttentionParams, KernelError, LayerCache
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, TileConfig
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
 from cases import AttentionCase, assert_close, attention_case, attention_reference
 
@@ -17,19 +19,10 @@ def decode_case(kv_lens: list[int], **options: object) -> AttentionCase:
 
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
-    m, meta = case.to(device), case.to(device).meta
-    options.setdefault("config", SMALL)
-    return decode_attention(
-        m.q,
-        m.k_cache,
-        m.v_cache,
-        meta.block_table,
-        meta.kv_lens,
-        scale=case.q.shape[-1] ** -0.5,
-        num_sms=132,
-        contiguous_slot=meta.contiguous_slot,
-        **options,
-    )  # type: ignore[arg-type]
+    moved, scale = case.to(device), case.q.shape[-1] ** -0.5
+    params = AttentionParams(scale, options.pop("sliding_window", None), options.pop("soft_cap", None))  # type: ignore[arg-type]
+    plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
+    return decode_attention(moved.q, moved.cache, moved.meta, params, plan)
 
 
 def check(case: AttentionCase, device: torch.device, **options: object) -> None:
@@ -72,7 +65,7 @@ def test_soft_cap(soft_cap: float, device: torch.device) -> None:
 
 
 def test_split_chosen_by_context(device: torch.device) -> None:
-    check(decode_case([1100], heads=(2, 1), block_size=64, head_dim=64), device, config=None, max_kv_len=1100)
+    check(decode_case([1100], heads=(2, 1), block_size=64, head_dim=64), device, config=None)
 
 
 def test_more_splits_than_keys(device: torch.device) -> None:
@@ -90,24 +83,17 @@ def test_empty_sequence_gets_zeros(device: torch.device) -> None:
 
 def test_float8_pool(device: torch.device) -> None:
     case = decode_case([30, 50], head_dim=32)
-    scales = torch.tensor([0.02, 0.5]), torch.tensor([0.04, 0.1])
-    k8, v8 = (
-        (c / s[:, None]).to(torch.float8_e4m3fn) for c, s in zip((case.k_cache, case.v_cache), scales, strict=True)
-    )
-    held = AttentionCase(case.q, *(c.float() * s[:, None] for c, s in zip((k8, v8), scales, strict=True)), case.meta)
-    stored = AttentionCase(case.q, k8, v8, case.meta)
-    got = run(stored, device, k_scale=scales[0].to(device), v_scale=scales[1].to(device), num_splits=2)
-    assert_close(got, attention_reference(held, 32**-0.5), torch.float32)
+    check(case.in_float8(torch.tensor([0.02, 0.5]), torch.tensor([0.04, 0.1])), device, num_splits=2)
 
 
 def test_refusals(device: torch.device) -> None:
     case = decode_case([5, 9], head_dim=32)
     with pytest.raises(KernelError, match="needs k_scale"):
         run(
-            AttentionCase(case.q, *(c.to(torch.float8_e4m3fn) for c in (case.k_cache, case.v_cache)), case.meta), device
+            replace(case, cache=LayerCache(*(pool.to(torch.float8_e4m3fn) for pool in (case.cache.k, case.cache.v)))),
+            device,
         )
-    m = case.to(device)
     with pytest.raises(KernelError, match="block_table"):
-        decode_attention(
-            m.q, m.k_cache, m.v_cache, m.meta.block_table.long(), m.meta.kv_lens, scale=1.0, num_sms=1
-        )  # fmt: skip
+        run(replace(case, meta=replace(case.meta, block_table=case.meta.block_table.long())), device)
+    with pytest.raises(KernelError, match="1 rows, 2 sequences"):
+        run(replace(case, q=case.q[:1]), device)

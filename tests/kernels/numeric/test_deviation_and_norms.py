@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from cacheblend_kernels import KernelError
+from cacheblend_kernels import KernelError, LayerCache
 from cacheblend_kernels.torch_backend import TorchBackend
 from cacheblend_kernels.triton_backend.deviation import kv_deviation
 from cacheblend_kernels.triton_backend.norms import act_and_mul, add_rms_norm, rms_norm
-from cases import TOLERANCE
+from cases import TOLERANCE, moved
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -30,8 +30,8 @@ def test_deviation(heads: int, dim: int, dtype: torch.dtype, kind: str, device: 
         cache.view(-1, heads, dim)[slots] = old.float()
         if part in kind:
             want += (fresh.double() - old.double()).square().sum((1, 2))
-    moved = fused.to(device).split(heads, dim=1)
-    got = kv_deviation(*moved, *(c.to(dtype).to(device) for c in caches), slots.to(device), kind=kind)
+    rows = fused.to(device).split(heads, dim=1)
+    got = kv_deviation(*rows, LayerCache(*(c.to(dtype).to(device) for c in caches)), slots.to(device), kind)
     assert got.dtype == torch.float32
     assert got[2] == 0
     torch.testing.assert_close(got.cpu().double(), want, atol=1e-4, rtol=1e-5)  # exact inputs: only the sum rounds
@@ -53,23 +53,20 @@ def test_deviation_from_a_float8_pool(heads: int, dim: int, kind: str, device: t
         old = pool.double().view(-1, heads, dim)[slots] * scale.double()[:, None]
         if part in kind:
             want += (fresh.double() - old).square().sum((1, 2))
-    got = kv_deviation(
-        *(t.to(device) for t in (k, v, *pools, slots)),
-        kind=kind,
-        k_scale=k_scale.to(device),
-        v_scale=v_scale.to(device),
-    )
+    cache = LayerCache(*pools, k_scale, v_scale)
+    got = kv_deviation(k.to(device), v.to(device), moved(cache, device), slots.to(device), kind)
     torch.testing.assert_close(got.cpu().double(), want, atol=1e-4, rtol=1e-5)
-    reference = TorchBackend().kv_deviation(k, v, *pools, slots, kind=kind, k_scale=k_scale, v_scale=v_scale)
+    reference = TorchBackend().kv_deviation(k, v, cache, slots, kind)
     torch.testing.assert_close(reference.double(), want, atol=1e-4, rtol=1e-5)
 
 
 def test_deviation_of_no_rows_and_of_an_unknown_kind(device: torch.device) -> None:
-    none, cache = torch.zeros(0, 2, 32, device=device), torch.zeros(1, 8, 2, 32, device=device)
+    none, pool = torch.zeros(0, 2, 32, device=device), torch.zeros(1, 8, 2, 32, device=device)
+    cache = LayerCache(pool, pool)
     slots = torch.zeros(0, dtype=torch.int64, device=device)
-    assert kv_deviation(none, none, cache, cache, slots).shape == (0,)
+    assert kv_deviation(none, none, cache, slots).shape == (0,)
     with pytest.raises(KernelError, match="unknown deviation"):
-        kv_deviation(none, none, cache, cache, slots, kind="q")
+        kv_deviation(none, none, cache, slots, "q")
 
 
 def norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_a_shared_block_is_copied_on_write(setup: Setup) -> None:
     """By the backend, as blocks of every layer at once."""
     decoder = setup.triton.model.decoder
     pool = KVPool.of(decoder, 6, 16)
-    for cache in (*pool.k, *pool.v):
+    for cache in pool.tensors:
         cache.view(torch.uint8).zero_()
     parent = pool.new_sequence(20)
     positions = torch.arange(16, 19, device=decoder.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cacheblend_kernels import KernelError
-from cacheblend_kernels.triton_backend.configs import TileConfig
+from cacheblend_kernels import AttentionParams, KernelError, LayerCache
+from cacheblend_kernels.triton_backend.configs import LaunchPlan, TileConfig
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
 from cases import AttentionCase, assert_close, attention_case, attention_reference, scattered
 
@@ -14,18 +16,21 @@ COPIED = TileConfig(16, 16, 4, 2, tma=True)
 
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
-    moved = case.to(device)
-    options.setdefault("config", SMALL)
-    scale = case.q.shape[-1] ** -0.5
-    return prefill_attention(
-        moved.q, moved.k_cache, moved.v_cache, moved.meta, scale=scale, arch=90, num_sms=132, **options
-    )  # type: ignore[arg-type]
+    moved, scale = case.to(device), case.q.shape[-1] ** -0.5
+    params = AttentionParams(scale, options.pop("sliding_window", None), options.pop("soft_cap", None))  # type: ignore[arg-type]
+    plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
+    return prefill_attention(moved.q, moved.cache, moved.meta, params, plan)
 
 
 def check(case: AttentionCase, device: torch.device, **options: object) -> None:
     window, cap = options.get("sliding_window"), options.get("soft_cap")
     want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap)  # type: ignore[arg-type]
     assert_close(run(case, device, **options), want, case.q.dtype)
+
+
+def over(case: AttentionCase, pool: torch.Tensor) -> AttentionCase:
+    """The case over another pool."""
+    return replace(case, cache=LayerCache(pool, pool))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -124,16 +129,12 @@ def test_heuristic_choice(device: torch.device) -> None:
 def test_float8_pool(window: int | None, device: torch.device) -> None:
     case = attention_case([scattered(9, 50)], [50], head_dim=32, dtype=torch.float32)
     scales = torch.tensor([0.02, 0.5])
-    k8, v8 = ((c / s[:, None]).to(torch.float8_e4m3fn) for c, s in ((case.k_cache, scales), (case.v_cache, 2 * scales)))
-    held = AttentionCase(case.q, k8.float() * scales[:, None], v8.float() * 2 * scales[:, None], case.meta)
-    stored = AttentionCase(case.q, k8, v8, case.meta)
-    got = run(stored, device, k_scale=scales.to(device), v_scale=(2 * scales).to(device), sliding_window=window)
-    assert_close(got, attention_reference(held, 32**-0.5, window), torch.float32)
+    check(case.in_float8(scales, 2 * scales), device, sliding_window=window)
 
 
 def test_large_logits_do_not_overflow(device: torch.device) -> None:
     case = attention_case([scattered(9, 50)], [50], head_dim=32)
-    case = AttentionCase(case.q * 300, case.k_cache, case.v_cache, case.meta)
+    case = replace(case, q=case.q * 300)
     want = attention_reference(case, 32**-0.5)
     torch.testing.assert_close(run(case, device).cpu().double(), want, atol=2e-3, rtol=2e-3)
 
@@ -141,25 +142,22 @@ def test_large_logits_do_not_overflow(device: torch.device) -> None:
 def test_no_rows(device: torch.device) -> None:
     case = attention_case([[3]], [4], head_dim=32)
     meta = attention_case([[]], [4], head_dim=32).meta
-    assert run(AttentionCase(case.q[:0], case.k_cache, case.v_cache, meta), device).shape == (0, 4, 32)
+    assert run(replace(case, q=case.q[:0], meta=meta), device).shape == (0, 4, 32)
 
 
 def test_refusals(device: torch.device) -> None:
     good = attention_case([scattered(4, 20)], [20], head_dim=32)
     odd, wide = torch.zeros(4, 12, 2, 32), torch.zeros(4, 16, 2, 64)
     with pytest.raises(KernelError, match="not a power of two"):
-        run(AttentionCase(good.q, odd, odd, good.meta), device)
+        run(over(good, odd), device)
     with pytest.raises(KernelError, match="head_dim"):
-        run(AttentionCase(good.q, wide, wide, good.meta), device)
+        run(over(good, wide), device)
     with pytest.raises(KernelError, match=r"q is torch\.float16"):
-        run(AttentionCase(good.q.half(), good.k_cache, good.v_cache, good.meta), device)
+        run(replace(good, q=good.q.half()), device)
     with pytest.raises(KernelError, match="no multiple"):
-        run(AttentionCase(good.q[:, :3].contiguous(), good.k_cache, good.v_cache, good.meta), device)
+        run(replace(good, q=good.q[:, :3].contiguous()), device)
     with pytest.raises(KernelError, match="packed"):
-        run(
-            AttentionCase(good.q.transpose(1, 2).contiguous().transpose(1, 2), good.k_cache, good.v_cache, good.meta),
-            device,
-        )
+        run(replace(good, q=good.q.transpose(1, 2).contiguous().transpose(1, 2)), device)
     with pytest.raises(KernelError, match="sliding window"):
         run(good, device, sliding_window=0)
 

@@ -7,6 +7,7 @@ import torch
 from cases import assert_close, attention_case, attention_reference, scattered
 
 pytest.importorskip("xformers", reason="xformers is not installed")
+from cacheblend_kernels import AttentionParams
 from cacheblend_kernels import xformers_backend as xb
 
 HALF = torch.float16
@@ -17,7 +18,7 @@ def test_prefill(positions: list[int], dense: bool, device: torch.device) -> Non
     case = attention_case([positions], [70], heads=(4, 2), block_size=64, dtype=HALF, contiguous=True, dense=dense)
     moved = case.to(device)
     backend = xb.XformersBackend(device)
-    out = backend.prefill_attention(moved.q, moved.k_cache, moved.v_cache, moved.meta, scale=0.125)
+    out = backend.prefill_attention(moved.q, moved.cache, moved.meta, AttentionParams(0.125))
     assert_close(out, attention_reference(case, 0.125), HALF)
 
 
@@ -29,10 +30,7 @@ def test_decode(block_size: int, window: int | None, device: torch.device) -> No
     backend = xb.XformersBackend(device)
     if device.type == "cpu":  # xformers turns CPU tensors away before it looks for an operator
         backend._decode_op = None
-    out = backend.decode_attention(
-        moved.q, moved.k_cache, moved.v_cache, moved.meta.block_table, moved.meta.kv_lens, scale=0.125,
-        sliding_window=window,
-    )  # fmt: skip
+    out = backend.decode_attention(moved.q, moved.cache, moved.meta, AttentionParams(0.125, window))
     assert_close(out, attention_reference(case, 0.125, window), HALF)
 
 
@@ -49,6 +47,6 @@ def test_decode_operator(
     )
     moved, scale = case.to(device), head_dim**-0.5
     bias = xb.paged_bias(fmha, moved.meta.block_table, moved.meta.kv_lens, 256, 64)
-    inputs = xb.decode_inputs(fmha, moved.q, moved.k_cache, moved.v_cache, bias, scale)
+    inputs = xb.decode_inputs(fmha, moved.q, moved.cache, bias, scale)
     out, _ = fmha.triton_splitk.FwOp.apply(inputs, needs_gradient=False)
     assert_close(out.reshape(case.q.shape), attention_reference(case, scale), HALF)
