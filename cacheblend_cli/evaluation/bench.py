@@ -96,9 +96,9 @@ def layout_of(
     generator, ordinary = torch.Generator().manual_seed(seed), ordinary_ids(engine.model)
     template = engine.template
     suffix = (
-        *template.tokenizer.encode_template(template.before_question),
+        *template.tokenizer.encode_template_rest(template.before_question),
         *random_ids(ordinary, question_tokens, generator),
-        *template.tokenizer.encode_template(template.after_question),
+        *template.tokenizer.encode_template_rest(template.after_question),
     )
     context = engine.model.spec.max_position_embeddings
     around = len(template.prefix_ids) + len(suffix)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.model.tokenizer_json import is_local
 
 _UNFINISHED = "\ufffd"
 
@@ -49,34 +48,3 @@ class TextStream:
         """What is held, at the end of the text."""
         text, self._ids, self._shown = self.held(), [], 0
         return text
-
-
-def is_local(decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder of tokenizer.json looks no further than the neighbours of a token, but for the text's beginning.
-
-    False for a stage this does not know.
-    """
-    joined = False  # what follows sees one text in the place of tokens
-    for stage in _stages(decoder):
-        match stage["type"]:
-            case "ByteLevel" | "Fuse":
-                joined = True
-            case "Metaspace":
-                pass
-            case "ByteFallback" | "WordPiece" | "BPEDecoder" if not joined:
-                pass
-            case "Strip" if not joined or stage["stop"] == 0:
-                pass
-            case "Replace" if not joined or len(stage["pattern"].get("String", "")) == 1:
-                pass
-            case _:
-                return False
-    return True
-
-
-def _stages(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        return []
-    if decoder["type"] == "Sequence":
-        return [stage for part in decoder["decoders"] for stage in _stages(part)]
-    return [decoder]

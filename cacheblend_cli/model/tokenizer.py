@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.tokenizer_json import for_the_middle
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
 
@@ -42,10 +43,11 @@ class Tokenizer:
         unknown = {_unknown_id(data["model"])}  # stands for what the vocabulary lacks, and forges nothing
         self.control_ids = self.added_ids - unknown
         self._special_ids = frozenset(token["id"] for token in added if token["special"])
+        data["post_processor"], data["truncation"], data["padding"] = None, None, None
+        middle = for_the_middle(data)
+        self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
         # Text is encoded by a copy that knows no added tokens, so `<|im_end|>` in a document is eight plain pieces.
-        data["added_tokens"], data["post_processor"] = [], None
-        data["truncation"], data["padding"] = None, None
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(data))
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(middle | {"added_tokens": []}))
         self.config = _read_json(model_dir / "tokenizer_config.json")
         self._template_source = self._find_template(model_dir)
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
@@ -55,7 +57,8 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a document's or question's text: no special tokens, no added token whatever the text contains."""
+        """Ids of a document's or question's text in the middle of a prompt: no special tokens, no added token whatever the
+        text contains, and no mark or space that the tokenizer puts before a text that stands alone."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         if not self.control_ids.isdisjoint(ids):
             bad = next(i for i in ids if i in self.control_ids)
@@ -67,9 +70,19 @@ class Tokenizer:
         return ids
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of text the chat template rendered: its control tokens are recognised, none are added."""
+        """Ids of text the chat template rendered, from its beginning: its control tokens are recognised, none are added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_template_rest(self, text: str) -> list[int]:
+        """As `encode_template`, for text that goes on behind other text: its first run, up to a control token, is the middle
+        of a text. Later runs are what the tokenizer makes of text behind a control token."""
+        first: list[int] = self._middle.encode(text, add_special_tokens=False).ids
+        whole = self.encode_template(text)
+        return first[: self._first_control(first)] + whole[self._first_control(whole) :]
+
+    def _first_control(self, ids: list[int]) -> int:
+        return next((at for at, token_id in enumerate(ids) if token_id in self.control_ids), len(ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -29,7 +29,7 @@ class PromptTemplate:
         question = question.strip()
         if not question:
             raise UsageError("the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"')
-        encode = self.tokenizer.encode_template
+        encode = self.tokenizer.encode_template_rest
         if self.tokenizer.control_ids.isdisjoint(encode(question)):
             return tuple(encode(self.before_question + question + self.after_question))
         plain = self.tokenizer.encode_text(question)
