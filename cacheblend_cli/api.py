@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheblend_kernels import fallback_reason
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError
 from cacheblend_store.format.codecs import is_lossless
 from cacheblend_store.format.layouts import CODECS
@@ -108,6 +109,8 @@ class Engine:
         engine.model_load_s = time.perf_counter() - start
         engine._progress = progress
         engine._notice = notice or engine._notice
+        if slower := fallback_reason(config.attention_backend, device):
+            engine._notice(slower)
         return engine
 
     def memory(self) -> DeviceMemory | None:

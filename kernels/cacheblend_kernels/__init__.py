@@ -9,7 +9,7 @@ from cacheblend_kernels.interface import (
     Slots,
     StoredKV,
 )
-from cacheblend_kernels.registry import BACKENDS, missing_for, select_backend
+from cacheblend_kernels.registry import BACKENDS, fallback_reason, missing_for, select_backend
 
 __all__ = [
     "BACKENDS",
@@ -20,6 +20,7 @@ __all__ = [
     "LayerCache",
     "Slots",
     "StoredKV",
+    "fallback_reason",
     "missing_for",
     "select_backend",
 ]

@@ -21,14 +21,21 @@ def select_backend(name: str, device: torch.device) -> KernelBackend:
     """
     if name not in ("auto", *BACKENDS):
         raise KernelError(f"unknown attention backend {name!r}", f"known: auto, {', '.join(BACKENDS)}")
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return TorchBackend()
-    if name != "auto":
-        return _load(name, device)
+    if name == "auto":
+        name = "torch" if device.type != "cuda" or fallback_reason(name, device) else "triton"
+    return TorchBackend() if name == "torch" else _load(name, device)
+
+
+def fallback_reason(name: str, device: torch.device) -> str | None:
+    """Why `auto` takes torch on a GPU, in words for the user; None where it takes what is made for the device."""
+    if name != "auto" or device.type != "cuda":
+        return None
     try:
-        return _load("triton", device)
-    except KernelError:
-        return TorchBackend()
+        _load("triton", device)
+    except KernelError as error:
+        slower = f"attention on {device} runs on torch's operations, slower than the kernels made for GPUs"
+        return f"{slower}: {error.message}" + (f"; {error.hint}" if error.hint else "")
+    return None
 
 
 def missing_for(device: torch.device) -> dict[str, str | None]:

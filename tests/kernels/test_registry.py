@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cacheblend_kernels import KernelError, select_backend
+from cacheblend_kernels import KernelBackend, KernelError, fallback_reason, registry, select_backend
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")
@@ -15,6 +15,21 @@ compiled = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 def test_auto_is_torch_on_a_cpu() -> None:
     assert select_backend("auto", CPU).name == "torch"
+
+
+def test_auto_on_a_gpu_without_a_backend_is_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, device: torch.device) -> KernelBackend:
+        raise KernelError(f"the {name} backend needs triton", "pip install triton")
+
+    monkeypatch.setattr(registry, "_load", broken)
+    gpu = torch.device("cuda:1")
+    assert select_backend("auto", gpu).name == "torch"
+    assert fallback_reason("auto", gpu) == (
+        "attention on cuda:1 runs on torch's operations, slower than the kernels made for GPUs: "
+        "the triton backend needs triton; pip install triton"
+    )
+    assert fallback_reason("torch", gpu) is None, "it was asked for"
+    assert fallback_reason("auto", CPU) is None, "it is what a CPU has"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

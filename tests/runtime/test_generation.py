@@ -176,6 +176,15 @@ def test_control_tokens_in_a_question_stay_text(tmp_path: Path) -> None:
         engine.ask(None, " \n", [], BlendConfig(), SamplingParams())
 
 
+def test_a_gpu_that_falls_back_to_torch_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    monkeypatch.setattr("cacheblend_cli.api.fallback_reason", lambda name, device: f"{device} has no {name}")
+    told: list[str] = []
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "m")), notice=told.append)
+    engine.ask(None, "who?", [], BlendConfig(), SamplingParams(max_tokens=2))
+    assert told == ["cpu has no auto"]
+
+
 def test_choose_takes_the_highest_and_whole_runs() -> None:
     n = 12
     candidates = Candidates(torch.arange(n) + 3, torch.tensor([1] * 6 + [2] * 6), torch.tensor([*range(6), *range(6)]))
