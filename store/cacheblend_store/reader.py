@@ -72,6 +72,8 @@ class StoreReader:
 
     def blob(self, manifest: ChunkManifest, layer: int) -> memoryview:
         """One layer's bytes as they are stored: a view, its length checked and its digest not."""
+        if not manifest.has_kv:
+            raise bad_blob(manifest, layer, "is not there: the chunk has no KV now")
         blob = self.get("blobs", blob_key(manifest.key, layer))
         if blob is None:
             raise bad_blob(manifest, layer, "is missing")

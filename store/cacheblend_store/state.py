@@ -23,7 +23,7 @@ class State:
     """Counters, exact as of the transaction that reads them, and the quota.
 
     generation: rises with every commit that adds or removes chunks or documents. live_bytes: of all blobs.
-    used_bytes: of blobs and manifests in whole pages, what the quota `max_bytes` (0: none) bounds.
+    used_bytes: of blobs and manifests in whole pages. max_bytes: the quota, which bounds live_bytes (0: none).
     """
 
     generation: int = 0

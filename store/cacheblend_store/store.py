@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
+from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.format.keys import FORMAT_VERSION, KEY_BYTES
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.lmdb_file.datafile import MAP_SIZE
@@ -26,7 +26,7 @@ from cacheblend_store.upkeep.prune import PruneReport, prune
 from cacheblend_store.upkeep.salvage import SalvageReport, salvage
 from cacheblend_store.upkeep.stats import StoreStats, collect_stats
 from cacheblend_store.upkeep.verify import VerifyReport, verify
-from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_sizes
+from cacheblend_store.writer import Blob, PutStatus, StoreWriter
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
@@ -73,9 +73,8 @@ class ChunkStore:
     ) -> ChunkStore:
         """Open a store.
 
-        create: make it when it is not there; by default when mode == "write". max_bytes: the quota from now on, kept in
-        the store (0: none; None: as it was); what is over it is evicted with the next put. lock_timeout: seconds to
-        wait for the writer lock. force: a network filesystem, or a directory of somebody else's, is accepted.
+        create: make it when it is not there; by default when mode == "write". max_bytes: the quota of KV from now on, kept
+        in the store (0: none; None: as it was); what is over it is evicted. lock_timeout: seconds to wait for the writer lock. force: a network filesystem, or a directory of somebody else's, is accepted.
         map_size: address space to begin with, in bytes; the map grows by itself.
         """
         write = mode == "write"
@@ -149,11 +148,15 @@ class ChunkStore:
             return reader.manifest(key)
 
     def has_chunk(self, key: bytes) -> bool:
-        """Whether the chunk is there, its manifest undamaged. Its blobs are not looked at."""
-        try:
-            return self.get_chunk(key) is not None
-        except BadBlob:
-            return False
+        """Whether the chunk is there, with KV or without, its manifest undamaged."""
+        with self.read() as reader:
+            return _undamaged(reader, key) is not None
+
+    def has_kv(self, key: bytes) -> bool:
+        """Whether the chunk is there and has KV, by its undamaged manifest. Its blobs are not looked at."""
+        with self.read() as reader:
+            manifest = _undamaged(reader, key)
+        return manifest is not None and manifest.has_kv
 
     def resolve(self, prefix: str, collection: str | None = None) -> bytes:
         """The key whose hex id begins with `prefix`, among one collection's chunks or all.
@@ -263,10 +266,13 @@ class ChunkStore:
         """
         return self.put_chunks([(manifest, blobs)])[0]
 
-    def put_chunks(self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]]) -> list[PutStatus]:
+    def put_chunks(
+        self, chunks: Iterable[tuple[ChunkManifest, Sequence[Blob]]], keep: Collection[bytes] = ()
+    ) -> list[PutStatus]:
         """Store several chunks in one transaction: all are there, durable, or none. Raises as `put_chunk`.
 
-        Over the quota, least recently used chunks go first, never one of these.
+        A chunk that was there without KV is "new". Over the quota, the KV of the least recently used chunks goes, never
+        that of these or of those whose keys are in `keep`.
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
@@ -274,14 +280,19 @@ class ChunkStore:
             self._transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
 
         def put(writer: StoreWriter) -> list[PutStatus]:
-            keep = {manifest.key for manifest, _ in given}
+            keys = {manifest.key for manifest, _ in given}
             if writer.state.max_bytes:
-                old = (writer.manifest(key) for key in keep)
-                there = sum(writer.incoming_bytes(m) for m in old if m is not None)
-                writer.make_room(sum(writer.incoming_bytes(with_sizes(*chunk)) for chunk in given) - there, keep)
+                there = sum(m.num_bytes for key in keys if (m := writer.manifest(key)) is not None)
+                writer.make_room(num_bytes - there, keys.union(keep), uses)
             return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
+        uses = self._noted_uses()
         return self._transact(put, num_bytes=num_bytes)
+
+    def put_records(self, manifests: Iterable[ChunkManifest]) -> int:
+        """Store chunks without KV, in one transaction, unless they are there; how many were not."""
+        given = list(manifests)
+        return self._transact(lambda writer: sum(map(writer.put_record, given))) if given else 0
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
         """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
@@ -294,6 +305,11 @@ class ChunkStore:
     def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
         """Forget a document in one context and the chunks only it refers to; returns their keys."""
         return self._transact(lambda writer: writer.remove_document(collection, source, context))
+
+    def evict_chunks(self, keys: Iterable[bytes]) -> int:
+        """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""
+        wanted = list(keys)
+        return self._transact(lambda writer: sum(writer.evict(key) for key in wanted))
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove chunks in one transaction; how many were there. Documents that had them are precomputed again."""
@@ -333,12 +349,20 @@ class ChunkStore:
         return True
 
     def set_max_bytes(self, max_bytes: int) -> None:
-        """Set the quota, 0 for none. Nothing is evicted before the next put or `prune`."""
+        """Set the quota of KV, 0 for none. What is over it is evicted, the least recently used first."""
+
+        uses = self._noted_uses()
 
         def change(writer: StoreWriter) -> None:
             writer.set_max_bytes(max_bytes)
+            writer.make_room(0, (), uses)
 
         self._transact(change)
+
+    def _noted_uses(self) -> dict[bytes, float]:
+        """Uses that are not written yet."""
+        with self._touch_lock:
+            return dict(self._touched)
 
     # maintenance
 
@@ -355,7 +379,7 @@ class ChunkStore:
         model: str | None = None,
         dry_run: bool = False,
     ) -> PruneReport:
-        """Remove chunks not used for `older_than` seconds, least recently used ones beyond `to_bytes`, those of no
+        """Evict chunks not used for `older_than` seconds and least recently used ones beyond `to_bytes`; remove those of no
         document, or those of one model (name or fingerprint, or a beginning of it). See `prune.prune`."""
         return prune(self, older_than=older_than, to_bytes=to_bytes, orphans=orphans, model=model, dry_run=dry_run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -79,9 +79,11 @@ class StoreWriter:
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
         """Sizes and digests are filled in here, a blob's right before it is copied: it is read from memory once."""
         old = self.manifest(manifest.key)
-        if old is not None and old.token_ids == manifest.token_ids and self._holds(with_digests(manifest, blobs)):
+        same = old is not None and old.token_ids == manifest.token_ids
+        if old is not None and same and old.has_kv and self._holds(with_digests(manifest, blobs)):
             return "unchanged"
-        existed = self.delete_chunk(manifest.key)
+        waited = old is not None and same and not old.has_kv
+        existed = self._remove(manifest.key)
         digests = []
         for layer, blob in enumerate(blobs):
             digests.append(blob_digest(manifest.key, layer, manifest.num_tokens, blob))
@@ -89,21 +91,52 @@ class StoreWriter:
         whole = replace(with_sizes(manifest, blobs), blob_digests=tuple(digests))
         self._put_counted("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
+        if not waited:
+            self.changed()
+        return "replaced" if existed and not waited else "new"
+
+    def put_record(self, manifest: ChunkManifest) -> bool:
+        """Store a chunk without KV unless it is there, with KV or without; whether it was not."""
+        old = self.manifest(manifest.key)
+        if old is not None and old.token_ids == manifest.token_ids:
+            return False
+        self._remove(manifest.key)
+        self._put_counted("chunks", manifest.key, encode_manifest(manifest.without_kv()))
         self.changed()
-        return "replaced" if existed else "new"
+        return True
 
     def delete_chunk(self, key: bytes) -> bool:
         """Remove manifest, blobs and accounting of a chunk, whatever state they are in; whether there was any."""
-        existed = self.delete_blobs(key)
-        manifest = self.get("chunks", key)
-        if manifest is not None:
-            self.delete("chunks", key)
-            self._uncount(key, len(manifest))
-            existed = True
-        self.delete("lru", key)
+        existed = self._remove(key)
         if existed:
             self.changed()
         return existed
+
+    def evict(self, key: bytes) -> bool:
+        """Remove a chunk's KV and keep its record; whether there was KV. A chunk whose record does not read goes whole."""
+        manifest = self.manifest(key)
+        if manifest is None:
+            return self.delete_chunk(key)
+        existed = self.delete_blobs(key)
+        if manifest.has_kv:
+            self._delete_record(key)
+            self._put_counted("chunks", key, encode_manifest(manifest.without_kv()))
+        self.delete("lru", key)
+        return existed or manifest.has_kv
+
+    def _remove(self, key: bytes) -> bool:
+        existed = self.delete_blobs(key)
+        existed = self._delete_record(key) or existed
+        self.delete("lru", key)
+        return existed
+
+    def _delete_record(self, key: bytes) -> bool:
+        record = self.get("chunks", key)
+        if record is None:
+            return False
+        self.delete("chunks", key)
+        self._uncount(key, len(record))
+        return True
 
     def delete_blobs(self, key: bytes) -> bool:
         """Remove all blobs of a chunk; whether there was any."""
@@ -132,45 +165,40 @@ class StoreWriter:
             more = cursor.next()
         return found
 
-    def incoming_bytes(self, manifest: ChunkManifest) -> int:
-        """What a chunk will take of the quota."""
-        page = self._pages.meta.page_size
-        record = footprint(KEY_BYTES, len(encode_manifest(manifest)), page)
-        return record + sum(footprint(KEY_BYTES + 4, size, page) for size in manifest.blob_sizes)
+    def make_room(self, num_bytes: int, keep: Collection[bytes], uses: Mapping[bytes, float]) -> None:
+        """Evict least recently used chunks until num_bytes more fit the quota. Raises StoreFull.
 
-    def make_room(self, num_bytes: int, keep: Collection[bytes], max_bytes: int | None = None) -> list[bytes]:
-        """Remove least recently used chunks until num_bytes more fit the quota; their keys. Raises StoreFull."""
-        limit = self.state.max_bytes if max_bytes is None else max_bytes
-        removed: list[bytes] = []
-        if not limit or self.state.used_bytes + num_bytes <= limit:
-            return removed
-        for key in self.by_last_use():
-            if key in keep:
-                continue
-            self.delete_chunk(key)
-            removed.append(key)
-            if self.state.used_bytes + num_bytes <= limit:
-                return removed
+        keep: keys of chunks that stay. uses: later last uses than the store has noted.
+        """
+        limit = self.state.max_bytes
+        if not limit or self.state.live_bytes + num_bytes <= limit:
+            return
+        for key in self._by_last_use(uses):
+            if key not in keep:
+                self.evict(key)
+                if self.state.live_bytes + num_bytes <= limit:
+                    return
         raise StoreFull(
-            f"the store's quota is {limit:,} bytes, and {self.state.used_bytes + num_bytes:,} are needed",
-            "raise --max-size, or remove chunks: cacheblend chunks prune",
+            f"the store's quota is {limit:,} bytes of KV, and {self.state.live_bytes + num_bytes:,} are needed",
+            "raise --max-size",
         )
 
-    def by_last_use(self) -> list[bytes]:
-        """Keys of all chunks, those unused for longest first."""
-        used: dict[bytes, float] = {}
+    def _by_last_use(self, uses: Mapping[bytes, float]) -> Iterator[bytes]:
+        """Keys of all chunks that can have KV, those unused for longest first; then those of which no use is noted."""
         chunks, lru = self._pages.tree(b"chunks"), self._pages.tree(b"lru")
+        used = (
+            {n.key: max(used_at(n.key, n.inline), uses.get(n.key, 0.0)) for n in self._pages.nodes(lru)} if lru else {}
+        )
+        yield from sorted(used, key=lambda key: (used[key], key))
         for node in self._pages.nodes(chunks) if chunks else ():
-            used[node.key] = 0.0
-        for node in self._pages.nodes(lru) if lru else ():
-            if node.key in used:
-                used[node.key] = used_at(node.key, node.inline)
-        return sorted(used, key=lambda key: (used[key], key))
+            if node.key not in used:
+                yield node.key
 
     def touch(self, uses: Mapping[bytes, float]) -> None:
-        """Record last uses (seconds since the epoch) of chunks that are there, unless a later one is known."""
+        """Record last uses (seconds since the epoch) of chunks that have KV, unless a later one is known."""
         for key, moment in uses.items():
-            if self.get("chunks", key) is not None and moment > used_at(key, self.get("lru", key) or b""):
+            manifest = self.manifest(key)
+            if manifest is not None and manifest.has_kv and moment > used_at(key, self.get("lru", key) or b""):
                 self.put("lru", key, use_record(key, moment))
 
     # documents

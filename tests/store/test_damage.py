@@ -42,7 +42,8 @@ def read_chunks(store: ChunkStore) -> tuple[dict[int, int], int]:
                 manifest = reader.manifest(key)
                 if manifest is not None:
                     seed, version = read_chunk(reader, manifest)
-                    found[seed] = version
+                    if manifest.has_kv:
+                        found[seed] = version
             except StoreError:
                 damaged += 1
     return found, damaged

@@ -14,7 +14,7 @@ from disk_shim import SUPPORT, Fault, build, environment
 from small_chunks import make_chunk
 from torture import Ledger
 
-OPERATIONS = ("put", "replace", "remove", "document", "forget", "compact", "salvage", "create")
+OPERATIONS = ("put", "replace", "evict", "remove", "document", "forget", "compact", "salvage", "create")
 EXPECTED = {
     Fault.FAIL_IO: {"StoreIOError"},
     Fault.FAIL_AFTER: {"StoreIOError"},

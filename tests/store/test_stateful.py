@@ -1,10 +1,12 @@
-"""Any sequence of calls: the store holds what a dict would hold, evicts what was used longest ago, and says what is damaged."""
+"""Any sequence of calls: the store holds what a dict would hold, evicts the KV of what was used longest ago and keeps its
+text, and says what is damaged."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,13 +35,17 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nothing here 
 
 
 def cost(manifest: ChunkManifest) -> int:
-    """Bytes of the quota a chunk takes: its manifest and its blobs, in whole pages where LMDB gives them pages."""
-    blobs = sum(footprint(KEY_BYTES + 4, size, PAGE) for size in manifest.blob_sizes)
+    """Bytes of the file a chunk takes: its manifest and its blobs, in whole pages where LMDB gives them pages."""
+    blobs = sum(footprint(KEY_BYTES + 4, size, PAGE) for size in manifest.blob_sizes if size)
     return footprint(KEY_BYTES, len(encode_manifest(manifest)), PAGE) + blobs
 
 
+def keys_of(seeds: Iterable[int]) -> set[bytes]:
+    return {key_of(seed) for seed in seeds}
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """`self.expected` is the model: what was put and neither removed, orphaned nor evicted since."""
+    """`self.expected` is the model: what was put and neither removed nor orphaned since, with its KV unless that was evicted."""
 
     steps = 0
 
@@ -62,23 +68,33 @@ class StoreMachine(RuleBasedStateMachine):
 
     # what a dict does too
 
-    @rule(seeds=SOME, version=st.integers(0, 2))
-    def put(self, seeds: tuple[int, ...], version: int) -> None:
-        old = self.expected.chunks
+    @rule(seeds=SOME, version=st.integers(0, 2), keep=st.lists(SEEDS, max_size=3, unique=True).map(tuple))
+    def put(self, seeds: tuple[int, ...], version: int, keep: tuple[int, ...] = ()) -> None:
+        old = {s: v for s, v in self.expected.chunks.items() if s not in self.expected.without_kv}
         wanted = ["unchanged" if old.get(s) == version else "replaced" if s in old else "new" for s in seeds]
-        gone = self._evicted(seeds, version)
+        gone = self._evicted({s: self._size(s, version) for s in seeds}, keep)
         chunks = [make_chunk(seed, version) for seed in seeds]
         if gone is None:
             with pytest.raises(StoreFull, match="quota"):
-                self.store.put_chunks(chunks)
+                self.store.put_chunks(chunks, keep=keys_of(keep))
             return
-        assert self.store.put_chunks(chunks) == wanted
-        for seed in gone:
-            del old[seed], self.uses[seed]
-        old |= dict.fromkeys(seeds, version)
+        assert self.store.put_chunks(chunks, keep=keys_of(keep)) == wanted
+        self._expect(Operation("evict", tuple(gone)))
+        self._expect(Operation("put", seeds, version))
         for seed, status in zip(seeds, wanted, strict=True):
             if status != "unchanged":
                 self.uses[seed] = self._now()
+
+    @rule(seeds=SOME, version=st.integers(0, 2))
+    def put_records(self, seeds: tuple[int, ...], version: int) -> None:
+        new = sum(seed not in self.expected.chunks for seed in seeds)
+        assert self.store.put_records(make_chunk(seed, version)[0] for seed in seeds) == new
+        self._expect(Operation("records", seeds, version))
+
+    @rule(seeds=SOME)
+    def evict(self, seeds: tuple[int, ...]) -> None:
+        assert self.store.evict_chunks(keys_of(seeds)) == sum(seed in self.uses for seed in seeds)
+        self._expect(Operation("evict", seeds))
 
     @rule(seeds=SOME)
     def remove(self, seeds: tuple[int, ...]) -> None:
@@ -110,25 +126,29 @@ class StoreMachine(RuleBasedStateMachine):
         """What is written is when a chunk was used, which may be before it was last put."""
         self.store.flush_touches()
         for seed, moment in self.touched.items():
-            if seed in self.expected.chunks:
+            if seed in self.uses:
                 self.uses[seed] = max(moment, self.uses[seed])
         self.touched.clear()
 
     @rule(pages=st.sampled_from((0, 6, 12, 24, 36)))
     def set_quota(self, pages: int) -> None:
+        """What is over it goes at once."""
         self.store.set_max_bytes(pages * PAGE)
         self.quota = pages * PAGE
         assert self.store.max_bytes == self.quota
+        gone = self._evicted({})
+        assert gone is not None
+        self._expect(Operation("evict", tuple(gone)))
 
     @rule(keep=st.integers(0, 8))
     def prune_to_size(self, keep: int) -> None:
-        sizes = {s: with_digests(*make_chunk(s, v)).num_bytes for s, v in self.expected.chunks.items()}
-        used = self._by_last_use()
+        sizes = {s: m.num_bytes for s, m in self._manifests().items()}
+        used = self._by_last_use(self.uses)
         stay, gone = used[max(0, len(used) - keep) :], used[: max(0, len(used) - keep)]
         report = self.store.prune(to_bytes=sum(sizes[s] for s in stay))
-        assert set(report.keys) == {key_of(s) for s in gone}
+        assert (set(report.evicted), report.keys) == ({key_of(s) for s in gone}, ())
         assert report.bytes == sum(sizes[s] for s in gone)
-        self._expect(Operation("remove", tuple(gone)))
+        self._expect(Operation("evict", tuple(gone)))
 
     @rule()
     def prune_orphans(self) -> None:
@@ -165,8 +185,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, layer=st.integers(0, LAYERS - 1), how=st.sampled_from(("flip", "cut", "gone")))
     def damage_a_blob(self, seed: int, layer: int, how: str) -> None:
-        """It is a miss until it is put again; an audit names it; a repair removes it."""
-        if seed not in self.expected.chunks:
+        """It is a miss until it is put again; an audit names it; a repair drops the KV and keeps the text."""
+        if seed not in self.uses:
             return
         name = blob_key(key_of(seed), layer)
         with self.store._writing() as (txn, dbs):
@@ -180,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
             read_chunk(reader, reader.manifest(key_of(seed)))
         report = self.store.verify(repair=True)
         assert {f.key for f in report.findings if f.kind == "blob"} == {key_of(seed)}
-        self._expect(Operation("remove", (seed,)))
+        self._expect(Operation("evict", (seed,)))
 
     # at all times
 
@@ -195,8 +215,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert (manifest is not None) == (seed in self.expected.chunks)
             if manifest is not None:
                 assert self.store.resolve(manifest.id) == manifest.key
+                assert manifest.has_kv == self.store.has_kv(manifest.key) == (seed not in self.expected.without_kv)
         assert {m.key for m in self.store.chunks()} == {key_of(s) for s in self.expected.chunks}
-        assert set(self.uses) == set(self.expected.chunks)
+        assert set(self.uses) == set(self.expected.chunks) - self.expected.without_kv
         assert self.store.identity == self.identity
 
     @invariant()
@@ -204,40 +225,46 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         manifests, stats = list(self._manifests().values()), self.store.stats()
+        assert not self.quota or stats["live_bytes"] <= self.quota
         assert (stats["chunks"], stats["documents"]) == (len(manifests), len(self.expected.documents))
         assert stats["live_bytes"] == sum(m.num_bytes for m in manifests)
         assert stats["used_bytes"] == sum(map(cost, manifests))
-        assert self.store.verify().ok
+        report = self.store.verify()
+        assert (report.ok, report.without_kv) == (True, len(self.expected.without_kv))
 
     # the model
 
     def _manifests(self) -> dict[int, ChunkManifest]:
-        return {s: with_digests(*make_chunk(s, v)) for s, v in self.expected.chunks.items()}
+        found = {s: with_digests(*make_chunk(s, v)) for s, v in self.expected.chunks.items()}
+        return {s: m.without_kv() if s in self.expected.without_kv else m for s, m in found.items()}
+
+    def _size(self, seed: int, version: int) -> int:
+        return with_digests(*make_chunk(seed, version)).num_bytes
 
     def _now(self) -> int:
         self.moment += 1
         return self.moment
 
-    def _by_last_use(self) -> list[int]:
+    def _by_last_use(self, uses: dict[int, int]) -> list[int]:
         """Seeds, those unused for longest first."""
-        return sorted(self.uses, key=self.uses.__getitem__)
+        return sorted(uses, key=uses.__getitem__)
 
     def _expect(self, step: Operation) -> None:
         self.expected = step.expect(self.expected)
-        self.uses = {s: moment for s, moment in self.uses.items() if s in self.expected.chunks}
+        there = self.expected.chunks.keys() - self.expected.without_kv
+        self.uses = {s: moment for s, moment in self.uses.items() if s in there}
 
-    def _evicted(self, seeds: tuple[int, ...], version: int) -> list[int] | None:
-        """Seeds that must go for these to come; None when even that is not enough."""
+    def _evicted(self, new: dict[int, int], keep: tuple[int, ...] = ()) -> list[int] | None:
+        """Seeds whose KV must go for that of `new` (seed -> bytes) to come; None when even that is not enough."""
         if not self.quota:
             return []
-        costs = {s: cost(m) for s, m in self._manifests().items()}
-        new = {s: cost(with_digests(*make_chunk(s, version))) for s in seeds}
-        after = sum((costs | new).values())
-        gone = []
-        for seed in (s for s in self._by_last_use() if s not in seeds):
+        sizes = {s: m.num_bytes for s, m in self._manifests().items()}
+        later = {s: max(m, self.touched.get(s, 0)) for s, m in self.uses.items()}
+        after, gone = sum((sizes | new).values()), []
+        for seed in (s for s in self._by_last_use(later) if s not in new and s not in keep):
             if after <= self.quota:
                 break
-            after -= costs[seed]
+            after -= sizes[seed]
             gone.append(seed)
         return gone if after <= self.quota else None
 

@@ -28,6 +28,7 @@ START = [
 OPERATIONS = {
     "put": Operation("put", (6, 7, 8), 1),
     "replace": Operation("put", (1, 2), 2),
+    "evict": Operation("evict", (1, 2, 4)),
     "remove": Operation("remove", (1, 2, 4)),
     "document": Operation("document", (2, 4), source="0/a.md"),
     "forget": Operation("forget", source="0/a.md"),

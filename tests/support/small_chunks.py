@@ -63,36 +63,46 @@ class WrongData(AssertionError):
 
 
 def read_chunk(reader: StoreReader, manifest: ChunkManifest) -> tuple[int, int]:
-    """(seed, version) of a stored chunk, every layer read and compared. Raises what the store does, or WrongData."""
-    views = [reader.layer(manifest, layer) for layer in range(manifest.num_layers)]
+    """(seed, version) of a stored chunk, every layer read and compared. Raises what the store does, or WrongData.
+
+    Of a chunk without KV only the record is compared.
+    """
+    layers = range(manifest.num_layers if manifest.has_kv else 0)
+    views = [reader.layer(manifest, layer) for layer in layers]
     seed, version = map(int, manifest.text.split())
     wanted, blobs = make_chunk(seed, version)
-    same = (manifest.key, manifest.token_ids) == (wanted.key, wanted.token_ids) and len(views) == LAYERS
-    if not same or any(b"".join(view.values()) not in blob for view, blob in zip(views, blobs, strict=True)):
+    same = (manifest.key, manifest.token_ids) == (wanted.key, wanted.token_ids) and manifest.num_layers == LAYERS
+    if not same or any(b"".join(view.values()) not in blobs[layer] for layer, view in enumerate(views)):
         raise WrongData(f"chunk {manifest.id[:12]} is not {manifest.text}")
     return seed, version
 
 
 @dataclass
 class Contents:
-    """chunks: seed -> version. documents: source -> seeds."""
+    """chunks: seed -> version. documents: source -> seeds. without_kv: those of the chunks."""
 
     chunks: dict[int, int] = field(default_factory=dict)
     documents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    without_kv: set[int] = field(default_factory=set)
 
     def copy(self) -> Contents:
-        return Contents(dict(self.chunks), dict(self.documents))
+        return Contents(dict(self.chunks), dict(self.documents), set(self.without_kv))
+
+    def remove(self, seed: int) -> None:
+        self.chunks.pop(seed, None)
+        self.without_kv.discard(seed)
 
     def drop_orphans(self, seeds: tuple[int, ...]) -> None:
         referred = {seed for owned in self.documents.values() for seed in owned}
         for seed in seeds:
             if seed not in referred:
-                self.chunks.pop(seed, None)
+                self.remove(seed)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """kind: put (chunks in one transaction), remove, document (replace its record), forget (a document)."""
+    """kind: put (chunks in one transaction), records (of chunks, without KV), evict, remove, document (replace its record),
+    forget (a document)."""
 
     kind: str
     seeds: tuple[int, ...] = ()
@@ -104,9 +114,15 @@ class Operation:
         after = contents.copy()
         if self.kind == "put":
             after.chunks |= dict.fromkeys(self.seeds, self.version)
+            after.without_kv -= set(self.seeds)
+        elif self.kind == "records":
+            after.without_kv |= set(self.seeds) - after.chunks.keys()
+            after.chunks = dict.fromkeys(self.seeds, self.version) | after.chunks
+        elif self.kind == "evict":
+            after.without_kv |= set(self.seeds) & after.chunks.keys()
         elif self.kind == "remove":
             for seed in self.seeds:
-                after.chunks.pop(seed, None)
+                after.remove(seed)
         else:
             old = after.documents.pop(self.source, ())
             if self.kind == "document":
@@ -117,6 +133,10 @@ class Operation:
     def perform(self, store: ChunkStore) -> None:
         if self.kind == "put":
             store.put_chunks([make_chunk(seed, self.version) for seed in self.seeds])
+        elif self.kind == "records":
+            store.put_records(make_chunk(seed, self.version)[0] for seed in self.seeds)
+        elif self.kind == "evict":
+            store.evict_chunks(key_of(seed) for seed in self.seeds)
         elif self.kind == "remove":
             store.remove_chunks([key_of(seed) for seed in self.seeds])
         elif self.kind == "document":
@@ -129,10 +149,10 @@ class Operation:
 
 
 def operation(writer: int, number: int, num_seeds: int = 10) -> Operation:
-    """The number-th operation of a writer, on seeds and sources of its own; mostly puts."""
+    """The number-th operation of a writer, on seeds and sources of its own; mostly puts of KV."""
     rng = random.Random(f"{writer} {number}")
     seeds = tuple(writer * 1000 + s for s in rng.sample(range(num_seeds), rng.choice((1, 1, 2, 4))))
-    kind = rng.choices(("put", "remove", "document", "forget"), (6, 2, 2, 1))[0]
+    kind = rng.choices(("put", "records", "evict", "remove", "document", "forget"), (6, 1, 2, 2, 2, 1))[0]
     return Operation(kind, seeds, number, f"{writer}/{rng.randrange(2)}.md")
 
 
@@ -146,6 +166,8 @@ def read_contents(store: ChunkStore, writer: int | None = None) -> Contents:
             if writer is None or manifest.token_ids[0] // 1000 == writer:
                 seed, version = read_chunk(reader, manifest)
                 found.chunks[seed] = version
+                if not manifest.has_kv:
+                    found.without_kv.add(seed)
         seeds = {key_of(seed): seed for seed in _known_seeds(reader)}
         for record in reader.documents():
             if writer is None or record.source.startswith(f"{writer}/"):

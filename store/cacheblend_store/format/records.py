@@ -6,7 +6,7 @@ import base64
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -47,6 +47,10 @@ class ChunkManifest:
     context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
     left_context_keys: the neighbours it was collected behind, when they are chunks. created: seconds since the epoch.
     prefix_digest, salt_digest: of what the collection was made with; "" when the writer did not say.
+
+    A chunk can be without KV: evicted, or not computed yet. Its record then has sizes of 0, which no blob has, and no blobs
+    are stored. Its digests are those of the KV that was evicted, or zeros. Its text, tokens and places stay known, and whoever
+    needs its KV computes it. The first versions, which knew no such records, read them as chunks whose blobs are missing.
     """
 
     key: bytes
@@ -84,6 +88,20 @@ class ChunkManifest:
     @property
     def num_bytes(self) -> int:
         return sum(self.blob_sizes)
+
+    @property
+    def has_kv(self) -> bool:
+        return any(self.blob_sizes)
+
+    @property
+    def evicted(self) -> bool:
+        """Whether it had KV and was let go of."""
+        return not self.has_kv and any(map(any, self.blob_digests))
+
+    def without_kv(self) -> ChunkManifest:
+        """The record of this chunk when its KV is gone, or is not there yet."""
+        digests = self.blob_digests or (bytes(DIGEST_BYTES),) * self.num_layers
+        return replace(self, blob_sizes=(0,) * self.num_layers, blob_digests=digests)
 
     def is_of_model(self, model: str) -> bool:
         """Whether that is the model's name, or its fingerprint or the first four digits or more of it."""
@@ -142,6 +160,8 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
     if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers or len(digests) % DIGEST_BYTES:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not name one blob a layer")
+    if manifest.has_kv and not all(manifest.blob_sizes):
+        raise BadBlob(f"manifest of chunk {key.hex()[:12]} has KV for some of its layers")
     return manifest
 
 

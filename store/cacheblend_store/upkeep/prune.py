@@ -1,4 +1,4 @@
-"""Removing what is no longer wanted."""
+"""Letting go of KV that is not used, and of chunks that nobody wants."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _BATCH = 512  # chunks a transaction
 
 @dataclass(frozen=True)
 class PruneReport:
-    """keys: what was (or, in a dry run, would be) removed. bytes: of their blobs."""
+    """keys: of chunks that were (or, in a dry run, would be) removed; evicted: of those whose text stays. bytes: of the
+    blobs of both."""
 
     keys: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
     bytes: int
 
 
@@ -44,29 +46,29 @@ def prune(
     model: str | None = None,
     dry_run: bool = False,
 ) -> PruneReport:
-    """Remove every chunk that one of the conditions names.
+    """Remove the chunks that nobody wants, and the KV of those that are not used, whose text is still found and cited.
 
-    older_than: seconds since its last use. orphans: no document refers to it (the KV of a prompt's prefix is none).
-    model: its name, or a beginning of its fingerprint. to_bytes: after all that, least recently used chunks until the
-    blobs left have no more bytes than this. Damaged records are left to `verify`. Several short transactions: what an
-    interruption leaves is consistent.
+    orphans: chunks that no document refers to (the KV of a prompt's prefix is none). model: those of a model, by its name
+    or a beginning of its fingerprint. older_than: the KV of what was not used for so many seconds. to_bytes: after all
+    that, the KV of the least recently used until no more bytes of it than this are left. Damaged records are left to
+    `verify`. Several short transactions: what an interruption leaves is consistent.
     """
     now = time.time()
     with store.read() as reader:
         candidates = _candidates(reader, model)
-    gone = [
-        c
-        for c in candidates
-        if (older_than is not None and now - c.used > older_than)
-        or (orphans and not c.referred and c.context != "prefix")
-        or c.of_model
-    ]
+    gone = [c for c in candidates if (orphans and not c.referred and c.context != "prefix") or c.of_model]
+    goes = {c.key for c in gone}
+    left = [c for c in candidates if c.size and c.key not in goes]
+    evicted = [c for c in left if older_than is not None and now - c.used > older_than]
     if to_bytes is not None:
-        gone += _beyond(candidates, {c.key for c in gone}, to_bytes)
+        old = {c.key for c in evicted}
+        evicted += _beyond([c for c in left if c.key not in old], to_bytes)
     if not dry_run:
-        for start in range(0, len(gone), _BATCH):
-            store.remove_chunks(c.key for c in gone[start : start + _BATCH])
-    return PruneReport(tuple(c.key for c in gone), sum(c.size for c in gone))
+        for chosen, let_go in ((gone, store.remove_chunks), (evicted, store.evict_chunks)):
+            for start in range(0, len(chosen), _BATCH):
+                let_go(c.key for c in chosen[start : start + _BATCH])
+    size = sum(c.size for c in gone + evicted)
+    return PruneReport(tuple(c.key for c in gone), tuple(c.key for c in evicted), size)
 
 
 def _candidates(reader: StoreReader, model: str | None) -> list[_Candidate]:
@@ -93,10 +95,9 @@ def _candidates(reader: StoreReader, model: str | None) -> list[_Candidate]:
     return found
 
 
-def _beyond(candidates: list[_Candidate], gone: set[bytes], to_bytes: int) -> list[_Candidate]:
-    left = [c for c in candidates if c.key not in gone]
-    total, more = sum(c.size for c in left), []
-    for candidate in sorted(left, key=lambda c: (c.used, c.key)):
+def _beyond(candidates: list[_Candidate], to_bytes: int) -> list[_Candidate]:
+    total, more = sum(c.size for c in candidates), []
+    for candidate in sorted(candidates, key=lambda c: (c.used, c.key)):
         if total <= to_bytes:
             break
         total -= candidate.size

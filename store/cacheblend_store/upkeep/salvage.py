@@ -240,8 +240,8 @@ class _Copier:
         return found
 
     def _whole(self, manifest: ChunkManifest) -> list[bytes] | None:
-        blobs = []
-        for layer, digest in enumerate(manifest.blob_digests):
+        blobs: list[bytes] = []
+        for layer, digest in enumerate(manifest.blob_digests if manifest.has_kv else ()):
             for node in self._blobs.get(blob_key(manifest.key, layer), ()):
                 try:
                     blob = self._source.pages.value(node)

@@ -30,7 +30,7 @@ class Share:
 class StoreStats:
     """live_bytes: blobs. used_bytes: blobs and manifests in whole pages. free_bytes: pages of the file to be used again.
 
-    models: by (model name, fingerprint, codec); sources: by source. Both empty unless a breakdown was asked for.
+    damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by (model name, fingerprint, codec); sources: by source. Both empty unless a breakdown was asked for.
     """
 
     chunks: int
@@ -41,11 +41,13 @@ class StoreStats:
     file_bytes: int
     free_bytes: int
     damaged: int = 0
+    without_kv: int = 0
     models: dict[tuple[str, str, str], Share] = field(default_factory=dict)
     sources: dict[str, Share] = field(default_factory=dict)
 
     def totals(self) -> dict[str, int]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, int) and name != "damaged"}
+        """The numbers that need no breakdown."""
+        return {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
 
 
 def collect_stats(path: Path, reader: StoreReader, *, breakdown: bool = False) -> StoreStats:
@@ -84,6 +86,7 @@ def _break_down(reader: StoreReader, stats: StoreStats) -> None:
             stats.damaged += 1
             continue
         if manifest is not None:
+            stats.without_kv += not manifest.has_kv
             who = (manifest.model_name, manifest.model, manifest.codec)
             stats.models.setdefault(who, Share()).add(manifest)
             stats.sources.setdefault(manifest.source, Share()).add(manifest)

@@ -14,7 +14,7 @@ from cacheblend_store.format.records import decode_document
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.filesystem import DATA
 from cacheblend_store.progress import Progress
-from cacheblend_store.reader import StoreReader
+from cacheblend_store.reader import StoreReader, bad_blob
 from cacheblend_store.state import decode_state, recount, state_value
 from cacheblend_store.upkeep.salvage import salvage
 from cacheblend_store.writer import StoreWriter
@@ -34,13 +34,14 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """What an audit found. repaired: findings that repair removed or mended. missing: chunks documents name that are
-    not there (evicted or removed: no damage, the next precompute brings them back)."""
+    """What an audit found. repaired: findings that repair removed or mended. without_kv: chunks that are not computed
+    or were evicted. missing: chunks documents name that are not there (no damage, the next precompute brings them back)."""
 
     chunks: int = 0
     blobs: int = 0
     bytes: int = 0
     documents: int = 0
+    without_kv: int = 0
     missing: int = 0
     repaired: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -51,9 +52,9 @@ class VerifyReport:
 
 
 def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = False) -> VerifyReport:
-    """Audit the store. With `repair`, damaged chunks and documents are removed, references and counters rebuilt.
+    """Audit the store. With `repair`, damaged KV and records are removed, references and counters rebuilt.
 
-    A chunk that is removed is a hole: it is computed again when it is needed. Damaged pages cannot be mended in place:
+    A chunk without KV is a hole: it is computed again when it is needed. Damaged pages cannot be mended in place:
     what reads is copied into a new file, which takes the old one's place (see `salvage`).
     """
     store._environment()  # a store that is closed has no findings
@@ -105,12 +106,14 @@ def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
         manifest = reader.manifest(key)
         if manifest is None:
             raise StoreCorrupt(f"chunk {key.hex()[:12]} is in the list of chunks and is not found under its key")
-        for layer in range(manifest.num_layers):
+        layers = manifest.num_layers if manifest.has_kv else 0
+        for layer in range(layers):
             reader.layer(manifest, layer)
             report.blobs += 1
         report.bytes += manifest.num_bytes
-        if reader.get("blobs", blob_key(key, manifest.num_layers)) is not None:
-            raise BadBlob(f"chunk {manifest.id[:12]} has more blobs than layers")
+        report.without_kv += not manifest.has_kv
+        if next(reader.keys_from(blob_key(key, layers), "blobs"), b"").startswith(key):
+            raise bad_blob(manifest, layers, "is there, and its record knows of none")
     except BadBlob as error:
         report.findings.append(Finding("manifest" if error.layer is None else "blob", error.message, key))
 
@@ -167,7 +170,9 @@ def _repair(store: ChunkStore, report: VerifyReport) -> None:
 
     def work(writer: StoreWriter) -> None:
         for finding in findings:
-            if finding.kind in ("manifest", "blob", "stray-blob"):
+            if finding.kind == "blob":
+                writer.evict(finding.key)
+            elif finding.kind in ("manifest", "stray-blob"):
                 writer.delete_chunk(finding.key)
             elif finding.kind == "document":
                 writer.delete("documents", finding.key)

@@ -1,0 +1,190 @@
+"""Eviction takes the KV and leaves the text: an evicted chunk is still there, and whoever needs its KV computes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, StoreFull
+from cacheblend_store.format.records import decode_manifest, encode_manifest, unseal
+from small_chunks import COLLECTION, key_of, make_chunk
+
+SEEDS = range(2, 32, 3)  # chunks of one size, the largest
+SIZE = sum(map(len, make_chunk(2)[1]))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        yield store
+
+
+def with_kv(store: ChunkStore) -> set[bytes]:
+    return {m.key for m in store.chunks() if m.has_kv}
+
+
+def keys(*seeds: int) -> set[bytes]:
+    return {key_of(seed) for seed in seeds}
+
+
+def test_the_quota_takes_the_kv_and_leaves_the_text(store: ChunkStore) -> None:
+    store.set_max_bytes(3 * SIZE)
+    for seed in SEEDS[:5]:
+        assert store.put_chunk(*make_chunk(seed)) == "new"
+    assert with_kv(store) == keys(*SEEDS[2:5])
+    evicted = store.get_chunk(key_of(SEEDS[0]))
+    assert evicted is not None
+    assert evicted.evicted
+    assert (evicted.text, evicted.token_ids) == (f"{SEEDS[0]} 0", make_chunk(SEEDS[0])[0].token_ids)
+    assert evicted.num_bytes == 0
+    assert store.resolve(evicted.id) == evicted.key
+    with store.read() as reader, pytest.raises(BadBlob, match="has no KV"):
+        reader.layer(evicted, 0)
+    assert store.stats()["live_bytes"] == 3 * SIZE
+    report = store.verify()
+    assert report.ok
+    assert (report.chunks, report.without_kv) == (5, 2)
+
+
+def test_an_evicted_chunk_is_no_longer_there_for_those_who_ask_for_kv(store: ChunkStore) -> None:
+    store.put_chunk(*make_chunk(2))
+    assert store.has_kv(key_of(2))
+    store.set_max_bytes(1)
+    assert store.has_chunk(key_of(2))
+    assert not store.has_kv(key_of(2))
+
+
+def test_a_quota_holds_from_when_it_is_set(store: ChunkStore) -> None:
+    store.put_chunks([make_chunk(seed) for seed in SEEDS])
+    store.touch(keys(SEEDS[0]))
+    store.flush_touches()
+    store.set_max_bytes(2 * SIZE + 1)
+    assert store.stats()["live_bytes"] == 2 * SIZE
+    assert key_of(SEEDS[0]) in with_kv(store)
+    assert len(list(store.chunks())) == len(SEEDS)
+    store.close()
+    with ChunkStore.open(store.path, mode="write", max_bytes=SIZE) as again:
+        assert with_kv(again) == keys(SEEDS[0])
+        assert again.verify().ok
+
+
+def test_kv_comes_back_to_an_evicted_chunk_and_is_what_is_read(store: ChunkStore) -> None:
+    manifest, blobs = make_chunk(2)
+    store.put_chunk(manifest, blobs)
+    store.set_max_bytes(1)
+    store.set_max_bytes(0)
+    before = store.generation
+    assert store.put_chunk(manifest, blobs) == "new"
+    assert store.put_chunk(manifest, blobs) == "unchanged"
+    assert store.generation == before, "the same chunks with the same texts: no index is stale"
+    assert store.verify().ok
+    with store.read() as reader:
+        assert [bytes(reader.blob(reader.manifest(manifest.key), n)) for n in range(manifest.num_layers)] == list(blobs)
+
+
+def test_uses_that_are_not_written_yet_count_when_room_is_made(store: ChunkStore) -> None:
+    store.set_max_bytes(2 * SIZE)
+    for seed in SEEDS[:2]:
+        store.put_chunk(*make_chunk(seed))
+    store.touch(keys(SEEDS[0]))
+    store.put_chunk(*make_chunk(SEEDS[2]))
+    assert with_kv(store) == keys(SEEDS[0], SEEDS[2])
+
+
+def test_what_is_kept_for_a_question_is_not_evicted_for_it(store: ChunkStore) -> None:
+    store.set_max_bytes(2 * SIZE)
+    store.put_chunks([make_chunk(seed) for seed in SEEDS[:2]])
+    with pytest.raises(StoreFull, match=f"{2 * SIZE:,}"):
+        store.put_chunks([make_chunk(SEEDS[2])], keep=keys(*SEEDS[:2]))
+    assert with_kv(store) == keys(*SEEDS[:2])
+
+
+def test_a_use_of_an_evicted_chunk_is_not_noted(store: ChunkStore) -> None:
+    store.put_chunk(*make_chunk(2))
+    store.set_max_bytes(1)
+    store.touch(keys(2))
+    store.flush_touches()
+    with store.read() as reader:
+        assert list(reader.keys_from(b"", "lru")) == []
+    assert store.verify().ok
+
+
+def test_chunks_can_be_put_before_their_kv(store: ChunkStore) -> None:
+    manifests = [make_chunk(seed)[0] for seed in SEEDS[:3]]
+    store.put_chunk(*make_chunk(SEEDS[0]))
+    assert store.put_records(manifests) == 2
+    assert store.put_records(manifests) == 0
+    assert with_kv(store) == keys(SEEDS[0])
+    waiting = store.get_chunk(key_of(SEEDS[1]))
+    assert waiting is not None
+    assert not waiting.evicted, "there was no KV to evict"
+    assert store.put_chunk(*make_chunk(SEEDS[1])) == "new"
+    assert store.verify().without_kv == 1
+    assert store.verify().ok
+
+
+def test_a_record_without_kv_is_one_of_the_format_as_it_was(store: ChunkStore) -> None:
+    """Earlier versions read it, and find its blobs missing, which to them is a chunk to compute."""
+    store.put_chunk(*make_chunk(2))
+    whole = store.get_chunk(key_of(2))
+    store.set_max_bytes(1)
+    with store.read() as reader:
+        value = bytes(reader.get("chunks", key_of(2)))
+    data, manifest = json.loads(unseal(key_of(2), value)), decode_manifest(key_of(2), value)
+    assert data.keys() == json.loads(unseal(key_of(2), encode_manifest(whole))).keys()
+    assert data["blob_sizes"] == [0] * manifest.num_layers
+    assert manifest.blob_digests == whole.blob_digests
+
+
+def test_blobs_that_no_record_counts_are_found_and_the_text_stays(store: ChunkStore) -> None:
+    from cacheblend_store.format.keys import blob_key
+
+    manifest, blobs = make_chunk(2)
+    store.put_chunk(manifest, blobs)
+    store.set_max_bytes(1)
+    with store._writing() as (txn, dbs):
+        txn.put(blob_key(manifest.key, 0), blobs[0], db=dbs["blobs"])
+    assert {f.kind for f in store.verify().findings} == {"blob", "counter"}
+    store.verify(repair=True)
+    assert store.verify().ok
+    assert store.get_chunk(manifest.key).evicted
+
+
+def test_a_repair_drops_the_kv_and_keeps_the_text(store: ChunkStore) -> None:
+    from cacheblend_store.format.keys import blob_key
+
+    manifest, _ = make_chunk(2)
+    store.put_chunk(*make_chunk(2))
+    with store._writing() as (txn, dbs):
+        txn.delete(blob_key(manifest.key, 1), db=dbs["blobs"])
+    assert not store.verify(repair=True).ok
+    assert store.verify().ok
+    assert store.get_chunk(manifest.key).evicted
+    assert store.put_chunk(*make_chunk(2)) == "new"
+
+
+def test_prune_frees_kv_and_removes_what_nobody_wants(store: ChunkStore) -> None:
+    store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
+    store.put_document(DocumentRecord("0/a.md", COLLECTION, "d", (DocumentChunk(key_of(SEEDS[0]), 0, 0, 1),), 1.0))
+    freed = store.prune(to_bytes=2 * SIZE)
+    assert (len(freed.evicted), freed.keys, freed.bytes) == (2, (), 2 * SIZE)
+    assert len(list(store.chunks())) == 4
+    left = with_kv(store)
+    assert set(store.prune(older_than=-1, dry_run=True).evicted) == left == with_kv(store)
+    assert set(store.prune(older_than=-1).evicted) == left
+    assert with_kv(store) == set()
+    assert store.prune(older_than=-1).evicted == ()
+    assert set(store.prune(orphans=True).keys) == keys(*SEEDS[1:4])
+    assert {m.key for m in store.chunks()} == keys(SEEDS[0])
+    assert store.verify().ok
+
+
+def test_stats_count_what_has_no_kv(store: ChunkStore) -> None:
+    store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
+    store.set_max_bytes(SIZE)
+    stats = store.full_stats()
+    assert (stats.chunks, stats.without_kv) == (4, 3)
+    [share] = stats.models.values()
+    assert (share.chunks, share.bytes) == (4, SIZE)
