@@ -238,12 +238,12 @@ class Engine:
             result.auto = replace(report, ttft_s=result.timing.ttft_s)
             seen = Observed.of_answer(result, report.before_s, self.model.decoder.device.type)
             controller.learn(report, collection, wanted, seen)
-        if save_holes and store is not None and store.writable and result.mode != "full":
-            self._save_holes(store, collection, chunks, result)
-        if store is not None and result.mode != "full":
+        if store is not None and result.mode != "full":  # before holes are stored, which may need room
             store.touch([bytes.fromhex(c.id) for c in result.chunks if c.status != "computed"])
             if request.prefix_cached:
                 store.touch([collection.prefix_key])
+        if save_holes and store is not None and store.writable and result.mode != "full":
+            self._save_holes(store, collection, chunks, result)
         return result
 
     def plan(
@@ -293,7 +293,7 @@ class Engine:
         collection = self._collection_of(store, chunks, salt)
         suffix_ids = self.template.suffix_ids(question)
         inputs: tuple[ChunkInput, ...] = resolve_chunks(self.model, collection, store, chunks, notes)
-        prefix_cached = store is not None and store.has_chunk(collection.prefix_key)
+        prefix_cached = store is not None and store.has_kv(collection.prefix_key)
         codecs = {c.codec for c in inputs if c.cached} | {collection.codec}
         lossless = all(is_lossless(codec, self.model.decoder.dtype) for codec in codecs)
         return collection, Request(suffix_ids, inputs, blend, sampling, prefix_cached, lossless)
@@ -306,7 +306,7 @@ class Engine:
             manifest = _chunk_of(store, key)
             return manifest.token_ids if manifest else ()
 
-        return prefer_exact(keys, ids_of, collection.key, lambda key: store.has_chunk(key))
+        return prefer_exact(keys, ids_of, collection.key, store.has_kv)
 
     def _controller(self, store: ChunkStore | None, collection: Collection, request: Request) -> Controller:
         """The controller for these chunks' codec, ready for this prompt."""
@@ -343,11 +343,12 @@ class Engine:
         if not holes:
             return
         told = f"the KV of {len(holes)} computed chunk{'s' if len(holes) > 1 else ''}"
+        keep = {bytes.fromhex(c.id) for c in result.chunks} | {collection.prefix_key}
         try:
             prefix = collect_prefix(self.model.decoder, collection.prefix_ids, self.config.block_size)
             for planned in self._planned_holes(store, collection, named, result):
                 [kv] = collect(self.model.decoder, prefix, collect_sequences([planned]), self.config.block_size)
-                store_chunk(store, collection, planned, kv)
+                store_chunk(store, collection, planned, kv, keep)
             result.notes.append(f"stored {told}")
         except (StoreError, DeviceError) as error:  # the answer is there, and stands without
             result.notes.append(f"{told} could not be stored: {error.message}")

@@ -71,6 +71,7 @@ def export(
         )  # fmt: skip
     if json:
         facts = {"chunks": report.chunks, "documents": report.documents, "bytes": report.num_bytes}
+        facts["without_kv"] = report.without_kv
         damaged = [key.hex() for key in report.damaged]
         output.json({"path": str(path), **facts, "signed": secret is not None, "damaged": damaged})
     elif quiet:
@@ -80,6 +81,7 @@ def export(
         output.note(
             f"{report.chunks} chunks, prompt prefixes included, of {report.documents} documents, {format_size(report.num_bytes)}, in {path}"
             + ("" if secret else ", not signed")
+            + (f"; {report.without_kv} of them have no KV now and travel as text" if report.without_kv else "")
         )
     if report.damaged:
         output.error(f"{len(report.damaged)} damaged chunks were left out", "see: cacheblend chunks verify --repair")

@@ -55,8 +55,7 @@ def ls(
     if rows:
         rows.sort(key=lambda m: (m.source, m.index))
         table = [
-            (m.id[:12], m.num_tokens, format_size(m.num_bytes), f"{m.source}#{m.index}", " ".join(m.text.split())[:50])
-            for m in rows
+            (m.id[:12], m.num_tokens, _size(m), f"{m.source}#{m.index}", " ".join(m.text.split())[:50]) for m in rows
         ]
         output.table(("id", "tokens", "size", "source", "text"), table, right=(1, 2))
         output.note(
@@ -130,9 +129,14 @@ def rm(
         output.note(f"removed {len(ids)} chunks")
 
 
+def _size(m: ChunkManifest) -> str:
+    return format_size(m.num_bytes) if m.has_kv else "evicted" if m.evicted else "no KV yet"
+
+
 def _record(m: ChunkManifest) -> dict[str, Any]:
     return {
         "id": m.id, "source": m.source, "index": m.index, "span": list(m.span), "tokens": m.num_tokens, "bytes": m.num_bytes,
+        "kv": "stored" if m.has_kv else "evicted" if m.evicted else "none",
         "model": m.model_name, "context": m.context, "kv_dtype": m.codec, "layers": m.num_layers,
         "created": datetime.fromtimestamp(m.created).isoformat(timespec="seconds"),
     }  # fmt: skip

@@ -42,7 +42,8 @@ def precompute(
     max_size: Annotated[
         str | None,
         typer.Option(
-            help="The most KV the store keeps, as 20GB; the least recently used goes. 0: all.", show_default=False
+            help="The most KV the store keeps, as 20GB: the least recently used goes, its text stays. 0: all.",
+            show_default=False,
         ),
     ] = None,
     lock_timeout: options.LockTimeout = None,
@@ -142,8 +143,8 @@ def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool
     )
     if report.evicted:
         output.warn(
-            f"the store's quota has no room for all of these documents: {report.evicted} of their chunks are "
-            "not in it and will not be found; raise --max-size"
+            f"the store's quota has no room for the KV of all of these documents: {report.evicted} of their chunks are "
+            "found and cited as ever, and computed when they are asked for; raise --max-size"
         )
 
 

@@ -40,6 +40,7 @@ def stats(
             "path": str(settings.store_path),
             **found.totals(),
             "damaged": found.damaged,
+            "without_kv": found.without_kv,
             "models": models,
         }
         output.json({**record, "sources": by_source} if sources else record)
@@ -51,6 +52,8 @@ def stats(
     output.text(
         f"{format_size(found.live_bytes)} of KV{quota}; file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free"
     )
+    if found.without_kv:
+        output.text(f"{found.without_kv} chunks have no KV now: they are computed when they are asked for")
     if found.damaged:
         output.warn(f"{found.damaged} damaged records; see: cacheblend chunks verify")
     columns = ("chunks", "tokens", "KV")
@@ -119,7 +122,7 @@ def verify(
     if not count:
         output.note("nothing is damaged")
     elif done:
-        output.note(f"{done} findings repaired; cacheblend precompute brings removed chunks back")
+        output.note(f"{done} findings repaired; cacheblend precompute computes again what was damaged")
     if done < count:
         output.error(f"{count - done} findings in {settings.store_path}", "repair: cacheblend chunks verify --repair")
         raise typer.Exit(int(ExitCode.STORE))
@@ -175,18 +178,21 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
         output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
         if report.missing:
             output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute brings them back")
+        if report.without_kv:
+            output.note(f"{report.without_kv} chunks have no KV now; they are computed when they are asked for")
 
 
 def prune(
     older_than: Annotated[
-        str | None, typer.Option(help="Chunks not used for so long: 30d, 12h.", show_default=False)
+        str | None, typer.Option(help="Free the KV of chunks not used for so long: 30d, 12h.", show_default=False)
     ] = None,
     to_size: Annotated[
-        str | None, typer.Option(help="The least recently used, until so much KV is left: 20GB.", show_default=False)
+        str | None,
+        typer.Option(help="Free the least recently used KV, until so much is left: 20GB.", show_default=False),
     ] = None,
-    orphans: Annotated[bool, typer.Option("--orphans", help="Chunks that no document refers to.")] = False,
+    orphans: Annotated[bool, typer.Option("--orphans", help="Remove chunks that no document refers to.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Chunks of this model, by name or fingerprint.", show_default=False)
+        str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
     store: options.Store = None,
@@ -194,7 +200,10 @@ def prune(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Remove what is no longer wanted: what any of the conditions names."""
+    """Let go of what is no longer wanted: what any of the conditions names.
+
+    A chunk whose KV is freed is still found and cited, and computed when it is asked for.
+    """
     output = Output(quiet=quiet)
     if older_than is None and to_size is None and not orphans and model is None:
         raise UsageError("say what to remove", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
@@ -203,14 +212,20 @@ def prune(
     settings = options.settings_of(store=store, lock_timeout=lock_timeout)
     with options.open_store(settings, write=not dry_run, create=False) as kv_store:
         report = kv_store.prune(older_than=age, to_bytes=size, orphans=orphans, model=model, dry_run=dry_run)
-    ids = [key.hex() for key in report.keys]
+    removed, evicted = ([key.hex() for key in keys] for keys in (report.keys, report.evicted))
     if json:
-        output.json({"removed": 0 if dry_run else len(ids), "bytes": report.bytes, "ids": ids, "dry_run": dry_run})
+        counts = {"removed": 0 if dry_run else len(removed), "evicted": 0 if dry_run else len(evicted)}
+        output.json(
+            {**counts, "bytes": report.bytes, "ids": removed, "evicted_ids": evicted, "dry_run": dry_run},
+        )
     elif quiet:
-        for name in ids:
+        for name in removed + evicted:
             output.text(name)
     else:
-        output.note(f"{'would remove' if dry_run else 'removed'} {len(ids)} chunks, {format_size(report.bytes)}")
+        would = "would be " if dry_run else ""
+        said = [f"{len(removed)} chunks {would}removed"] if removed or not evicted else []
+        said += [f"the KV of {len(evicted)} chunks {would}freed"] if evicted else []
+        output.note(f"{', '.join(said)}: {format_size(report.bytes)}")
 
 
 def compact(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -159,7 +159,7 @@ def precompute(
         report.removed += len(store.remove_document(collection.id, record.source, record.context))
         on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
     if store.max_bytes:
-        report.evicted = sum(not store.has_chunk(k) for k in {p.key for _, chunks in planned for p in chunks})
+        report.evicted = sum(not store.has_kv(k) for k in {p.key for _, chunks in planned for p in chunks})
     report.seconds = time.perf_counter() - start
     return report
 
@@ -191,10 +191,12 @@ def plan_documents(
     return out
 
 
-def store_chunk(store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV) -> tuple[str, int]:
-    """Encode and commit one chunk. Returns the store's status and the bytes of its blobs."""
+def store_chunk(
+    store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV, keep: Set[bytes] = frozenset()
+) -> tuple[str, int]:
+    """Encode and commit one chunk. Returns the store's status and the bytes of its blobs. keep: what stays for it."""
     blobs = encode_chunk(kv, collection.codec)
-    status = store.put_chunk(_manifest(collection, planned), blobs)
+    [status] = store.put_chunks([(_manifest(collection, planned), blobs)], keep)
     return status, sum(len(b) for b in blobs)
 
 
@@ -231,7 +233,7 @@ def _precompute_batch(
     """Collect and commit what the batch lacks, then each document's record."""
     wanted = {p.key: p for _, chunks in batch for p in chunks}
     with store.read() as reader:
-        present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None}
+        present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None and m.has_kv}
     missing = [p for key, p in wanted.items() if options.force or key not in present]
     results: dict[bytes, ChunkResult] = {}
     own = options.context

@@ -44,7 +44,7 @@ class Mismatch:
 
 @dataclass
 class RecheckReport:
-    """checked: chunks that were computed again. foreign: chunks of other models, salts or prompts, which were not."""
+    """checked: chunks that were computed again. foreign: those of other models, salts or prompts, which were not."""
 
     checked: int = 0
     foreign: int = 0
@@ -71,7 +71,7 @@ def recheck(
     """
     report = RecheckReport()
     collections = {c.id: c for c in (replace(collection, codec=codec) for codec in _codecs(store))}
-    manifests = list(store.chunks(prefixes=True))
+    manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
     own = [m for m in manifests if m.collection in collections]
     report.foreign = len(manifests) - len(own)
     chosen = random.Random(seed).sample(own, min(count, len(own)))

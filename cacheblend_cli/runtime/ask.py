@@ -68,8 +68,8 @@ def resolve_chunks(
     """The chunks as this model sees them.
 
     A chunk that is stored in another codec is loaded in it. One of another model or salt gives its text: what this model
-    has of that text in the collection's codec is taken, and without any it is a hole. Raises NotFoundError for a chunk
-    whose record is not there or damaged, UsageError when there is no store.
+    has of that text in the collection's codec is taken, and without any it is a hole. So is a chunk without KV. Raises
+    NotFoundError for a chunk whose record is not there or damaged, UsageError when there is no store.
     """
     found: list[ChunkInput] = []
     for key in keys:
@@ -97,14 +97,15 @@ def _as_input(
             manifest.source,
             manifest.token_ids,
             manifest.left_context_ids,
+            cached=manifest.has_kv,
             same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
             codec=manifest.codec,
         )
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
-    for left in dict.fromkeys((manifest.left_context_ids, ())):  # the same context first
-        own = store.get_chunk(collection.key(token_ids, left))
-        if own is not None:
-            return _as_input(model, collection, store, own, notes)
+    lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
+    own = [m for left in lefts if (m := store.get_chunk(collection.key(token_ids, left))) is not None]
+    if own:
+        return _as_input(model, collection, store, max(own, key=lambda m: m.has_kv), notes)
     notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
     return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
 

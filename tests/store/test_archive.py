@@ -497,3 +497,38 @@ def test_fuzzed_archives(tmp_path: Path, count: int, ledger: Ledger) -> None:
 def test_errors_of_the_archive_are_store_errors() -> None:
     assert issubclass(ArchiveError, StoreError)
     assert not issubclass(ArchiveError, BadBlob)
+
+
+def test_chunks_without_kv_travel_as_text(tmp_path: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        store.evict_chunks([make_chunk(1)[0].key])
+        report = export_chunks(store, tmp_path / "out", sign_key=SECRET)
+        assert (report.chunks, report.without_kv, report.damaged) == (5, 1, ())
+        wanted = {m.key: (m.text, m.token_ids, m.has_kv) for m in store.chunks(prefixes=True)}
+    for _ in range(2):
+        with ChunkStore.open(tmp_path / "b", mode="write") as other:
+            found = import_chunks(other, tmp_path / "out", sign_key=SECRET)
+            assert {m.key: (m.text, m.token_ids, m.has_kv) for m in other.chunks(prefixes=True)} == wanted
+            assert other.verify().ok
+            assert len(other.documents()) == 1
+    assert found.chunks == {"unchanged": 5}
+
+
+def test_an_export_of_nothing_but_kv_is_of_the_first_version(tmp_path: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "whole")
+        store.set_max_bytes(1)
+        export_chunks(store, tmp_path / "text")
+    for name, version in (("whole", 1), ("text", 2)):
+        first = (tmp_path / name / "manifest.jsonl").read_text().splitlines()[0]
+        assert json.loads(first)["version"] == version
+
+
+def test_what_a_quota_has_no_room_for_is_imported_as_text(tmp_path: Path) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "out")
+    with ChunkStore.open(tmp_path / "b", mode="write", max_bytes=1000) as other:
+        assert import_chunks(other, tmp_path / "out").chunks == {"new": 5}
+        assert other.stats()["live_bytes"] <= 1000
+        assert len(list(other.chunks())) == 4
+        assert other.verify().ok

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """num_bytes: of the chunks' files. damaged: chunks that were left out."""
+    """num_bytes: of the chunks' files. damaged: chunks that were left out. without_kv: how many of the chunks have no file."""
 
     chunks: int
     documents: int
     num_bytes: int
     damaged: tuple[bytes, ...]
+    without_kv: int = 0
 
 
 def export_chunks(
@@ -57,12 +58,12 @@ def export_chunks(
     A tar when the name ends in .tar, else a folder; it appears whole or not at all. Holds `manifest.jsonl`, a
     safetensors file a chunk (K before RoPE and V of every layer, in the codec they are stored in) and, with sign_key,
     `manifest.hmac`: the HMAC-SHA256 of the manifest, which holds the SHA-256 of every file. salt: what the chunks were
-    stored with; it is not written. Damaged chunks are left out. Raises ArchiveError, OSError.
+    stored with; it is not written. Damaged chunks are left out; those that have no KV now come as text. Raises ArchiveError, OSError.
     """
     wanted = _with_prefixes(store, keys)
     lines: list[bytes] = []
     damaged: list[bytes] = []
-    done, size = set[bytes](), 0
+    done, size, without_kv = set[bytes](), 0, 0
     with create_archive(path, force=force) as archive:
         collections = dict[str, CollectionLine]()
         for count, key in enumerate(sorted(wanted), 1):
@@ -78,11 +79,12 @@ def export_chunks(
                 lines.append(encode_line(chunk_record(line)))
                 done.add(key)
                 size += line.size
+                without_kv += not line.size
             if progress is not None:
                 progress(count, len(wanted))
         documents = [d for d in store.documents() if any(c.key in done for c in d.chunks)]
         lines = [
-            encode_line(first_line()),
+            encode_line(first_line(whole=not without_kv)),
             *(encode_line(collection_record(c)) for c in collections.values()),
             *lines,
             *(encode_line(document_record(d)) for d in documents),
@@ -90,7 +92,7 @@ def export_chunks(
         ]
         _add_lines(archive, lines, sign_key)
         archive.finish()
-    return ExportReport(len(done), len(documents), size, tuple(damaged))
+    return ExportReport(len(done), len(documents), size, tuple(damaged), without_kv)
 
 
 def sign(sign_key: bytes, lines: Iterable[bytes]) -> bytes:
@@ -126,6 +128,8 @@ def _add_chunk(store: ChunkStore, archive: ArchiveOutput, key: bytes) -> ChunkLi
         manifest = reader.manifest(key)
         if manifest is None:
             return None
+        if not manifest.has_kv:
+            return ChunkLine(manifest, 0, "")
         layers = [reader.layer(manifest, number) for number in range(manifest.num_layers)]
         header = chunk_header(manifest)
         size, digest = len(header) + num_data_bytes(manifest), hashlib.sha256()
@@ -142,7 +146,7 @@ def _add_chunk(store: ChunkStore, archive: ArchiveOutput, key: bytes) -> ChunkLi
 
 
 def _prefix_ids(store: ChunkStore, collection: str, wanted: dict[bytes, str]) -> tuple[int, ...] | None:
-    """Of a collection; None when the store does not say (its prefix's KV was evicted)."""
+    """Of a collection; None when the store does not say."""
     for key, name in wanted.items():
         if name == collection:
             try:

@@ -24,7 +24,7 @@ from cacheblend_store.archive.records import (
     parse_collection,
     parse_document,
 )
-from cacheblend_store.errors import ArchiveError, BadBlob
+from cacheblend_store.errors import ArchiveError, BadBlob, StoreFull
 from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 
@@ -97,6 +97,7 @@ def import_chunks(
     Before anything is stored: names, types and sizes of the files; the signature, when sign_key is given; every record
     of the manifest; ids against the digest of what they are made of. Then chunk by chunk the file's SHA-256, header
     and shapes: a chunk that fails is rejected, the others are taken. Chunks the store has, undamaged, stay as they are.
+    Chunks without KV come as text, as do those that the quota has no room for.
     Documents it has in another version stay too unless `replace`. Interrupted, what is done stays, and a second import
     goes on from there. A signature says who made the archive; without one, KV can be false while every digest is right
     (`chunks verify --recheck` computes it again). Raises FileNotFoundError, ArchiveError, StoreErrors.
@@ -190,7 +191,7 @@ def _read_manifest(archive: ArchiveInput, salt: str) -> _Index:
 
 def _index_chunk(archive: ArchiveInput, index: _Index, line: ChunkLine, place: _Line) -> None:
     manifest = line.manifest
-    if archive.sizes.get(line.file) != line.size:
+    if archive.sizes.get(line.file, 0) != line.size:
         raise ArchiveError(
             f"the file of chunk {manifest.id[:12]} is missing or of another size", "get the archive again"
         )
@@ -259,6 +260,7 @@ def _import_all(
     on_chunk: Callable[[ImportedChunk, int, int], None] | None,
 ) -> None:
     batch: list[tuple[ChunkManifest, list[bytearray]]] = []
+    texts: list[ChunkManifest] = []  # of chunks without KV
     done = 0
 
     def tell(manifest: ChunkManifest, status: Status, reason: str = "") -> None:
@@ -269,15 +271,26 @@ def _import_all(
             on_chunk(ImportedChunk(manifest, status, reason), done, len(index.chunks))
 
     def flush() -> None:
-        for (manifest, _), status in zip(batch, store.put_chunks(batch) if batch else (), strict=True):
-            tell(manifest, status)
+        try:
+            for (manifest, _), status in zip(batch, store.put_chunks(batch) if batch else (), strict=True):
+                tell(manifest, status)
+        except StoreFull:  # the quota has no room for a batch
+            texts.extend(manifest for manifest, _ in batch)
+        new = {manifest.key for manifest in texts if not store.has_chunk(manifest.key)}
+        store.put_records(texts)
+        for manifest in texts:
+            tell(manifest, "new" if manifest.key in new else "unchanged")
         batch.clear()
+        texts.clear()
 
     held = 0
     for key, place in index.chunks.items():
         line = _reread(archive, place)
         if key not in wanted:
             tell(line.manifest, "skipped")
+        elif not line.size:
+            texts.append(line.manifest)
+            held += place.size
         elif _holds(store, line.manifest):
             tell(line.manifest, "unchanged")
         else:
@@ -287,9 +300,9 @@ def _import_all(
                 tell(line.manifest, "rejected", error.message)
                 continue
             held += line.size
-            if held >= _BATCH_BYTES:
-                flush()
-                held = 0
+        if held >= _BATCH_BYTES:
+            flush()
+            held = 0
     flush()
 
 

@@ -20,14 +20,15 @@ from cacheblend_store.format.layouts import CODECS, blob_spec
 from cacheblend_store.format.plain_json import load_object
 from cacheblend_store.format.records import ChunkManifest, DocumentChunk, DocumentRecord
 
-ARCHIVE_VERSION = 1
+ARCHIVE_VERSIONS = (1, 2)  # 2: with chunks that have no KV
 MAX_LINE_BYTES = 12 << 20
 CONTEXTS = ("prefix", "sink", "document", "neighbours")
 
 
 @dataclass(frozen=True)
 class ChunkLine:
-    """A chunk of an export: its manifest (no blob digests yet), and size and SHA-256 of its file."""
+    """A chunk of an export: its manifest (no blob digests yet), and size and SHA-256 of its file. One without KV has no
+    file: 0 and ""."""
 
     manifest: ChunkManifest
     size: int
@@ -65,8 +66,10 @@ class CollectionLine:
             raise ArchiveError(f"chunk {manifest.id[:12]} is not the prefix of its collection")
 
 
-def first_line() -> dict[str, Any]:
-    return {"type": "cacheblend-export", "version": ARCHIVE_VERSION, "store_format": FORMAT_VERSION}
+def first_line(*, whole: bool = True) -> dict[str, Any]:
+    """whole: every chunk has KV, which is what the first version of archives holds."""
+    version = ARCHIVE_VERSIONS[0 if whole else 1]
+    return {"type": "cacheblend-export", "version": version, "store_format": FORMAT_VERSION}
 
 
 def last_line(collections: int, chunks: int, documents: int) -> dict[str, Any]:
@@ -90,10 +93,10 @@ def decode_line(line: bytes, number: int) -> dict[str, Any]:
 def check_first_line(record: Mapping[str, Any]) -> None:
     if record.get("type") != "cacheblend-export":
         raise ArchiveError("this is no export of cacheblend", "make one: cacheblend chunks export PATH")
-    if record.get("version") != ARCHIVE_VERSION or record.get("store_format") != FORMAT_VERSION:
+    if record.get("version") not in ARCHIVE_VERSIONS or record.get("store_format") != FORMAT_VERSION:
         raise ArchiveError(
             f"the export has version {record.get('version')!r} and store format {record.get('store_format')!r}, and "
-            f"{ARCHIVE_VERSION} and {FORMAT_VERSION} are read here",
+            f"{ARCHIVE_VERSIONS[-1]} and {FORMAT_VERSION} are read here",
             "export it again with this version of cacheblend",
         )
 
@@ -138,8 +141,9 @@ def parse_chunk(record: Mapping[str, Any]) -> ChunkLine:
     fields.done("type", "sha256", "bytes")
     if not manifest.token_ids or (manifest.codec == "int4" and manifest.head_dim % 2):
         raise ArchiveError(f"chunk {manifest.id[:12]} is of a shape that no chunk has")
-    line = ChunkLine(manifest, fields.number("bytes", 1, 1 << 60), fields.hex("sha256", 64))
-    if line.size != len(chunk_header(manifest)) + num_data_bytes(manifest):
+    size = fields.number("bytes", 0, 1 << 60)
+    line = ChunkLine(manifest, size, fields.hex("sha256", 64 if size else 0))
+    if line.size and line.size != len(chunk_header(manifest)) + num_data_bytes(manifest):
         raise ArchiveError(f"chunk {manifest.id[:12]} has {line.size:,} bytes, and its shape implies another number")
     return line
 
