@@ -16,15 +16,17 @@ from cacheblend_cli.api import Engine
 from cacheblend_cli.blend import prefill as blend
 from cacheblend_cli.blend.corrections import MeanShift
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
-from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, ensure_prefix, store_chunk
-from cacheblend_cli.collect.prefill import ChunkKV, collect
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
-from cacheblend_cli.runtime.ask import Prefilled, plan_of, prefill
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
 
 
 @contextmanager
@@ -87,10 +89,11 @@ class ExpectedContexts:
 
     def collect(self, samples: Sequence[Sample]) -> None:
         """Collect and store every chunk of the samples."""
-        engine, collection = self._engine, self._engine.collection()
+        engine, collection = self._engine, self._engine.runtime.collection()
         encode = engine.model.tokenizer.encode_text
         texts = {text: tuple(encode(text)) for text in sorted({c.text for s in samples for c in s.contexts})}
-        prefix = ensure_prefix(engine.model, collection, self._store, engine.config.block_size)
+        collector = Collector(collection, self._store)
+        collector.store_prefix()
         for text, ids in texts.items():
             behind = []
             for number in range(self._num_contexts):
@@ -98,23 +101,23 @@ class ExpectedContexts:
                 left = tuple(i for t in others for i in texts[t])
                 chunk = Chunk(0, text, ids, 0, len(text))
                 behind.append(PlannedChunk(bytes([number]) * 32, "(sample)", chunk, left, "document"))
-            kvs = list(collect(engine.model.decoder, prefix, collect_sequences(behind), engine.config.block_size))
+            kvs = list(collector.collect(behind))
             key = collection.key(ids)
             k = [torch.stack([kv.k[layer] for kv in kvs]) for layer in range(engine.model.spec.num_layers)]
             v = [torch.stack([kv.v[layer] for kv in kvs]) for layer in range(engine.model.spec.num_layers)]
             mean = ChunkKV(key, [x.mean(0) for x in k], [x.mean(0) for x in v])
             planned = PlannedChunk(key, "(sample)", Chunk(0, text, ids, 0, len(text)), (), "sink")
-            store_chunk(self._store, collection, planned, mean)
+            collector.put(planned, mean)
             apart = (x - m for x, m in zip(k, mean.k, strict=True))
             self._strays[key] = torch.stack([a.square().sum((2, 3)).mean(0) for a in apart]).sum(0).sqrt()
 
-    def prefill(self, model: Any, collection: Any, store: Any, request: Any, *args: Any, **kwargs: Any) -> Prefilled:
+    def prefill(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
         """`prefill`, with the spread of the prompt's tokens at hand."""
-        plan = plan_of(model, collection, request)
+        plan = request.plan
         self._now = torch.zeros(plan.num_tokens)
         for segment, chunk in zip(plan.chunks, request.chunks, strict=True):
             self._now[segment.start : segment.end] = self._strays[chunk.key]
-        return prefill(model, collection, store, request, *args, **kwargs)
+        return prefill(runtime, request, room=room)
 
     def spread(self, positions: Tensor) -> Tensor:
         assert self._now is not None, "the selector `spread` is for settings with this prefill"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ from gpu_cost import Ceilings
 from gpu_model import transformers_model
 from torch import Tensor
 
-from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, store_chunk
-from cacheblend_cli.collect.prefill import collect, collect_prefix
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.ask import Prefilled, Request, prefill
-from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
 from cacheblend_cli.runtime.memory import DeviceMemory
-from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
 
 PREFIX_TOKENS = 16
 BLOCK_SIZE = 64
@@ -86,7 +85,9 @@ class Bench:
         def draw(count: int) -> tuple[int, ...]:
             return tuple(torch.randint(5, model.spec.vocab_size, (count,), generator=generator).tolist())
 
-        self.collection = Collection.of(model, draw(PREFIX_TOKENS), "auto", "")
+        self.runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE), memory)
+        self.runtime.template = replace(self.runtime.template, prefix_ids=draw(PREFIX_TOKENS))
+        self.collection = self.runtime.collection()
         self.suffix = draw(scenario.suffix)
         self.chunks = {n: self._chunks(n, draw) for n in sorted(scenario.lengths)}
         self.store = ChunkStore.open(folder / f"{model.name}-store", mode="write")
@@ -117,20 +118,14 @@ class Bench:
     def fill(self) -> dict[str, float]:
         """Collect and store the prefix and every chunk."""
         start = time.perf_counter()
-        decoder, collection = self.model.decoder, self.collection
-        prefix = collect_prefix(decoder, collection.prefix_ids, BLOCK_SIZE, collection.prefix_key)
-        head = Chunk(0, "", tuple(collection.prefix_ids), 0, 0)
-        store_chunk(
-            self.store, collection, PlannedChunk(collection.prefix_key, "(prefix)", head, (), "prefix"), prefix.kv
-        )
+        collector = Collector(self.collection, self.store)
+        collector.store_prefix()
         planned = [
-            PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
+            PlannedChunk(self.collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
             for chunks in self.chunks.values()
             for n, ids in enumerate(chunks)
         ]
-        size = 0
-        for chunk, kv in zip(planned, collect(decoder, prefix, collect_sequences(planned), BLOCK_SIZE), strict=True):
-            size += store_chunk(self.store, collection, chunk, kv)[1]
+        size = sum(num_bytes for _, _, num_bytes in collector.store(planned))
         return {
             "tokens": sum(len(p.chunk.token_ids) for p in planned),
             "bytes": size,
@@ -147,13 +142,10 @@ class Bench:
         self, length: int, blend: BlendConfig, chunks: tuple[ChunkInput, ...] | None = None, room: int = 0
     ) -> Prefilled:
         """The tool's own prefill; it must have used everything that is stored."""
-        notes: list[str] = []
-        request = Request(self.suffix, chunks or self.inputs(length), blend, SamplingParams(), True)
-        done = prefill(
-            self.model, self.collection, self.store, request, BLOCK_SIZE, notes, room=room, memory=self.memory
-        )
-        if notes:
-            raise RuntimeError(f"stored KV was not used: {notes}")
+        request = Request(self.collection, self.store, self.suffix, chunks or self.inputs(length), blend=blend)
+        done = prefill(self.runtime, request, room=room)
+        if request.notes:
+            raise RuntimeError(f"stored KV was not used: {request.notes}")
         return done
 
     def run(self, length: int, blend: BlendConfig) -> tuple[float, Prefilled]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from cacheblend_cli.runtime.ask import Prefilled
 from cacheblend_cli.runtime.config import BlendConfig
 from cacheblend_cli.runtime.decode import DecodeRunner
-from cacheblend_cli.runtime.generate import Generation, generate
+from cacheblend_cli.runtime.generate import Continuation, Generation, generate
 from cacheblend_cli.runtime.memory import reserve
 from cacheblend_cli.runtime.sampling import SamplingParams
 
@@ -197,10 +197,7 @@ def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
     done = bench.prefill(length, BlendConfig(mode="full"), room=num_tokens)
     try:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        return generate(
-            bench.model.decoder, done.pool, done.sequence, done.plan.num_tokens, done.result.logits[-1],
-            bench.model.tokenizer, bench.model.eos_ids, params, runner=runner,
-        )  # fmt: skip
+        return generate(bench.runtime, Continuation.of(done), params, runner=runner)
     finally:
         done.sequence.release()
 

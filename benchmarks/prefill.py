@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ from cacheblend_cli.evaluation.speed import (
     random_ids,
 )
 from cacheblend_cli.model.loading import load_model
-from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.runtime import Runtime
 
 ROOT = Path(__file__).parent.parent
 CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32
@@ -91,9 +92,10 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
     generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(ours)
     ids = tuple(random_ids(ordinary, CHUNK_TOKENS, generator) for _ in range(CHUNKS))
     prefix, suffix = (random_ids(ordinary, count, generator) for count in (PREFIX_TOKENS, SUFFIX_TOKENS))
-    collection = Collection.of(ours, prefix, "auto", "")
+    runtime = Runtime(ours, EngineConfig())
+    runtime.template = replace(runtime.template, prefix_ids=prefix)
     with ChunkStore.open(folder / "bench-store", mode="write") as store:
-        own = SpeedPrompt.stored(ours, collection, store, Layout(ids, suffix), ANSWER_TOKENS)
+        own = SpeedPrompt.stored(runtime, store, Layout(ids, suffix), ANSWER_TOKENS)
         full = own.prefill(BlendConfig(mode="full"))
         prompt = torch.tensor([full.plan.token_ids])
 

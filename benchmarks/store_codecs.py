@@ -48,11 +48,11 @@ def measure_codecs(folder: Path, questions: int) -> dict[str, Any]:
 def handbook_kv() -> list[ChunkKV]:
     """The demo model's KV of its handbook's chunks."""
     engine = Engine.load(EngineConfig())
-    decoder, block_size = engine.model.decoder, engine.config.block_size
+    decoder = engine.model.decoder
     documents = [d for d in read_documents([str(handbook_dir())]) if isinstance(d, Document)]
     ids = [c.token_ids for d in documents for c in cut(d.text, engine.model.tokenizer.encode_text, 512)]
-    prefix = collect_prefix(decoder, engine.template.prefix_ids, block_size)
-    return list(collect(decoder, prefix, [CollectSequence(i, (Kept(b"", 0, len(i)),)) for i in ids], block_size))
+    prefix = collect_prefix(decoder, engine.runtime.template.prefix_ids)
+    return list(collect(decoder, prefix, [CollectSequence(i, (Kept(b"", 0, len(i)),)) for i in ids]))
 
 
 def _errors(kvs: list[ChunkKV], codec: str) -> dict[str, float]:

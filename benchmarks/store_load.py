@@ -25,8 +25,7 @@ from cacheblend_store.format.codecs import CODECS, encode_kv, is_lossless
 from cacheblend_store.format.layouts import blob_spec
 from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 
-from cacheblend_cli.collect.precompute import PlannedChunk, store_chunk
-from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, collect_prefix
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool
@@ -36,9 +35,10 @@ from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec, spec_from_config
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, Segment
-from cacheblend_cli.runtime.ask import Request, prefill
-from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.prefill import prefill
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
 
 TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
 LARGE_LAYERS = 6  # of Llama-3.1-8B's 32: blobs of 4 MiB instead of half a one
@@ -271,28 +271,25 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
     ]
     prefix_ids = torch.randint(5, 1000, (4,), generator=generator).tolist()
     suffix = tuple(torch.randint(5, 1000, (SUFFIX_TOKENS,), generator=generator).tolist())
-    prefix = collect_prefix(model.decoder, prefix_ids, BLOCK_SIZE)
-    sequences = [CollectSequence(tuple(i), (Kept(b"", 0, len(i)),)) for i in ids]
-    kvs = list(collect(model.decoder, prefix, sequences, BLOCK_SIZE))
+    runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE))
     rows = []
     with ChunkStore.open(folder / "stall", mode="write") as store:
         for codec in CODECS:
             collection = Collection.of(model, prefix_ids, codec, "")
+            collector = Collector(collection, store)
+            collector.store_prefix()
             planned = [
                 PlannedChunk(collection.key(i), "bench", TextChunk(n, "", tuple(i), 0, 0), (), "sink")
                 for n, i in enumerate(ids)
             ]
-            head = PlannedChunk(
-                collection.prefix_key, "(prefix)", TextChunk(0, "", tuple(prefix_ids), 0, 0), (), "prefix"
-            )
-            for own, kv in zip((head, *planned), (prefix.kv, *kvs), strict=True):
-                store_chunk(store, collection, own, kv)
+            for _ in collector.store(planned):
+                pass
             chunks = tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
             lossless = is_lossless(codec, torch.float32)
-            request = Request(suffix, chunks, BlendConfig(ratio=RATIO), SamplingParams(), True, lossless)
+            request = Request(collection, store, suffix, chunks, blend=BlendConfig(ratio=RATIO), lossless=lossless)
             found = []
             for _ in range(rounds + 1):
-                done = prefill(model, collection, store, request, BLOCK_SIZE, [])
+                done = prefill(runtime, request)
                 found.append((done.prefill_s, done.loader.stall_s, done.loader.load_s))
                 done.sequence.release()
             prefill_s, stall_s, load_s = (statistics.median(column) for column in zip(*found[1:], strict=True))

@@ -133,6 +133,7 @@ def ask(
         if batch is None:  # what is wrong with the only question is said before the model is loaded
             _keys(reading, asked[0])
     engine = options.load_engine(settings, output)
+    from cacheblend_cli.api import Question
 
     def answer(item: Asked) -> None:
         extra = {} if batch is None else {"question": item.question}
@@ -141,15 +142,12 @@ def ask(
             collections = engine.collection_ids(settings.salt)
             keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context)
             keys = engine.prefer_exact(kv_store, keys, settings.salt)
+        what = Question(item.question, keys, blend, sampling, settings.salt)
         if dry_run:
-            plan = engine.plan(kv_store, item.question, keys, blend, settings.salt, auto=auto, sampling=sampling)
-            show_plan(plan, output, json=json, extra=extra)
+            show_plan(engine.plan(kv_store, what, auto=auto), output, json=json, extra=extra)
             return
         on_text = None if json else lambda piece: output.text(piece, end="")
-        found = engine.ask(
-            kv_store, item.question, keys, blend, sampling,
-            on_text=on_text, verify=verify, save_holes=save, salt=settings.salt, auto=auto,
-        )  # fmt: skip
+        found = engine.ask(kv_store, what, on_text=on_text, verify=verify, save_holes=save, auto=auto)
         show_answer(found, output, json=json, ids=ids, explain=explain, extra=extra)
 
     with _store_in_use(settings, dry_run) as kv_store:

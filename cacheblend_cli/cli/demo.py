@@ -61,7 +61,7 @@ def _precompute(engine: Engine, store: ChunkStore, output: Output) -> None:
 
 
 def _ask_three(engine: Engine, store: ChunkStore, output: Output, json: bool) -> None:
-    from cacheblend_cli.api import BlendConfig, SamplingParams
+    from cacheblend_cli.api import BlendConfig, Question, SamplingParams
     from cacheblend_cli.cli.answers import summary_line
     from cacheblend_cli.cli.ask import find_chunks
     from cacheblend_cli.demo import questions
@@ -69,7 +69,7 @@ def _ask_three(engine: Engine, store: ChunkStore, output: Output, json: bool) ->
     across = [q for q in questions() if q.across]
     for item in across[:3]:
         keys = find_chunks(store, item.question, 5, engine.collection_ids())
-        answer = engine.ask(store, item.question, keys, BlendConfig(), SamplingParams(max_tokens=32))
+        answer = engine.ask(store, Question(item.question, keys, BlendConfig(), SamplingParams(max_tokens=32)))
         if json:
             output.json({"question": item.question, "expected": item.answer, **answer.to_dict()})
             continue

@@ -129,4 +129,4 @@ def _corrupt(damaged: int, settings: Any) -> Exception:
 
 def _model(settings: Any) -> dict[str, Any]:
     engine = options.load_engine(settings, Output(quiet=True))
-    return engine.describe()
+    return engine.runtime.describe()

@@ -119,7 +119,7 @@ def evaluate(
     for name in context or ():
         replace(collecting, context=name)
     ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
-    auto = AutoPrefill(output.note)
+    auto = AutoPrefill()
     asked = grid(
         replace(blend_config(settings), checks=()),  # the ratios are what is named here
         modes=mode or ("blend", "full", "reuse"),

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cacheblend_store import (
-    BadBlob,
-    ChunkManifest,
-    ChunkStore,
-    DocumentRecord,
-    StoreReader,
-)
-from cacheblend_store.format.codecs import encode_kv
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
 
-from cacheblend_cli.collect.commits import ChunkCommits, Committed
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
 from cacheblend_cli.collect.document_records import document_record, gone_documents, is_news
-from cacheblend_cli.collect.prefill import (
-    ChunkKV,
-    CollectSequence,
-    Kept,
-    PrefixKV,
-    collect,
-    collect_prefix,
-    pack_tokens,
-)
+from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.corpus.chunker import Chunk, cut
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.documents import Document, Skipped
 from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.collection import Collection, check_kv_dtype
 
-PREFIX_SOURCE = "(prefix)"
+OnEvent = Callable[["PrecomputeEvent"], None]
 
 
 @dataclass(frozen=True)
@@ -106,31 +90,22 @@ class PrecomputeReport:
         return self.computed_tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True)
-class PlannedChunk:
-    """A chunk to collect or found in the store. left: token ids between the prefix and it."""
-
-    key: bytes
-    source: str
-    chunk: Chunk
-    left: tuple[int, ...]
-    context: str
+Planned = list[tuple[Document, list[PlannedChunk]]]
+"""Documents in order, with their chunks."""
 
 
 def precompute(
-    model: LoadedModel,
     collection: Collection,
     store: ChunkStore | None,
     documents: Iterable[Document | Skipped],
     options: PrecomputeOptions,
-    on_event: Callable[[PrecomputeEvent], None],
-    block_size: int,
+    on_event: OnEvent,
     roots: Sequence[str] = (),
 ) -> PrecomputeReport:
     """Bring the store up to date with the documents. Each chunk is committed before it is reported.
 
-    roots: directories whose documents that are gone from disk are removed from the store. Safe to interrupt and to
-    run again: what is there is `unchanged`.
+    store None: a dry run. roots: directories whose documents that are gone from disk are removed from the store. Safe to
+    interrupt and to run again: what is there is `unchanged`.
     """
     start, report = time.perf_counter(), PrecomputeReport()
     found: list[tuple[Document, list[Chunk]]] = []
@@ -141,7 +116,7 @@ def precompute(
             report.skipped.append((document.source, document.reason))
             on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
             continue
-        found.append((document, cut(document.text, model.tokenizer.encode_text, options.chunk_tokens)))
+        found.append((document, cut(document.text, collection.model.tokenizer.encode_text, options.chunk_tokens)))
     gone = gone_documents(collection, store, kept, no_documents, roots)
     planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
     report.documents = len(planned)
@@ -149,19 +124,85 @@ def precompute(
     report.bytes = sum(collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks)
     on_event(PrecomputeEvent("plan", tokens_total=report.tokens))
     if options.dry_run or store is None:
-        report.estimated_seconds = _estimate(model, collection, planned, block_size)
+        report.estimated_seconds = _estimate(Collector(collection), planned)
         return report
-    prefix = ensure_prefix(model, collection, store, block_size)
-    commits = ChunkCommits(store)
-    for batch in _batches(planned, 4 * pack_tokens(model.decoder.device)):
-        _precompute_batch(model, collection, store, commits, prefix, batch, options, on_event, block_size, report)
-    for record in gone:
-        report.removed += len(store.remove_document(collection.id, record.source, record.context))
-        on_event(PrecomputeEvent("removed", message=f"{record.source} is gone: its chunks were removed"))
+    run = _Run(collection, store, options, on_event, report)
+    run.store(planned)
+    run.remove(gone)
     if store.max_bytes:
         report.evicted = sum(not store.has_kv(k) for k in {p.key for _, chunks in planned for p in chunks})
     report.seconds = time.perf_counter() - start
     return report
+
+
+class _Run:
+    """One precompute, once it is known what the documents' chunks are."""
+
+    def __init__(
+        self,
+        collection: Collection,
+        store: ChunkStore,
+        options: PrecomputeOptions,
+        on_event: OnEvent,
+        report: PrecomputeReport,
+    ) -> None:
+        self._collection, self._store, self._options = collection, store, options
+        self._on_event, self._report = on_event, report
+        self._collector = Collector(collection, store)
+
+    def store(self, planned: Planned) -> None:
+        """Collect and commit what the store lacks, batch by batch, and each document's record behind its chunks."""
+        self._collector.store_prefix()
+        for batch in _batches(planned, 4 * pack_tokens(self._collection.model.decoder.device)):
+            self._store_batch(batch)
+
+    def remove(self, gone: Sequence[DocumentRecord]) -> None:
+        for record in gone:
+            removed = self._store.remove_document(self._collection.id, record.source, record.context)
+            self._removed(removed, f"{record.source} is gone: its chunks were removed")
+
+    def _store_batch(self, batch: Planned) -> None:
+        collection, store, options, report = self._collection, self._store, self._options, self._report
+        wanted = {p.key: p for _, chunks in batch for p in chunks}
+        with store.read() as reader:
+            present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None and m.has_kv}
+        missing = [p for key, p in wanted.items() if options.force or key not in present]
+        results: dict[bytes, ChunkResult] = {}
+        own = options.context
+        replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
+        for key, status, size in self._collector.store(missing):
+            planned = wanted[key]
+            if planned.source in replaced_sources and status == "new":
+                status = "replaced"
+            results[key] = _result(planned, size, status)
+            report.computed_tokens += len(planned.chunk.token_ids)
+            self._on_event(PrecomputeEvent("chunk", results[key]))
+        records: list[DocumentRecord] = []
+        for document, chunks in batch:
+            for planned in chunks:
+                result = results.pop(planned.key, None)
+                if result is None:  # was there, or appeared earlier in this batch
+                    size = collection.chunk_bytes(len(planned.chunk.token_ids))
+                    result = _result(planned, size, "unchanged")
+                    self._on_event(PrecomputeEvent("chunk", result))
+                setattr(report, result.status, getattr(report, result.status) + 1)
+            records.append(document_record(collection, document, chunks, options))
+        report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
+        for record in records:
+            self._remove_outdated(record)
+
+    def _remove_outdated(self, record: DocumentRecord) -> None:
+        """A document's chunks in other contexts say what it said then. When it says something else now, they go."""
+        store, of = self._store, self._collection.id
+        for context in CONTEXTS:
+            other = store.get_document(of, record.source, context)
+            if other is not None and other.content_digest != record.content_digest:
+                removed = store.remove_document(of, record.source, context)
+                self._removed(removed, f"{record.source} has changed: its chunks of context {context} were removed")
+
+    def _removed(self, keys: Sequence[bytes], message: str) -> None:
+        self._report.removed += len(keys)
+        self._on_event(PrecomputeEvent("removed", message=message))
 
 
 def plan_documents(
@@ -169,7 +210,7 @@ def plan_documents(
     documents: Sequence[tuple[Document, Sequence[Chunk]]],
     options: PrecomputeOptions,
     stored: Iterable[Passage] = (),
-) -> list[tuple[Document, list[PlannedChunk]]]:
+) -> Planned:
     """The documents' chunks with their keys and left contexts. stored: passages of other documents, for `neighbours`."""
     window = collection.window(options.window)
     near: Neighbours | None = None
@@ -191,122 +232,9 @@ def plan_documents(
     return out
 
 
-def store_chunk(
-    store: ChunkStore, collection: Collection, planned: PlannedChunk, kv: ChunkKV, keep: Set[bytes] = frozenset()
-) -> tuple[str, int]:
-    """Encode and commit one chunk. Returns the store's status and the bytes of its blobs. keep: what stays for it."""
-    blobs = encode_chunk(kv, collection.codec)
-    [status] = store.put_chunks([(_manifest(collection, planned), blobs)], keep)
-    return status, sum(len(b) for b in blobs)
-
-
-def encode_chunk(kv: ChunkKV, codec: str) -> list[bytes]:
-    """A blob a layer."""
-    return [encode_kv(k, v, codec) for k, v in zip(kv.k, kv.v, strict=True)]
-
-
-def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
-    """The sequences to prefill. Chunks that follow each other in one window share one: each sees those before it."""
-    out: list[CollectSequence] = []
-    for planned in chunks:
-        ids = (*planned.left, *planned.chunk.token_ids)
-        kept = Kept(planned.key, len(planned.left), len(ids))
-        if planned.left and out and out[-1].token_ids == planned.left:
-            out[-1] = CollectSequence(ids, (*out[-1].kept, kept))
-        else:
-            out.append(CollectSequence(ids, (kept,)))
-    return out
-
-
-def _precompute_batch(
-    model: LoadedModel,
-    collection: Collection,
-    store: ChunkStore,
-    commits: ChunkCommits,
-    prefix: PrefixKV,
-    batch: list[tuple[Document, list[PlannedChunk]]],
-    options: PrecomputeOptions,
-    on_event: Callable[[PrecomputeEvent], None],
-    block_size: int,
-    report: PrecomputeReport,
-) -> None:
-    """Collect and commit what the batch lacks, then each document's record."""
-    wanted = {p.key: p for _, chunks in batch for p in chunks}
-    with store.read() as reader:
-        present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None and m.has_kv}
-    missing = [p for key, p in wanted.items() if options.force or key not in present]
-    results: dict[bytes, ChunkResult] = {}
-    own = options.context
-    replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
-    for key, status, size in _collect_and_commit(model, collection, commits, prefix, missing, block_size):
-        planned = wanted[key]
-        if planned.source in replaced_sources and status == "new":
-            status = "replaced"
-        results[key] = _result(planned, size, status)
-        report.computed_tokens += len(planned.chunk.token_ids)
-        on_event(PrecomputeEvent("chunk", results[key]))
-    records: list[DocumentRecord] = []
-    for document, chunks in batch:
-        for planned in chunks:
-            result = results.pop(planned.key, None)
-            if result is None:  # was there, or appeared earlier in this batch
-                size = collection.chunk_bytes(len(planned.chunk.token_ids))
-                result = _result(planned, size, "unchanged")
-                on_event(PrecomputeEvent("chunk", result))
-            setattr(report, result.status, getattr(report, result.status) + 1)
-        records.append(document_record(collection, document, chunks, options))
-    report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
-    for record in records:
-        _remove_outdated(collection, store, record, report, on_event)
-
-
-def _collect_and_commit(
-    model: LoadedModel,
-    collection: Collection,
-    commits: ChunkCommits,
-    prefix: PrefixKV,
-    missing: Sequence[PlannedChunk],
-    block_size: int,
-) -> Iterator[Committed]:
-    kvs = collect(model.decoder, prefix, collect_sequences(missing), block_size)
-    for planned, kv in zip(missing, kvs, strict=True):
-        assert planned.key == kv.key
-        yield from commits.add(_manifest(collection, planned), encode_chunk(kv, collection.codec))
-    yield from commits.flush()
-
-
-def _remove_outdated(
-    collection: Collection,
-    store: ChunkStore,
-    record: DocumentRecord,
-    report: PrecomputeReport,
-    on_event: Callable[[PrecomputeEvent], None],
-) -> None:
-    """A document's chunks in other contexts say what it said then. When it says something else now, they go."""
-    for context in CONTEXTS:
-        other = store.get_document(collection.id, record.source, context)
-        if other is not None and other.content_digest != record.content_digest:
-            report.removed += len(store.remove_document(collection.id, record.source, context))
-            message = f"{record.source} has changed: its chunks of context {context} were removed"
-            on_event(PrecomputeEvent("removed", message=message))
-
-
-def ensure_prefix(model: LoadedModel, collection: Collection, store: ChunkStore, block_size: int) -> PrefixKV:
-    """The prefix's KV; it is stored as a chunk of its own, so that `ask` loads it instead of computing it."""
-    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
-    if prefix.token_ids:
-        text = model.tokenizer.decode(prefix.token_ids, skip_special_tokens=False)
-        chunk = Chunk(0, text, prefix.token_ids, 0, len(text))
-        planned = PlannedChunk(collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
-        store_chunk(store, collection, planned, prefix.kv)  # unchanged when it is there, repaired when it is damaged
-    return prefix
-
-
-def _batches(
-    planned: list[tuple[Document, list[PlannedChunk]]], most: int
-) -> Iterable[list[tuple[Document, list[PlannedChunk]]]]:
+def _batches(planned: Planned, most: int) -> Iterable[Planned]:
     """Documents together up to `most` tokens: their chunks are prefilled in shared launches."""
-    batch: list[tuple[Document, list[PlannedChunk]]] = []
+    batch: Planned = []
     tokens = 0
     for item in planned:
         batch.append(item)
@@ -346,52 +274,22 @@ def _stored_passages(
                 yield Passage(record.source, place.index, manifest.text, manifest.token_ids)
 
 
-def _estimate(
-    model: LoadedModel,
-    collection: Collection,
-    planned: list[tuple[Document, list[PlannedChunk]]],
-    block_size: int,
-) -> float:
+def _estimate(collector: Collector, planned: Planned) -> float:
     """Seconds to collect everything, from a measured prefill of as many tokens as go together, in one sequence."""
     chunks = [p for _, found in planned for p in found]
     if not chunks:
         return 0.0
+    decoder = collector.collection.model.decoder
     tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
-    size = max(1, collection.window(min(pack_tokens(model.decoder.device), tokens)))
+    size = max(1, collector.collection.window(min(pack_tokens(decoder.device), tokens)))
     probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Kept(b"", 0, size),))
-    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size)
-    best = float("inf")
+    prefix, best = collector.prefix, float("inf")
     for _ in range(2):
         start = time.perf_counter()
-        for _ in collect(model.decoder, prefix, [probe], block_size):
+        for _ in collect(decoder, prefix, [probe]):
             pass
         best = min(best, time.perf_counter() - start)
     return best * tokens / size
-
-
-def _manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
-    model, chunk = collection.model, planned.chunk
-    before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
-    return ChunkManifest(
-        key=planned.key,
-        token_ids=chunk.token_ids,
-        text=chunk.text,
-        model=model.fingerprint,
-        model_name=model.name,
-        tokenizer=model.tokenizer.fingerprint,
-        collection=collection.id,
-        context=planned.context,
-        left_context_ids=planned.left,
-        collected_len=before + len(chunk.token_ids),
-        codec=collection.codec,
-        num_layers=model.spec.num_layers,
-        num_kv_heads=model.spec.num_kv_heads,
-        head_dim=model.spec.head_dim,
-        source=planned.source,
-        index=chunk.index,
-        span=(chunk.start, chunk.end),
-        created=time.time(),
-    )
 
 
 def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:

@@ -21,6 +21,7 @@ from cacheblend_cli.model.decoder import Decoder
 
 PACK_TOKENS = {"cpu": 512}
 OTHER_PACK_TOKENS = 4096
+BLOCK_SIZE = 64  # of the pool a launch has to itself
 
 
 def pack_tokens(device: torch.device) -> int:
@@ -63,25 +64,23 @@ class PrefixKV:
 
 
 @torch.inference_mode()
-def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], block_size: int, key: bytes = b"") -> PrefixKV:
+def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], key: bytes = b"") -> PrefixKV:
     """Prefill the prefix alone. An empty prefix is allowed and has no KV."""
     prefix = PrefixKV((), ChunkKV(key))
     if prefix_ids:
         sequence = CollectSequence(tuple(prefix_ids), (Kept(key, 0, len(prefix_ids)),))
-        [kv] = _collect_what_fits(decoder, prefix, [sequence], block_size)
+        [kv] = _collect_what_fits(decoder, prefix, [sequence])
         prefix = PrefixKV(tuple(prefix_ids), kv)
     return prefix
 
 
 @torch.inference_mode()
-def collect(
-    decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence], block_size: int
-) -> Iterator[ChunkKV]:
+def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence]) -> Iterator[ChunkKV]:
     """The KV of every run that is kept, in order. Raises DeviceError when the device has no room for a sequence even alone."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
-        yield from _collect_what_fits(decoder, prefix, pack, block_size)
+        yield from _collect_what_fits(decoder, prefix, pack)
 
 
 def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
@@ -98,12 +97,10 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
         yield pack
 
 
-def _collect_what_fits(
-    decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence], block_size: int
-) -> list[ChunkKV]:
+def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
     """The whole pack at once, or in halves where the device has too little memory for it."""
     try:
-        return _collect_pack(decoder, prefix, pack, block_size)
+        return _collect_pack(decoder, prefix, pack)
     except torch.OutOfMemoryError as error:
         if len(pack) == 1:
             count = len(prefix.token_ids) + len(pack[0].token_ids)
@@ -112,16 +109,14 @@ def _collect_what_fits(
                 "use a smaller --chunk-tokens (or --window), end what else uses the GPU, or use --device cpu",
             ) from error
     halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]  # the error is gone, and with it what its frames held
-    return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half, block_size)]
+    return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half)]
 
 
-def _collect_pack(
-    decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence], block_size: int
-) -> list[ChunkKV]:
+def _collect_pack(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
     start = len(prefix.token_ids)
     lengths = [start + len(s.token_ids) for s in pack]
-    blocks = sum(-(-n // block_size) for n in lengths)
-    pool = KVPool(decoder.spec, blocks, block_size, decoder.dtype, decoder.device)
+    blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
+    pool = KVPool(decoder.spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
     held = [pool.new_sequence(n) for n in lengths]
     rope_len = max(lengths)  # a pack is of one RoPE regime, see `packs`
     for sequence in held:

@@ -13,10 +13,9 @@ from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
 from cacheblend_store.format.layouts import blob_spec
 from torch import Tensor
 
-from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, store_chunk
-from cacheblend_cli.collect.prefill import ChunkKV, PrefixKV, collect, collect_prefix
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.collection import Collection
 
 NOISE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -53,11 +52,9 @@ class RecheckReport:
 
 
 def recheck(
-    model: LoadedModel,
     collection: Collection,
     store: ChunkStore,
     count: int,
-    block_size: int,
     *,
     repair: bool = False,
     seed: int | None = None,
@@ -70,17 +67,17 @@ def recheck(
     `verify` reports those. repair: what is wrong is replaced by what was computed. seed: of the choice.
     """
     report = RecheckReport()
-    collections = {c.id: c for c in (replace(collection, codec=codec) for codec in _codecs(store))}
+    of_codecs = (Collector(replace(collection, codec=codec), store) for codec in _codecs(store))
+    collectors = {c.collection.id: c for c in of_codecs}
     manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
-    own = [m for m in manifests if m.collection in collections]
+    own = [m for m in manifests if m.collection in collectors]
     report.foreign = len(manifests) - len(own)
     chosen = random.Random(seed).sample(own, min(count, len(own)))
-    prefix = collect_prefix(model.decoder, collection.prefix_ids, block_size, collection.prefix_key)
     for done, manifest in enumerate(chosen, 1):
-        of = collections[manifest.collection]
-        fresh = _compute(model, of, prefix, manifest, block_size)
+        collector = collectors[manifest.collection]
+        fresh = _compute(collector, manifest)
         try:
-            mismatch = _compare(store, manifest, fresh, NOISE[model.decoder.dtype])
+            mismatch = _compare(store, manifest, fresh, NOISE[collection.model.decoder.dtype])
         except BadBlob:
             pass  # which is for `verify` to tell
         else:
@@ -88,7 +85,7 @@ def recheck(
             if mismatch is not None:
                 report.mismatches.append(mismatch)
                 if repair:
-                    store_chunk(store, of, _planned(manifest), fresh)
+                    collector.put(_planned(manifest), fresh)
                     report.replaced += 1
         if progress is not None:
             progress(done, len(chosen))
@@ -99,12 +96,10 @@ def _codecs(store: ChunkStore) -> Sequence[str]:
     return sorted({codec for _, _, codec in store.full_stats().models})
 
 
-def _compute(
-    model: LoadedModel, collection: Collection, prefix: PrefixKV, manifest: ChunkManifest, block_size: int
-) -> ChunkKV:
+def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:
     if manifest.context == "prefix":
-        return prefix.kv
-    [kv] = collect(model.decoder, prefix, collect_sequences([_planned(manifest)]), block_size)
+        return collector.prefix.kv
+    [kv] = collector.collect([_planned(manifest)])
     return kv
 
 

@@ -94,7 +94,7 @@ def layout_of(
     Raises UsageError when prompt and `room` tokens after it do not fit the model's context.
     """
     generator, ordinary = torch.Generator().manual_seed(seed), ordinary_ids(engine.model)
-    template = engine.template
+    template = engine.runtime.template
     suffix = (
         *template.tokenizer.encode_template_rest(template.before_question),
         *random_ids(ordinary, question_tokens, generator),
@@ -135,7 +135,8 @@ def bench(
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:
         setting.blend.policy(model.spec.num_layers, True)  # refused before anything is computed
-    memory, collection = engine.memory(), engine.collection()
+    engine.runtime.memory()
+    collection = engine.runtime.collection()
     try:
         with (
             tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder,
@@ -143,8 +144,7 @@ def bench(
         ):
             on_run(0, (rounds + 1) * (len(settings) + 1), "collect")
             start = time.perf_counter()
-            size = engine.config.block_size
-            prompt = SpeedPrompt.stored(model, collection, store, layout, decode_tokens, size, memory)
+            prompt = SpeedPrompt.stored(engine.runtime, store, layout, decode_tokens)
             collect_s = time.perf_counter() - start
             cases: dict[str, Callable[[], FirstToken | float]] = {
                 s.label: partial(prompt.first_token, s.blend) for s in settings
@@ -177,14 +177,14 @@ def bench(
         full_prefill_s=full_s,
         decode_tokens_per_s=median(r for r in found[_DECODE] if isinstance(r, float)),
         settings=[_speed(prompt, setting, runs[setting.label], full_s) for setting in settings],
-        notes=prompt.notes,
+        notes=prompt.request.notes,
     )
 
 
 def _speed(prompt: SpeedPrompt, setting: Setting, runs: Sequence[FirstToken], full_s: float) -> Speed:
     blend = setting.blend
     ttft_s, load_s = median(r.seconds for r in runs), median(r.load_s for r in runs)
-    top = ceiling(prompt.plan(blend), prompt.model.spec.num_layers, blend)
+    top = ceiling(prompt.plan(blend), prompt.runtime.model.spec.num_layers, blend)
     return Speed(
         setting=setting.label,
         mode=blend.mode,

@@ -10,14 +10,8 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Engine
-from cacheblend_cli.collect.precompute import (
-    PlannedChunk,
-    PrecomputeOptions,
-    collect_sequences,
-    ensure_prefix,
-    store_chunk,
-)
-from cacheblend_cli.collect.prefill import collect
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
 from cacheblend_cli.evaluation.samples import Context, Sample
@@ -40,7 +34,8 @@ class SampleChunks:
         collecting: PrecomputeOptions | None = None,
     ) -> None:
         self._engine, self._store, self._corpus = engine, store, corpus
-        self._collection: Collection = engine.collection()
+        self._collection: Collection = engine.runtime.collection()
+        self._collector = Collector(self._collection, store)
         self._ids: dict[str, tuple[int, ...]] = {}
         self._planned: dict[tuple[Context, str], PlannedChunk] = {}
         self._options = collecting or PrecomputeOptions()
@@ -65,11 +60,8 @@ class SampleChunks:
             for planned in (self._plan(c, context) for c in sample.contexts)
         }
         missing = [p for p in wanted.values() if self._store.get_chunk(p.key) is None]
-        decoder, block_size = self._engine.model.decoder, self._engine.config.block_size
-        prefix = ensure_prefix(self._engine.model, self._collection, self._store, block_size)
-        kvs = collect(decoder, prefix, collect_sequences(missing), block_size)
-        for done, (planned, kv) in enumerate(zip(missing, kvs, strict=True), 1):
-            store_chunk(self._store, self._collection, planned, kv)
+        self._collector.store_prefix()
+        for done, _ in enumerate(self._collector.store(missing), 1):
             if on_chunk:
                 on_chunk(done, len(missing))
         return len(missing)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
+from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
@@ -18,7 +18,8 @@ from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 from cacheblend_cli.evaluation.settings import Setting
-from cacheblend_cli.runtime.ask import Prefilled, check_length, prefill
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 FULL = Setting("full prefill", BlendConfig(mode="full"))
 NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)
@@ -90,7 +91,7 @@ class _Run:
         records: RecordFile,
         collecting: PrecomputeOptions | None,
     ) -> None:
-        self._engine, self._store, self._settings = engine, store, settings
+        self._runtime, self._store, self._settings = engine.runtime, store, settings
         self._max_tokens, self._records = max_tokens, records
         self._chunks = SampleChunks(engine, store, samples, collecting)
         facts: dict[str, Any] = {
@@ -98,7 +99,7 @@ class _Run:
             "dtype": str(engine.model.decoder.dtype),
             "device": engine.model.decoder.device.type,
             "attention": engine.model.decoder.kernels.name,
-            "codec": engine.collection().codec,
+            "codec": engine.runtime.collection().codec,
             "pool": engine.config.kv_pool_dtype,
             "max_tokens": max_tokens,
         }
@@ -119,7 +120,7 @@ class _Run:
         self.results.resumed += len(self._settings) - len(missing)
         if missing:
             try:
-                check_length(self._engine.model, self._prompt_tokens(sample), self._max_tokens)
+                self._runtime.check_length(self._prompt_tokens(sample), self._max_tokens)
             except UsageError as error:
                 self.results.skipped.append((number + 1, error.message))
                 return
@@ -136,28 +137,27 @@ class _Run:
         reference: Reference | None = None
         for context in contexts:
             start = time.perf_counter()
-            collection, request = self._engine.request(
-                self._store, sample.question, self._chunks.keys(sample, context), BlendConfig(), SamplingParams(), "",
-                self.results.notes,
-            )  # fmt: skip
+            keys_of = self._chunks.keys(sample, context)
+            request = resolve(self._runtime, self._store, Question(sample.question, keys_of))
             before_s = time.perf_counter() - start
             for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
                 if reference is None:
-                    reference = run_full(self._engine, collection, request, self._max_tokens, before_s)
+                    reference = run_full(self._runtime, request, self._max_tokens, before_s)
                 key = keys[setting.label]
                 if setting.is_full:
                     record = self._full(sample, setting, key, reference)
                 else:
                     found = run_setting(
-                        self._engine, collection, self._store, replace(request, blend=setting.blend), reference,
-                        self._max_tokens, before_s, self.results.notes, setting.prefill or prefill,
+                        self._runtime, replace(request, blend=setting.blend), reference, self._max_tokens, before_s,
+                        setting.prefill or prefill,
                     )  # fmt: skip
                     record = self._compared(sample, setting, key, reference, found)
                 self._records.add(record)
                 self.results.measured += 1
+            self.results.notes += request.notes
 
     def _prompt_tokens(self, sample: Sample) -> int:
-        template = self._engine.template
+        template = self._runtime.template
         fixed = len(template.prefix_ids) + len(template.suffix_ids(sample.question))
         return fixed + self._chunks.num_tokens(sample)
 

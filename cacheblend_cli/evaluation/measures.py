@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from cacheblend_store import ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.api import BlendConfig, Engine, SamplingParams
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.loader import KVLoader
-from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
-from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.plan import plan_prompt
-from cacheblend_cli.runtime.ask import Prefilled, Request, prefill
 from cacheblend_cli.runtime.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.runtime.generate import generate
+from cacheblend_cli.runtime.generate import Continuation, generate
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,13 @@ class Measured:
 
 
 @torch.no_grad()
-def run_full(engine: Engine, collection: Collection, request: Request, max_tokens: int, before_s: float) -> Reference:
+def run_full(runtime: Runtime, request: Request, max_tokens: int, before_s: float) -> Reference:
     """Prefill everything, answer greedily, and keep what settings are compared with. before_s: time spent before."""
-    model, block_size = engine.model, engine.config.block_size
-    full = replace(request, blend=BlendConfig(mode="full"))
+    model = runtime.model
     start = time.perf_counter()
-    done = prefill(model, collection, None, full, block_size, [], room=max_tokens)
+    done = prefill(runtime, request.in_full(), room=max_tokens)
     first = done.result.logits[-1].clone()
-    generation = generate(
-        model.decoder, done.pool, done.sequence, done.plan.num_tokens, first, model.tokenizer, model.eos_ids,
-        SamplingParams(max_tokens=max_tokens),
-    )  # fmt: skip
+    generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=max_tokens))
     attended = _Attended(model.spec.num_layers)
     logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, generation.token_ids, attended)
     logits = torch.cat((first[None], logits[1:]))
@@ -90,14 +83,11 @@ def run_full(engine: Engine, collection: Collection, request: Request, max_token
 
 @torch.no_grad()  # not inference_mode: the loader's threads write into the pool made here
 def run_setting(
-    engine: Engine,
-    collection: Collection,
-    store: ChunkStore | None,
+    runtime: Runtime,
     request: Request,
     reference: Reference,
     max_tokens: int,
     before_s: float,
-    notes: list[str],
     run: Prefill = prefill,
 ) -> Measured:
     """Prefill under the request's setting, compare it with the reference, and answer greedily.
@@ -105,9 +95,9 @@ def run_setting(
     Greedy decoding follows the reference's answer as long as the most likely tokens agree, so it only starts where they
     first differ: the tokens before are those teacher forcing has computed.
     """
-    model = engine.model
+    model = runtime.model
     start = time.perf_counter()
-    done = run(model, collection, store, request, engine.config.block_size, notes, room=max_tokens)
+    done = run(runtime, request, room=max_tokens)
     first = done.result.logits[-1].clone()
     int(first.argmax())  # the first token is on the host: what TTFT counts
     ttft_s = before_s + time.perf_counter() - start
@@ -119,11 +109,8 @@ def run_setting(
     k, v = _chunk_kv(done)
     text, same = reference.text, found.first_difference
     if same is not None:
-        prompt_len = done.plan.num_tokens + same
-        generation = generate(
-            model.decoder, done.pool, done.sequence, prompt_len, logits[same], model.tokenizer, model.eos_ids,
-            SamplingParams(max_tokens=max_tokens - same),
-        )  # fmt: skip
+        begin = Continuation(done.sequence, done.plan.num_tokens + same, logits[same])
+        generation = generate(runtime, begin, SamplingParams(max_tokens=max_tokens - same))
         own = [i for i in (*ids[:same], *generation.token_ids) if i not in model.eos_ids]
         text = model.tokenizer.decode(own)
     done.sequence.release()
@@ -139,26 +126,16 @@ def run_setting(
 
 
 @torch.inference_mode()
-def prefill_in_pieces(
-    model: LoadedModel,
-    collection: Collection,
-    store: ChunkStore | None,
-    request: Request,
-    block_size: int,
-    notes: list[str],
-    *,
-    room: int = 0,
-    pieces: int = 3,
-) -> Prefilled:
+def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0, pieces: int = 3) -> Prefilled:
     """A full prefill in several passes over the prompt: the same mathematics in another tiling.
 
     What it differs from full prefill by is the noise floor of the compute dtype: no setting can be told from full
     prefill below it.
     """
-    plan = plan_prompt(collection.prefix_ids, request.chunks, request.suffix_ids, reuse=False)
-    length, decoder = plan.num_tokens, model.decoder
-    pool = KVPool.of(decoder, -(-(length + room) // block_size), block_size)
-    sequence = pool.new_sequence(length + room)
+    request, decoder = request.in_full(), runtime.decoder
+    plan = request.plan
+    length = plan.num_tokens
+    sequence = runtime.new_sequence(length + room)
     token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // pieces)
     start = time.perf_counter()
     for begin in range(0, length, size):
@@ -166,8 +143,8 @@ def prefill_in_pieces(
         rows = rows_of(decoder, sequence, positions, kv_len=int(positions[-1]) + 1, rope_len=length)
         logits = forward(decoder, rows, token_ids[positions])
     none = torch.empty(0, dtype=torch.int64, device=decoder.device)
-    loader = KVLoader(decoder, None, pool, sequence, (), length)
-    return Prefilled(plan, pool, sequence, PrefillResult(logits[-1:], none), loader, time.perf_counter() - start)
+    loader = KVLoader(decoder, None, sequence.pool, sequence, (), length)
+    return Prefilled(request, sequence, PrefillResult(logits[-1:], none), loader, time.perf_counter() - start)
 
 
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:

@@ -7,28 +7,16 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from cacheblend_store import ChunkStore
-
 from cacheblend_cli.api import BlendConfig
-from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.runtime.ask import Prefilled, Request
+from cacheblend_cli.runtime.prefill import Prefilled
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
 
 
 class Prefill(Protocol):
-    """How a prompt's KV is filled: `cacheblend_cli.runtime.ask.prefill`, or a variant of it under study."""
+    """How a prompt's KV is filled: `cacheblend_cli.runtime.prefill.prefill`, or a variant of it under study."""
 
-    def __call__(
-        self,
-        model: LoadedModel,
-        collection: Collection,
-        store: ChunkStore | None,
-        request: Request,
-        block_size: int,
-        notes: list[str],
-        *,
-        room: int = 0,
-    ) -> Prefilled: ...
+    def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled: ...
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.codecs import is_lossless
 from cacheblend_store.lmdb_file.filesystem import check_space
 from torch import Tensor
 
-from cacheblend_cli.collect.precompute import PlannedChunk, collect_sequences, ensure_prefix, store_chunk
-from cacheblend_cli.collect.prefill import collect
+from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.runtime.ask import Prefilled, Request, plan_of, prefill, resolve_chunks
 from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.generate import generate
-from cacheblend_cli.runtime.memory import DeviceMemory, runner_of
+from cacheblend_cli.runtime.generate import Continuation, generate
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Question, Request, resolve
+from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -52,66 +50,48 @@ class FirstToken:
     kv_bytes: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class SpeedPrompt:
     """A prompt whose chunks are in the store, to be prefilled in any way any number of times.
 
-    room: tokens that can be decoded after it. memory: a GPU's, else every run has a pool of its own.
-    notes: what kept stored KV from being used; empty, or what was measured is not what was asked for.
+    room: tokens that can be decoded after it. request.notes: what kept stored KV from being used; empty, or what was
+    measured is not what was asked for.
     """
 
-    model: LoadedModel
-    collection: Collection
-    store: ChunkStore
+    runtime: Runtime
     request: Request
     room: int
-    block_size: int = 64
-    memory: DeviceMemory | None = None
-    notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def stored(
-        cls,
-        model: LoadedModel,
-        collection: Collection,
-        store: ChunkStore,
-        layout: Layout,
-        room: int,
-        block_size: int = 64,
-        memory: DeviceMemory | None = None,
-    ) -> SpeedPrompt:
+    def stored(cls, runtime: Runtime, store: ChunkStore, layout: Layout, room: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before anything is computed where that is clear."""
+        collection = runtime.collection()
         check_space(
             store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
         )
-        prefix = ensure_prefix(model, collection, store, block_size)
+        collector = Collector(collection, store)
+        collector.store_prefix()
         planned = [
             PlannedChunk(collection.key(ids), "bench", Chunk(n, "", ids, 0, 0), (), "sink")
             for n, ids in enumerate(layout.chunks)
         ]
-        for p, kv in zip(planned, collect(model.decoder, prefix, collect_sequences(planned), block_size), strict=True):
-            store_chunk(store, collection, p, kv)
-        notes: list[str] = []
-        chunks = resolve_chunks(model, collection, store, [p.key for p in planned], notes)
-        lossless = is_lossless(collection.codec, model.decoder.dtype)
-        request = Request(layout.suffix_ids, chunks, BlendConfig(), SamplingParams(), True, lossless)
-        return cls(model, collection, store, request, room, block_size, memory, notes)
+        for _ in collector.store(planned):
+            pass
+        request = resolve(runtime, store, Question("", [p.key for p in planned]), layout.suffix_ids)
+        return cls(runtime, request, room)
 
     def plan(self, blend: BlendConfig) -> PromptPlan:
-        return plan_of(self.model, self.collection, replace(self.request, blend=blend))
+        return replace(self.request, blend=blend).plan
 
     def prefill(self, blend: BlendConfig) -> Prefilled:
         """The caller releases the sequence."""
-        return prefill(
-            self.model, self.collection, self.store, replace(self.request, blend=blend), self.block_size, self.notes,
-            room=self.room, memory=self.memory,
-        )  # fmt: skip
+        return prefill(self.runtime, replace(self.request, blend=blend), room=self.room)
 
     def first_token(self, blend: BlendConfig) -> FirstToken:
         start = time.perf_counter()
         done = self.prefill(blend)
         try:
-            int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
+            int(done.logits.argmax())  # a GPU is done when its result is on the host
             seconds = time.perf_counter() - start
             return FirstToken(seconds, done.loader.load_s, done.loader.stall_s, done.loader.num_bytes)
         finally:
@@ -121,12 +101,8 @@ class SpeedPrompt:
         """Tokens a second after the first of num_tokens (2 or more), greedily, over reused KV."""
         done = self.prefill(BlendConfig(mode="reuse"))
         try:
-            generation = generate(
-                self.model.decoder, done.pool, done.sequence, done.plan.num_tokens, done.result.logits[-1],
-                self.model.tokenizer, self.model.eos_ids, SamplingParams(max_tokens=num_tokens, ignore_eos=True),
-                runner=runner_of(self.model.decoder, self.memory, done.pool),
-            )  # fmt: skip
-            return generation.tokens_per_s
+            sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+            return generate(self.runtime, Continuation.of(done), sampling).tokens_per_s
         finally:
             done.sequence.release()
 

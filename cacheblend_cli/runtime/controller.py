@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from cacheblend_store import ChunkStore
 
 from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import Combined, DraftAttention, QueryAttention
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.ask import Prefilled, Request, plan_of, prefill
 from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.memory import DeviceMemory
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.speeds import SpeedFile, kv_share, measure_compute, measure_loading
 
 _LOAD_AGAIN = 16  # full prefills in a row
@@ -94,19 +89,11 @@ class Observed:
 class Controller:
     """The speeds of one model on this machine for one codec. `ready` measures what is not known; say is told so."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        codec: str,
-        block_size: int,
-        memory: DeviceMemory | None,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._model, self._block_size, self._memory, self._say = model, block_size, memory, say
-        self._file = SpeedFile.of(model, codec)
+    def __init__(self, runtime: Runtime, codec: str) -> None:
+        self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
         self._speeds = self._file.read()
 
-    def ready(self, collection: Collection, store: ChunkStore | None, request: Request) -> None:
+    def ready(self, request: Request) -> None:
         """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine.
 
         Full prefills say nothing about loading, so after some of them in a row it is measured again: a bad first
@@ -114,28 +101,28 @@ class Controller:
         """
         speeds = self._speeds
         if speeds is None:
-            self._say(f"--ratio auto: measuring how fast this machine is with {self._model.name}, once")
-            speeds = measure_compute(self._model.decoder, self._block_size)
-        if store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
-            plan = plan_of(self._model, collection, request)
-            found = measure_loading(self._model.decoder, store, plan, self._block_size, self._memory)
+            runtime = self._runtime
+            runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
+            speeds = measure_compute(runtime.decoder, runtime.config.block_size)
+        if request.store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
+            found = measure_loading(self._runtime, request.store, request.plan)
             speeds = replace(speeds, bytes_per_s=found, not_loaded=0)
         if speeds != self._speeds:
             self._keep(speeds)
 
-    def decide(self, collection: Collection, request: Request, before_s: float = 0.0) -> AutoReport:
+    def decide(self, request: Request, before_s: float = 0.0) -> AutoReport:
         """`ready` came before. request.blend.ratio is the floor."""
         assert self._speeds is not None
-        work = workload(self._model, collection, request)
+        work = workload(request)
         return AutoReport(decide(self._speeds, work, request.blend.ratio), self._speeds, before_s)
 
-    def learn(self, report: AutoReport, collection: Collection, request: Request, seen: Observed) -> None:
+    def learn(self, report: AutoReport, request: Request, seen: Observed) -> None:
         """Compare what was predicted with what happened. request: as it was decided about.
 
         Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
         """
         assert self._speeds is not None
-        work = workload(self._model, collection, request)
+        work = workload(request)
         if report.decision.mode == "full":
             predicted = estimate_full(report.speeds, work)
         elif seen.kv_bytes == work.kv_bytes:
@@ -156,15 +143,25 @@ def decided(blend: BlendConfig, decision: Decision) -> BlendConfig:
     return replace(blend, mode="full") if decision.mode == "full" else replace(blend, ratio=decision.ratio)
 
 
+def controller_of(runtime: Runtime, request: Request) -> Controller:
+    """The runtime's controller for the request's codec. Raises UsageError as `check_auto`."""
+    check_auto(request.blend)
+    codec = request.collection.codec
+    if codec not in runtime.controllers:
+        runtime.controllers[codec] = Controller(runtime, codec)
+    return runtime.controllers[codec]
+
+
 def check_auto(blend: BlendConfig) -> None:
     """Raises UsageError for a blend whose ratio is not one number."""
     if blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
 
 
-def workload(model: LoadedModel, collection: Collection, request: Request) -> Workload:
+def workload(request: Request) -> Workload:
     """What the prompt asks of the machine, blended as request.blend says."""
-    plan, policy = plan_of(model, collection, request), request.blend.policy(model.spec.num_layers, request.lossless)
+    model = request.collection.model
+    plan, policy = request.plan, request.blend.policy(model.spec.num_layers, request.lossless)
     probe_layers, draft_tokens = _probe(policy, model.spec.num_layers)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
     fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
@@ -175,7 +172,7 @@ def workload(model: LoadedModel, collection: Collection, request: Request) -> Wo
         inexact_keys=_mean_keys(inexact),
         fresh=_count(fresh),
         fresh_keys=_mean_keys(fresh),
-        kv_bytes=kv_bytes(collection, plan),
+        kv_bytes=kv_bytes(request),
         kv_share=kv_share(model.spec),
         check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
         layer0_exact=request.lossless,
@@ -195,9 +192,10 @@ def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
     return (max(policy.probe_layers) + 1, 0) if any(isinstance(s, QueryAttention) for s in every) else (0, 0)
 
 
-def kv_bytes(collection: Collection, plan: PromptPlan) -> int:
+def kv_bytes(request: Request) -> int:
     """To load from the store, of all layers."""
-    return sum(collection.chunk_bytes(len(s.token_ids), s.codec) for s in plan.segments if s.cached and s.token_ids)
+    size = request.collection.chunk_bytes
+    return sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.token_ids)
 
 
 def _count(spans: list[tuple[int, int]]) -> int:
@@ -213,31 +211,18 @@ def _mean_keys(spans: list[tuple[int, int]]) -> float:
 class AutoPrefill:
     """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
 
-    say: Callable[[str], None]
     reports: list[AutoReport] = field(default_factory=list)
-    controller: Controller | None = None
 
-    def __call__(
-        self,
-        model: LoadedModel,
-        collection: Collection,
-        store: ChunkStore | None,
-        request: Request,
-        block_size: int,
-        notes: list[str],
-        *,
-        room: int = 0,
-    ) -> Prefilled:
-        if self.controller is None:
-            self.controller = Controller(model, collection.codec, block_size, None, self.say)
-        self.controller.ready(collection, store, request)
-        report = self.controller.decide(collection, request)
+    def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
+        controller = controller_of(runtime, request)
+        controller.ready(request)
+        report = controller.decide(request)
         asked = replace(request, blend=decided(request.blend, report.decision))
         start = time.perf_counter()
-        done = prefill(model, collection, store, asked, block_size, notes, room=room)
+        done = prefill(runtime, asked, room=room)
         int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
         seconds, loader = time.perf_counter() - start, done.loader
         seen = Observed(len(done.result.chosen), seconds, loader.stall_s, loader.num_bytes, loader.load_s)
-        self.controller.learn(report, collection, request, seen)
+        controller.learn(report, request, seen)
         self.reports.append(replace(report, ttft_s=seconds))
         return done

@@ -10,11 +10,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.model.text_stream import TextStream
-from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.runtime.decode import DecodeRunner
+from cacheblend_cli.runtime.prefill import Prefilled
+from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Sampler, SamplingParams, TokenLogprob
 
 FinishReason = Literal["stop", "length"]
@@ -37,40 +37,50 @@ class Generation:
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """Where decoding begins: the sequence holds kv_len tokens; logits, fp32 [vocab_size], are those after the last."""
+
+    sequence: PagedSequence
+    kv_len: int
+    logits: Tensor
+
+    @classmethod
+    def of(cls, done: Prefilled) -> Continuation:
+        """Behind the prompt."""
+        return cls(done.sequence, done.plan.num_tokens, done.logits)
+
+
 def generate(
-    decoder: Decoder,
-    pool: KVPool,
-    sequence: PagedSequence,
-    prompt_len: int,
-    logits: Tensor,
-    tokenizer: Tokenizer,
-    eos_ids: frozenset[int],
+    runtime: Runtime,
+    begin: Continuation,
     params: SamplingParams,
     on_text: Callable[[str], None] | None = None,
+    *,
     runner: DecodeRunner | None = None,
     ahead: bool | None = None,
 ) -> Generation:
-    """Decode until EOS, a stop string or max_tokens. logits: fp32 [vocab_size] after the prompt's last token.
+    """Decode until EOS, a stop string or max_tokens.
 
     `on_text` gets pieces that never break a UTF-8 character and never contain a stop string or a part of one.
     ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so
     the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
     """
-    sampler = Sampler(params, logits.device)
-    runner = runner or EagerRunner(decoder, pool)
-    ahead = logits.is_cuda if ahead is None else ahead
-    newest, num_drawn = sampler.draw(logits), 1
+    sampler, eos_ids = Sampler(params, begin.logits.device), runtime.model.eos_ids
+    runner = runner or runtime.decode_runner(begin.sequence.pool)
+    ahead = begin.logits.is_cuda if ahead is None else ahead
+    newest, num_drawn = sampler.draw(begin.logits), 1
     draws = deque([newest])  # drawn and not yet looked at
 
     def advance() -> None:
         nonlocal newest, num_drawn
         if num_drawn == 1:
-            runner.begin([sequence], [prompt_len], params.max_tokens - 1)
+            runner.begin([begin.sequence], [begin.kv_len], params.max_tokens - 1)
         newest = sampler.draw(runner.step(newest.token)[0])
         num_drawn += 1
         draws.append(newest)
 
-    stream, stop, out = TextStream(tokenizer), StopStrings(params.stop), Generation()
+    stream, stop, out = TextStream(runtime.model.tokenizer), StopStrings(params.stop), Generation()
 
     def emit(piece: str) -> None:
         out.text += piece

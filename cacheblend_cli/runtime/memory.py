@@ -21,7 +21,7 @@ from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
-from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner, make_runner
+from cacheblend_cli.runtime.decode import DecodeRunner, make_runner
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
@@ -168,16 +168,9 @@ def blocks_that_fit(
     return -(-tokens // block_size) if tokens >= 2 * context else tokens // block_size
 
 
-def new_sequence(decoder: Decoder, memory: DeviceMemory | None, num_tokens: int, block_size: int) -> PagedSequence:
-    """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
-    if memory is not None:
-        return memory.pool.new_sequence(num_tokens)
-    pool = KVPool.of(decoder, -(-num_tokens // block_size), block_size)
-    return pool.new_sequence(num_tokens)
-
-
-def runner_of(decoder: Decoder, memory: DeviceMemory | None, pool: KVPool) -> DecodeRunner:
-    return memory.runner if memory is not None else EagerRunner(decoder, pool)
+def sequence_of_its_own(decoder: Decoder, num_tokens: int, block_size: int) -> PagedSequence:
+    """A sequence in a pool that is just as large as it needs."""
+    return KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
 
 
 def out_of_memory(
@@ -222,7 +215,7 @@ class CudaMeter:
 def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
     """A full prefill of some tokens in a pool of its own. Raises DeviceError when even that does not fit."""
     try:
-        sequence = new_sequence(decoder, None, num_tokens, block_size)
+        sequence = sequence_of_its_own(decoder, num_tokens, block_size)
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
         policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
         with KVLoader(decoder, None, sequence.pool, sequence, plan.segments, num_tokens) as loader:

@@ -32,7 +32,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.runtime.memory import DeviceMemory, new_sequence
+from cacheblend_cli.runtime.runtime import Runtime
 
 FORMAT = 1
 PROBE_ROWS = (8, 32, 128, 512, 1024)
@@ -147,14 +147,13 @@ def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, fl
     return best
 
 
-def measure_loading(
-    decoder: Decoder, store: ChunkStore, plan: PromptPlan, block_size: int, memory: DeviceMemory | None
-) -> float:
+def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> float:
     """Bytes of KV a second from the store into a pool, of the first cached segments; inf when there are none.
 
     The best of three: what is too high is put right by the next prefill that loads, what is too low can end in full
     prefills, which never load.
     """
+    decoder = runtime.decoder
     cached = [s for s in plan.segments if s.cached and s.token_ids]
     sizes = [len(s.token_ids) * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) for s in cached]
     some = [
@@ -163,7 +162,7 @@ def measure_loading(
     if not some:
         return math.inf
     found = []
-    sequence = new_sequence(decoder, memory, plan.num_tokens, block_size)
+    sequence = runtime.new_sequence(plan.num_tokens)
     try:
         for _ in range(3):
             with KVLoader(decoder, store, sequence.pool, sequence, some, plan.num_tokens) as loader:

@@ -11,7 +11,8 @@ from cacheblend_store import ChunkStore
 from checkpoints import FAMILY_CONFIGS, WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.runtime.ask import prefill
+from cacheblend_cli.runtime.prefill import prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 FAMILIES = list(FAMILY_CONFIGS)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -42,9 +43,9 @@ class Setup:
         self, keys: list[bytes], blend: BlendConfig, positions: Any = None, question: str = QUESTION
     ) -> torch.Tensor:
         """fp32 logits at `positions` of the prompt (default: the last)."""
-        self.engine.config = EngineConfig(kv_dtype=self.kv_dtype, block_size=16)
-        collection, request = self.engine.request(self.store, question, keys, blend, GREEDY, "", [])
-        done = prefill(self.engine.model, collection, self.store, request, 16, [], output_positions=positions)
+        self.engine.runtime.config = EngineConfig(kv_dtype=self.kv_dtype, block_size=16)
+        request = resolve(self.engine.runtime, self.store, Question(question, keys, blend, GREEDY))
+        done = prefill(self.engine.runtime, request, output_positions=positions)
         done.pool.allocator.check_integrity()
         return done.result.logits
 
@@ -65,7 +66,8 @@ def suffix_positions(plan: Any) -> torch.Tensor:
 
 def test_full_prefill_and_decode_match_transformers(setup: Setup) -> None:
     answer = setup.engine.ask(
-        setup.store, QUESTION, setup.keys[:3], BlendConfig(mode="full"), SamplingParams(max_tokens=32, ignore_eos=True)
+        setup.store,
+        Question(QUESTION, setup.keys[:3], BlendConfig(mode="full"), SamplingParams(max_tokens=32, ignore_eos=True)),
     )
     ids = torch.tensor([answer.prompt_ids])
     with torch.no_grad():
@@ -123,8 +125,8 @@ def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> No
     last = setup.engine.model.spec.num_layers - 1
 
     def cache(keys: list[bytes]) -> tuple[torch.Tensor, list[int], int]:
-        collection, request = setup.engine.request(setup.store, QUESTION, keys, blend, GREEDY, "", [])
-        done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
+        request = resolve(setup.engine.runtime, setup.store, Question(QUESTION, keys, blend, GREEDY))
+        done = prefill(setup.engine.runtime, request)
         end = done.plan.chunks[-1].start
         k = done.pool.read_k(last, slice(0, end))
         return k.clone(), [p for p in done.result.chosen.tolist() if p < end], end
@@ -139,8 +141,8 @@ def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> No
 
 def test_same_prompt_same_answer_and_the_store_is_untouched(llama: Setup) -> None:
     before = [(m.key, m.blob_digests) for m in llama.store.chunks(prefixes=True)]
-    first = llama.engine.ask(llama.store, QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY)
-    second = llama.engine.ask(llama.store, QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY)
+    first = llama.engine.ask(llama.store, Question(QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY))
+    second = llama.engine.ask(llama.store, Question(QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY))
     assert first.generated_ids == second.generated_ids
     assert first.text == second.text
     assert [(m.key, m.blob_digests) for m in llama.store.chunks(prefixes=True)] == before
@@ -151,9 +153,9 @@ def test_document_context_in_order_needs_no_repair(tmp_path: Path) -> None:
     full = setup.logits(setup.keys[:3], BlendConfig(mode="full"), suffix_positions)
     reused = setup.logits(setup.keys[:3], BlendConfig(mode="reuse"), suffix_positions)
     assert (full - reused).abs().max() <= 1e-4
-    answer = setup.engine.ask(setup.store, QUESTION, setup.keys[:3], BlendConfig(), GREEDY)
+    answer = setup.engine.ask(setup.store, Question(QUESTION, setup.keys[:3], BlendConfig(), GREEDY))
     assert [c.status for c in answer.chunks] == ["exact"] * 3
-    moved = setup.engine.ask(setup.store, QUESTION, [setup.keys[1], setup.keys[0]], BlendConfig(), GREEDY)
+    moved = setup.engine.ask(setup.store, Question(QUESTION, [setup.keys[1], setup.keys[0]], BlendConfig(), GREEDY))
     assert [c.status for c in moved.chunks] == ["blended", "blended"]
 
 
@@ -169,7 +171,7 @@ def test_what_is_exact_differs_by_the_codecs_rounding(tmp_path: Path, codec: str
 def test_ratio_one_is_full_prefill_with_a_lossy_codec(tmp_path: Path, selector: str) -> None:
     """Nothing of what is stored is left, layer 0 included; the prefix, which would be exact, is not stored."""
     setup = Setup(tmp_path, "llama-gqa", context="document", kv_dtype="int8")
-    setup.store.remove_chunks([setup.engine.collection(kv_dtype="int8").prefix_key])
+    setup.store.remove_chunks([setup.engine.runtime.collection(kv_dtype="int8").prefix_key])
     keys = [setup.keys[i] for i in (1, 0, 2)]
     full = setup.logits(keys, BlendConfig(mode="full"), suffix_positions)
     blended = setup.logits(keys, BlendConfig(ratio=1.0, selector=selector), suffix_positions)
@@ -191,7 +193,7 @@ def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None
     keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][:3]
     assert sum(m.num_tokens for m in store.chunks()) > 128
     reused, full = (
-        engine.ask(store, "who?", keys, BlendConfig(mode=m), GREEDY, verify=True) for m in ("reuse", "full")
+        engine.ask(store, Question("who?", keys, BlendConfig(mode=m), GREEDY), verify=True) for m in ("reuse", "full")
     )
     assert [c.status for c in reused.chunks] == ["exact"] * 3
     assert reused.prompt_tokens + len(reused.generated_ids) <= 128
@@ -216,18 +218,18 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
     setup.engine.model.spec.__dict__["max_position_embeddings"] = 512  # dynamic is there to go past it
     full = setup.logits(setup.keys, BlendConfig(mode="full"), suffix_positions)
     blended = setup.logits(setup.keys, BlendConfig(ratio=1.0), suffix_positions)
-    collection, request = setup.engine.request(
-        setup.store, QUESTION, setup.keys, BlendConfig(mode="full"), GREEDY, "", []
+    request = resolve(
+        setup.engine.runtime, setup.store, Question(QUESTION, setup.keys, BlendConfig(mode="full"), GREEDY)
     )
-    done = prefill(setup.engine.model, collection, setup.store, request, 16, [])
+    done = prefill(setup.engine.runtime, request)
     ids = torch.tensor([done.plan.token_ids])
     assert ids.shape[1] > 128
     with torch.no_grad():
         expected = setup.reference(ids).logits[0]
     assert (full - expected[-full.shape[0] :]).abs().max() <= 1e-4
     assert (full - blended).abs().max() <= 1e-4
-    planned = setup.engine.plan(setup.store, QUESTION, setup.keys, BlendConfig(), sampling=GREEDY)
-    answer = setup.engine.ask(setup.store, QUESTION, setup.keys, BlendConfig(), GREEDY)
+    planned = setup.engine.plan(setup.store, Question(QUESTION, setup.keys, BlendConfig(), GREEDY))
+    answer = setup.engine.ask(setup.store, Question(QUESTION, setup.keys, BlendConfig(), GREEDY))
     assert (planned.cached_tokens, planned.exact_tokens) == (answer.cached_tokens, answer.exact_tokens)
     assert planned.kv_bytes == answer.kv_bytes_loaded
     assert (planned.exact_tokens == 0) == (type_ != "linear")

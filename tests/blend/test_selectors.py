@@ -18,9 +18,9 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.runtime import ask
-from cacheblend_cli.runtime.ask import Prefilled, prefill
 from cacheblend_cli.runtime.config import parse_checks, parse_layers
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 QUESTION = "where does Mara work?"
 CANDIDATES = Candidates(
@@ -137,11 +137,10 @@ class Bench:
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
     def prefill(self, blend: BlendConfig, room: int = 16) -> Prefilled:
-        notes: list[str] = []
-        collection, request = self.engine.request(
-            self.store, QUESTION, self.keys, blend, SamplingParams(max_tokens=room), "", notes
+        request = resolve(
+            self.engine.runtime, self.store, Question(QUESTION, self.keys, blend, SamplingParams(max_tokens=room))
         )
-        return prefill(self.engine.model, collection, self.store, request, 16, notes, room=room)
+        return prefill(self.engine.runtime, request, room=room)
 
     def kv_error(self, blend: BlendConfig) -> float:
         """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
@@ -202,7 +201,7 @@ def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pyt
 def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suffix's own K of a layer is in the pool when its attention is measured."""
     pool = KVPool.of(bench.engine.model.decoder, 64, 16)
-    monkeypatch.setattr(ask, "new_sequence", lambda decoder, memory, num_tokens, size: pool.new_sequence(num_tokens))
+    monkeypatch.setattr(bench.engine.runtime, "new_sequence", pool.new_sequence)
     chosen = []
     for before in (0.0, float("nan")):
         for cache in pool.tensors:

@@ -11,7 +11,8 @@ from cacheblend_store import ChunkManifest, ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, PrecomputeReport, SamplingParams
-from cacheblend_cli.runtime.ask import Prefilled, prefill
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 QUESTION = "where does Mara work?"
 CONTEXTS = ("sink", "document", "neighbours")
@@ -39,13 +40,13 @@ class Corpus:
 
     def chunks(self, context: str, page: int = 0) -> list[ChunkManifest]:
         """Of one page in one context, in order."""
-        record = self.store.get_document(self.engine.collection().id, f"{self.docs}/{page}.md", context)
+        record = self.store.get_document(self.engine.runtime.collection().id, f"{self.docs}/{page}.md", context)
         found = [self.store.get_chunk(place.key) for place in record.chunks] if record else []
         return [m for m in found if m is not None]
 
     def prefill(self, keys: Sequence[bytes], blend: BlendConfig) -> Prefilled:
-        collection, request = self.engine.request(self.store, QUESTION, keys, blend, SamplingParams(), "", [])
-        return prefill(self.engine.model, collection, self.store, request, 16, [])
+        request = resolve(self.engine.runtime, self.store, Question(QUESTION, keys, blend, SamplingParams()))
+        return prefill(self.engine.runtime, request)
 
     def far_from_full(self, keys: Sequence[bytes]) -> float:
         """Largest difference of a logit, nothing repaired, to a full prefill."""
@@ -116,8 +117,8 @@ def test_neighbours_are_found_in_the_store_too(corpus: Corpus) -> None:
     corpus.precompute("neighbours", neighbours=3)
     whole = [m.key for m in corpus.chunks("neighbours", 0)]
     corpus.store.remove_chunks([m.key for m in corpus.store.chunks()])
-    corpus.store.remove_document(corpus.engine.collection().id, f"{corpus.docs}/0.md", "neighbours")
-    corpus.store.remove_document(corpus.engine.collection().id, f"{corpus.docs}/1.md", "neighbours")
+    corpus.store.remove_document(corpus.engine.runtime.collection().id, f"{corpus.docs}/0.md", "neighbours")
+    corpus.store.remove_document(corpus.engine.runtime.collection().id, f"{corpus.docs}/1.md", "neighbours")
     corpus.precompute("sink", "1.md")
     corpus.precompute("neighbours", "0.md", neighbours=3)
     assert [m.key for m in corpus.chunks("neighbours", 0)] == whole

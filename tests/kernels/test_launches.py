@@ -18,6 +18,7 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.runtime.request import Question
 
 pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV
@@ -209,7 +210,7 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
             engine.precompute(store, [str(tmp_path / "a.md")], PrecomputeOptions(chunk_tokens=8), lambda event: None)
             keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][2::-1]
             blend = BlendConfig(ratio=0.3, selector=selector)
-            answer = engine.ask(store, "?", keys, blend, SamplingParams(max_tokens=3, ignore_eos=True))
+            answer = engine.ask(store, Question("?", keys, blend, SamplingParams(max_tokens=3, ignore_eos=True)))
     assert len(answer.generated_ids) == 3
     assert answer.recomputed_tokens > 0
     expected = {"load_kv_kernel", "prefill_attention_kernel", "decode_attention_kernel", "rope_and_cache_kernel"}

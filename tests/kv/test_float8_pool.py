@@ -19,7 +19,8 @@ from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.runtime.ask import Prefilled, prefill
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 QUESTION = "where does Mara work?"
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -41,11 +42,8 @@ class Setup:
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: -m.index)]
 
     def prefill(self, engine: Engine, blend: BlendConfig) -> Prefilled:
-        collection, request = engine.request(self.store, QUESTION, self.keys[:4], blend, GREEDY, "", [])
-        return prefill(
-            engine.model, collection, self.store, request, 16, [], room=8,
-            output_positions=lambda plan: torch.arange(plan.segments[-1].start, plan.num_tokens),
-        )  # fmt: skip
+        request = resolve(engine.runtime, self.store, Question(QUESTION, self.keys[:4], blend, GREEDY))
+        return prefill(engine.runtime, request, room=8, output_positions=lambda plan: torch.arange(plan.segments[-1].start, plan.num_tokens))  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -120,7 +118,7 @@ def test_a_shared_block_is_copied_on_write(setup: Setup) -> None:
 
 def test_the_same_question_has_the_same_answer(setup: Setup) -> None:
     answers = [
-        setup.float8.ask(setup.store, QUESTION, keys, BlendConfig(), GREEDY).generated_ids
+        setup.float8.ask(setup.store, Question(QUESTION, keys, BlendConfig(), GREEDY)).generated_ids
         for keys in (setup.keys[:4], setup.keys[2:], setup.keys[:4])
     ]
     assert answers[0] == answers[2]
@@ -138,7 +136,7 @@ def test_nothing_of_a_prompt_saturates(setup: Setup) -> None:
 
 def test_scales_are_of_every_head_and_depend_on_the_model_alone(setup: Setup) -> None:
     decoder = setup.plain.model.decoder
-    first, second = (calibrate(decoder, setup.plain.template.prefix_ids, 16) for _ in range(2))
+    first, second = (calibrate(decoder, setup.plain.runtime.template.prefix_ids, 16) for _ in range(2))
     for ours, again in ((first.k, second.k), (first.v, second.v)):
         assert len(ours) == decoder.spec.num_layers
         for a, b in zip(ours, again, strict=True):

@@ -21,7 +21,8 @@ from cacheblend_cli.kv import batch as kv_batch
 from cacheblend_cli.kv import loader as kv_loader
 from cacheblend_cli.kv.batch import KVBatch, Rows, batches_of
 from cacheblend_cli.kv.staging import Event, StagingRing
-from cacheblend_cli.runtime.ask import Prefilled, prefill
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -183,10 +184,10 @@ class Stored:
         )
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
-    def prefill(self, keys: list[bytes], notes: list[str] | None = None) -> Prefilled:
+    def prefill(self, keys: list[bytes]) -> Prefilled:
         blend = BlendConfig(ratio=0.3)
-        collection, request = self.engine.request(self.store, "where?", keys, blend, GREEDY, "", [])
-        return prefill(self.engine.model, collection, self.store, request, 16, [] if notes is None else notes)
+        request = resolve(self.engine.runtime, self.store, Question("where?", keys, blend, GREEDY))
+        return prefill(self.engine.runtime, request)
 
 
 @pytest.fixture
@@ -242,9 +243,8 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Host
     content[at] ^= 1
     path.write_bytes(content)
     stored.store = ChunkStore.open(tmp_path / "store", mode="read")
-    notes: list[str] = []
-    found = stored.prefill(stored.keys[:4], notes)
-    assert any("digest" in note for note in notes)
+    found = stored.prefill(stored.keys[:4])
+    assert any("digest" in note for note in found.request.notes)
     assert [s.status for s in found.plan.chunks][2] == "computed"
     assert not torch.equal(good.result.logits, found.result.logits)
     assert threading.active_count() < 20  # the loader's threads are gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
-from cacheblend_cli.runtime.generate import Generation, generate
+from cacheblend_cli.runtime.generate import Continuation, Generation, generate
+from cacheblend_cli.runtime.runtime import Runtime
 
 PROMPT = list(range(5, 42))
 
@@ -72,10 +74,9 @@ def run(
 ) -> tuple[Generation, str]:
     sequence, logits = prefilled(engine, pool, PROMPT)
     shown: list[str] = []
-    found = generate(
-        engine.model.decoder, pool, sequence, len(PROMPT), logits, engine.model.tokenizer, frozenset(eos or ()), params,
-        shown.append, runner, ahead,
-    )  # fmt: skip
+    runtime = Runtime(replace(engine.model, eos_ids=frozenset(eos or ())), engine.config)
+    begin = Continuation(sequence, len(PROMPT), logits)
+    found = generate(runtime, begin, params, shown.append, runner=runner, ahead=ahead)
     sequence.release()
     pool.allocator.check_integrity()
     return found, "".join(shown)

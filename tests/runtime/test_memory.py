@@ -18,8 +18,9 @@ from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.loading import check_room
-from cacheblend_cli.runtime import ask
+from cacheblend_cli.runtime import prefill
 from cacheblend_cli.runtime.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve, warm_up
+from cacheblend_cli.runtime.request import Question
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -78,14 +79,14 @@ def test_pool_and_activations_never_pass_the_share(
 
 def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     """The lasting pool gives the answers of a fresh one, and every block comes back, whatever happened."""
-    plain = engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY)
+    plain = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY))
     memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, 1 << 30, 1 << 28))
     assert isinstance(memory, DeviceMemory)
-    engine._memory = memory
+    engine.runtime._memory = memory
     for cache in memory.pool.tensors:
         cache.fill_(float("nan"))
     for _ in range(3):
-        answer = engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, verify=True)
+        answer = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), verify=True)
         assert answer.generated_ids == plain.generated_ids
         assert answer.verify is not None
         assert answer.verify.kl < 1e-6
@@ -95,10 +96,10 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.ask(None, "where does Mara work?", [], BlendConfig(), GREEDY, on_text=broken)
+        engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), on_text=broken)
     assert memory.pool.allocator.num_used == 0
     with pytest.raises(UsageError, match="check layer 9"):
-        engine.ask(None, "where does Mara work?", [], BlendConfig(selector="hkvd", check_layer=9), GREEDY)
+        engine.ask(None, Question("where does Mara work?", [], BlendConfig(selector="hkvd", check_layer=9), GREEDY))
     assert memory.pool.allocator.num_used == 0
 
 
@@ -125,9 +126,9 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     per_token = engine.model.spec.kv_bytes_per_token(4) + 1000
     used = 1 << 28
     total = int((used + (1 << 20) + 64 * per_token) / 0.9) + 8000
-    engine._memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, total, used))
+    engine.runtime._memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, total, used))
     with pytest.raises(DeviceError, match="64 fit") as caught:
-        engine.ask(None, "where does Mara work? " * 20, [], BlendConfig(), GREEDY)
+        engine.ask(None, Question("where does Mara work? " * 20, [], BlendConfig(), GREEDY))
     assert caught.value.hint is not None
     assert "--gpu-memory-utilization" in caught.value.hint
 
@@ -138,33 +139,33 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(ask, "blended_prefill", out_of_memory)
+    monkeypatch.setattr(prefill, "blended_prefill", out_of_memory)
     with pytest.raises(DeviceError, match="ran out of memory") as caught:
-        engine.ask(None, "where?", [], BlendConfig(), GREEDY)
+        engine.ask(None, Question("where?", [], BlendConfig(), GREEDY))
     assert caught.value.__cause__ is not None
     assert held[0]() is None  # or what would fit were counted too low
-    assert engine._memory is not None
-    assert engine._memory.pool.allocator.num_used == 0
+    assert engine.runtime._memory is not None
+    assert engine.runtime._memory.pool.allocator.num_used == 0
 
 
 def test_packs_that_do_not_fit_are_halved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = engine.model.decoder
-    prefix = collect.collect_prefix(decoder, [1, 2, 3], 16)
+    prefix = collect.collect_prefix(decoder, [1, 2, 3])
     sequences = [
         collect.CollectSequence(tuple(range(5, 5 + n)), (collect.Kept(bytes([n]), 0, n),)) for n in (7, 9, 4, 12, 6)
     ]
-    whole = list(collect.collect(decoder, prefix, sequences, 16))
+    whole = list(collect.collect(decoder, prefix, sequences))
     plain, sizes = collect._collect_pack, []
 
-    def tight(decoder: Any, prefix: Any, pack: Any, block_size: int) -> Any:
+    def tight(decoder: Any, prefix: Any, pack: Any) -> Any:
         sizes.append(len(pack))
         if sum(len(s.token_ids) for s in pack) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(decoder, prefix, pack, block_size)
+        return plain(decoder, prefix, pack)
 
     monkeypatch.setattr(collect, "_collect_pack", tight)
     most = 16
-    found = list(collect.collect(decoder, prefix, sequences, 16))
+    found = list(collect.collect(decoder, prefix, sequences))
     assert sizes == [5, 2, 3, 1, 2, 1, 1]
     assert [kv.key for kv in found] == [kv.key for kv in whole]
     for ours, theirs in zip(found, whole, strict=True):
@@ -172,7 +173,7 @@ def test_packs_that_do_not_fit_are_halved(engine: Engine, monkeypatch: pytest.Mo
         torch.testing.assert_close(ours.v, theirs.v)
     most = 11
     with pytest.raises(DeviceError, match="15 tokens that stand together") as caught:
-        list(collect.collect(decoder, prefix, sequences, 16))
+        list(collect.collect(decoder, prefix, sequences))
     assert "--chunk-tokens" in str(caught.value.hint)
 
 
@@ -191,6 +192,6 @@ def test_no_room_at_all(engine: Engine) -> None:
 
 
 def test_the_cpu_keeps_no_pool(engine: Engine) -> None:
-    assert engine.memory() is None
+    assert engine.runtime.memory() is None
     with pytest.raises(UsageError, match="gpu-memory-utilization"):
         EngineConfig(gpu_memory_utilization=0)

@@ -14,8 +14,8 @@ from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend.cost import Speeds
-from cacheblend_cli.runtime.ask import plan_of
 from cacheblend_cli.runtime.controller import kv_bytes, workload
+from cacheblend_cli.runtime.request import Question, resolve
 from cacheblend_cli.runtime.speeds import SpeedFile, fit, kv_share, measure_compute, measure_loading
 
 ROWS = (8, 32, 128, 512, 1024)
@@ -72,23 +72,21 @@ def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunk
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         engine.precompute(store, [str(tmp_path)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         keys = sorted(m.key for m in store.chunks())
-        collection, request = engine.request(store, "who?", keys, BlendConfig(), SamplingParams(), "", [])
-        plan = plan_of(engine.model, collection, request)
-        answer = engine.ask(store, "who?", keys, BlendConfig(), SamplingParams(max_tokens=1))
-        work = workload(engine.model, collection, request)
+        request = resolve(engine.runtime, store, Question("who?", keys, BlendConfig(), SamplingParams()))
+        plan = request.plan
+        answer = engine.ask(store, Question("who?", keys, BlendConfig(), SamplingParams(max_tokens=1)))
+        work = workload(request)
         assert work.total == answer.prompt_tokens
         assert work.inexact == answer.cached_tokens - answer.exact_tokens
         assert work.fresh == plan.fresh_tokens
-        assert work.kv_bytes == kv_bytes(collection, plan) == answer.kv_bytes_loaded
+        assert work.kv_bytes == kv_bytes(request) == answer.kv_bytes_loaded
         seen = [p + 1 for s in plan.chunks if s.status == "blended" for p in range(s.start, s.end)]
         assert work.inexact_keys == pytest.approx(sum(seen) / len(seen))
-        assert (
-            workload(engine.model, collection, replace(request, blend=BlendConfig(selector="first"))).check_layer == 0
-        )
-        speed = measure_loading(engine.model.decoder, store, plan, 16, None)
+        assert workload(replace(request, blend=BlendConfig(selector="first"))).check_layer == 0
+        speed = measure_loading(engine.runtime, store, plan)
         assert 0 < speed < math.inf
-        nothing = plan_of(engine.model, collection, replace(request, blend=BlendConfig(mode="full")))
-        assert measure_loading(engine.model.decoder, store, nothing, 16, None) == math.inf
+        nothing = replace(request, blend=BlendConfig(mode="full")).plan
+        assert measure_loading(engine.runtime, store, nothing) == math.inf
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

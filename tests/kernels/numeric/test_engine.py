@@ -15,7 +15,8 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOpti
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.kv_scales import KVScales
-from cacheblend_cli.runtime.ask import prefill
+from cacheblend_cli.runtime.prefill import prefill
+from cacheblend_cli.runtime.request import Question, resolve
 
 BLEND = BlendConfig(ratio=0.3)
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -31,7 +32,7 @@ class Setup:
         self.torch = Engine.load(EngineConfig(device="cpu", attention_backend="torch", **shared))  # type: ignore[arg-type]
         self.triton = Engine.load(EngineConfig(device=device.type, attention_backend="triton", **shared))  # type: ignore[arg-type]
         if float8:
-            scales = calibrate(self.torch.model.decoder, self.torch.template.prefix_ids, 16)
+            scales = calibrate(self.torch.model.decoder, self.torch.runtime.template.prefix_ids, 16)
             self.torch.model.decoder.kv_scales = scales
             self.triton.model.decoder.kv_scales = KVScales(
                 *(tuple(s.to(device) for s in part) for part in (scales.k, scales.v))
@@ -43,14 +44,11 @@ class Setup:
 
     def logits(self, engine: Engine) -> torch.Tensor:
         """fp32 logits of every row of the question and of two tokens decoded after it, on the CPU."""
-        collection, request = engine.request(self.store, "?", self.keys, BLEND, GREEDY, "", [])
+        request = resolve(engine.runtime, self.store, Question("?", self.keys, BLEND, GREEDY))
         decoder = engine.model.decoder
-        done = prefill(
-            engine.model, collection, self.store, request, 16, [], room=2,
-            output_positions=lambda plan: torch.arange(
+        done = prefill(engine.runtime, request, room=2, output_positions=lambda plan: torch.arange(
                 plan.segments[-1].start, plan.num_tokens, device=decoder.device
-            ),
-        )  # fmt: skip
+            ))  # fmt: skip
         assert done.loader.num_bytes > 0
         assert len(done.result.chosen) > 0
         length = done.plan.num_tokens
@@ -79,7 +77,7 @@ def test_blended_prefill_and_decode_are_those_of_torch(setup: Setup) -> None:
 @pytest.mark.parametrize("setup", ["llama"], indirect=True)
 def test_the_answer_is_that_of_torch(setup: Setup) -> None:
     ours, reference = (
-        engine.ask(setup.store, "?", setup.keys, BLEND, GREEDY) for engine in (setup.triton, setup.torch)
+        engine.ask(setup.store, Question("?", setup.keys, BLEND, GREEDY)) for engine in (setup.triton, setup.torch)
     )
     assert ours.generated_ids == reference.generated_ids
     assert ours.recomputed_tokens == reference.recomputed_tokens > 0

@@ -1,0 +1,110 @@
+"""Prefix -> collect -> encode -> store: how the KV of chunks gets into the store, wherever it is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from cacheblend_store import ChunkManifest, ChunkStore
+from cacheblend_store.format.codecs import encode_kv
+
+from cacheblend_cli.collect.commits import ChunkCommits, Committed
+from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.prompt.collection import Collection
+
+PREFIX_SOURCE = "(prefix)"
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk to collect or found in the store. left: token ids between the prefix and it."""
+
+    key: bytes
+    source: str
+    chunk: Chunk
+    left: tuple[int, ...]
+    context: str
+
+
+class Collector:
+    """Collects chunks of one collection, behind one prefix whose KV is computed when it is first needed."""
+
+    def __init__(self, collection: Collection, store: ChunkStore | None = None) -> None:
+        self.collection, self._store = collection, store
+        self._commits = ChunkCommits(store) if store is not None else None
+
+    @cached_property
+    def prefix(self) -> PrefixKV:
+        collection = self.collection
+        return collect_prefix(collection.model.decoder, collection.prefix_ids, collection.prefix_key)
+
+    def collect(self, chunks: Sequence[PlannedChunk]) -> Iterator[ChunkKV]:
+        """The KV of every chunk, in order. Raises DeviceError when the device has no room for one."""
+        yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
+
+    def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[Committed]:
+        """Collect the chunks and commit them as they come, several at once; what is given back is durable."""
+        assert self._commits is not None, "a collector that stores has a store"
+        for planned, kv in zip(chunks, self.collect(chunks), strict=True):
+            assert planned.key == kv.key
+            yield from self._commits.add(self._manifest(planned), self._encoded(kv))
+        yield from self._commits.flush()
+
+    def store_prefix(self) -> None:
+        """Store the prefix's KV as a chunk of its own, so that `ask` loads it instead of computing it."""
+        ids = self.prefix.token_ids
+        if ids:
+            text = self.collection.model.tokenizer.decode(ids, skip_special_tokens=False)
+            chunk = Chunk(0, text, ids, 0, len(text))
+            planned = PlannedChunk(self.collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
+            self.put(planned, self.prefix.kv)  # unchanged when it is there, repaired when it is damaged
+
+    def put(self, planned: PlannedChunk, kv: ChunkKV, keep: Set[bytes] = frozenset()) -> None:
+        """Encode and commit the KV of one chunk. keep: keys of chunks that stay for it."""
+        assert self._store is not None, "a collector that stores has a store"
+        self._store.put_chunks([(self._manifest(planned), self._encoded(kv))], keep)
+
+    def _encoded(self, kv: ChunkKV) -> list[bytes]:
+        """A blob a layer."""
+        return [encode_kv(k, v, self.collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+
+    def _manifest(self, planned: PlannedChunk) -> ChunkManifest:
+        collection, chunk = self.collection, planned.chunk
+        model = collection.model
+        before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
+        return ChunkManifest(
+            key=planned.key,
+            token_ids=chunk.token_ids,
+            text=chunk.text,
+            model=model.fingerprint,
+            model_name=model.name,
+            tokenizer=model.tokenizer.fingerprint,
+            collection=collection.id,
+            context=planned.context,
+            left_context_ids=planned.left,
+            collected_len=before + len(chunk.token_ids),
+            codec=collection.codec,
+            num_layers=model.spec.num_layers,
+            num_kv_heads=model.spec.num_kv_heads,
+            head_dim=model.spec.head_dim,
+            source=planned.source,
+            index=chunk.index,
+            span=(chunk.start, chunk.end),
+            created=time.time(),
+        )
+
+
+def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
+    """The sequences to prefill. Chunks that follow each other in one window share one: each sees those before it."""
+    out: list[CollectSequence] = []
+    for planned in chunks:
+        ids = (*planned.left, *planned.chunk.token_ids)
+        kept = Kept(planned.key, len(planned.left), len(ids))
+        if planned.left and out and out[-1].token_ids == planned.left:
+            out[-1] = CollectSequence(ids, (*out[-1].kept, kept))
+        else:
+            out.append(CollectSequence(ids, (kept,)))
+    return out

@@ -1,0 +1,50 @@
+"""`ask --dry-run`: what a request would take, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cacheblend_cli.runtime.controller import controller_of, decided, kv_bytes
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class AskPlan:
+    """Tokens by kind, bytes of KV to load, and what --ratio auto decides (see AutoReport)."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    fresh_tokens: int
+    kv_bytes: int
+    chunks: list[dict[str, Any]]
+    auto: dict[str, Any] | None = None
+
+
+def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
+    """What running the request would do. Raises UsageError for what would be refused."""
+    report = None
+    if auto and request.blend.mode == "blend":
+        controller = controller_of(runtime, request)
+        controller.ready(request)
+        report = controller.decide(request)
+        request = replace(request, blend=decided(request.blend, report.decision))
+    prompt = request.plan
+    runtime.check_length(prompt.num_tokens, request.sampling.max_tokens)
+    request.blend.policy(runtime.model.spec.num_layers, request.lossless)
+    uses = [
+        {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
+        for s in prompt.chunks
+    ]
+    told = report.to_dict() if report else None
+    return AskPlan(
+        prompt.num_tokens,
+        prompt.cached_tokens,
+        prompt.exact_tokens,
+        prompt.fresh_tokens,
+        kv_bytes(request),
+        uses,
+        told,
+    )

@@ -1,0 +1,140 @@
+"""What lives as long as an engine: the model, its prompt template, the device's memory, what this machine's speed is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from cacheblend_kernels import fallback_reason
+from cacheblend_store.format.layouts import CODECS
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.template import split_template
+from cacheblend_cli.runtime.config import EngineConfig
+from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.runtime.memory import DeviceMemory, reserve, sequence_of_its_own
+
+if TYPE_CHECKING:
+    from cacheblend_cli.runtime.controller import Controller
+
+Say = Callable[[str], None]
+
+
+class Runtime:
+    """Made once, and asked by everything that runs a request. Not thread-safe; use one a thread.
+
+    load_s: what loading took. say: told what takes time once on a machine. progress: told what takes time. memory: a
+    lasting pool to begin with.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
+        self.model, self.config, self.template = model, config, split_template(model.tokenizer)
+        self.load_s = 0.0
+        self.say: Say = lambda text: None
+        self.progress: Say = lambda text: None
+        self.controllers: dict[str, Controller] = {}  # a codec each
+        self._memory = memory
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Say | None = None, say: Say | None = None) -> Runtime:
+        """Load the model. Raises NotFoundError, UsageError or DeviceError."""
+        start = time.perf_counter()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = resolve_device(config.device)
+        if config.model is None:
+            from cacheblend_cli.demo import model_dir
+
+            path, name = model_dir(), "demo"
+        else:
+            path, name = resolve_model(config.model), config.model
+        if progress:
+            progress(f"loading {name}")
+        runtime = cls(load_model(path, name, device, config.dtype, config.attention_backend), config)
+        if config.kv_pool_dtype == "float8_e4m3":
+            prefix_ids = runtime.template.prefix_ids
+            runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)
+        runtime.load_s = time.perf_counter() - start
+        runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
+        if slower := fallback_reason(config.attention_backend, device):
+            runtime.say(slower)
+        return runtime
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.model.decoder
+
+    def memory(self) -> DeviceMemory | None:
+        """The GPU's pool and decode graphs, taken when they are first needed; None on CPU. Raises DeviceError."""
+        if self._memory is None and self.decoder.device.type == "cuda":
+            self.progress("warming the GPU up: a first run on a machine compiles the kernels, later ones find them")
+            self._memory = reserve(
+                self.decoder, self.config.block_size, self.config.gpu_memory_utilization, eager=self.config.eager
+            )
+        return self._memory
+
+    def new_sequence(self, num_tokens: int) -> PagedSequence:
+        """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
+        memory = self.memory()
+        if memory is not None:
+            return memory.pool.new_sequence(num_tokens)
+        return sequence_of_its_own(self.decoder, num_tokens, self.config.block_size)
+
+    def decode_runner(self, pool: KVPool) -> DecodeRunner:
+        """What decodes sequences of that pool."""
+        memory = self.memory()
+        return memory.runner if memory is not None and memory.pool is pool else EagerRunner(self.decoder, pool)
+
+    def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
+        """What the keys of chunks are made of. kv_dtype: None for the engine's."""
+        return Collection.of(self.model, self.template.prefix_ids, kv_dtype or self.config.kv_dtype, salt)
+
+    def collections(self, salt: str = "") -> list[Collection]:
+        """The collections whose chunks can be used as they are: one a codec, or the one that was asked for."""
+        names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
+        return [self.collection(salt, codec) for codec in names]
+
+    def check_length(self, num_tokens: int, room: int) -> None:
+        """Raises UsageError when a prompt and the answer's `room` do not fit the model's context."""
+        limit = self.model.spec.max_position_embeddings
+        if num_tokens + room > limit:
+            raise UsageError(
+                f"the prompt has {num_tokens} tokens and the answer up to {room}, "
+                f"and the context of {self.model.name} is {limit}",
+                "ask with fewer chunks, a shorter question or a smaller --max-tokens",
+            )
+
+    def check_chunk_tokens(self, chunk_tokens: int) -> None:
+        """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""
+        room = self.model.spec.max_position_embeddings - len(self.template.prefix_ids)
+        if chunk_tokens > room:
+            raise UsageError(
+                f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that the context of {self.model.name} has "
+                "room for behind the prompt's prefix",
+                f"use --chunk-tokens {min(512, room)}",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for `doctor`."""
+        spec, decoder = self.model.spec, self.decoder
+        return {
+            "name": self.model.name,
+            "path": str(self.model.path),
+            "architecture": spec.architecture,
+            "layers": spec.num_layers,
+            "parameters": decoder.num_bytes // decoder.dtype.itemsize,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
+            "attention_backend": decoder.kernels.name,
+            "context": spec.max_position_embeddings,
+            "rope": spec.rope["rope_type"],
+            "kv_bytes_per_token": int(bytes_per_token(decoder)),
+            "fingerprint": self.model.fingerprint,
+        }
