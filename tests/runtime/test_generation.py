@@ -105,7 +105,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Pa
     def ask(*stop: str) -> tuple[str, str, list[int], str]:
         pieces: list[str] = []
         params = SamplingParams(max_tokens=60, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
-        answer = engine.ask(None, "who?", [], BlendConfig(), params, on_text=pieces.append)
+        answer = engine.ask(None, Question("who?", [], BlendConfig(), params), on_text=pieces.append)
         return "".join(pieces), answer.text, answer.generated_ids, answer.finish_reason
 
     shown, text, ids, reason = ask()
