@@ -179,7 +179,9 @@ def test_control_tokens_in_a_question_stay_text(tmp_path: Path) -> None:
 
 def test_a_gpu_that_falls_back_to_torch_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
-    monkeypatch.setattr("cacheblend_cli.api.fallback_reason", lambda name, device: f"{device} has no {name}")
+    monkeypatch.setattr(
+        "cacheblend_cli.runtime.runtime.fallback_reason", lambda name, device: f"{device} has no {name}"
+    )
     told: list[str] = []
     engine = Engine.load(EngineConfig(model=str(tmp_path / "m")), notice=told.append)
     engine.ask(None, "who?", [], BlendConfig(), SamplingParams(max_tokens=2))
