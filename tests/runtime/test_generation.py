@@ -184,7 +184,7 @@ def test_a_gpu_that_falls_back_to_torch_is_told_once(tmp_path: Path, monkeypatch
     )
     told: list[str] = []
     engine = Engine.load(EngineConfig(model=str(tmp_path / "m")), notice=told.append)
-    engine.ask(None, "who?", [], BlendConfig(), SamplingParams(max_tokens=2))
+    engine.ask(None, Question("who?", [], BlendConfig(), SamplingParams(max_tokens=2)))
     assert told == ["cpu has no auto"]
 
 
