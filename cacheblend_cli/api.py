@@ -16,7 +16,9 @@ from cacheblend_cli.collect.precompute import (
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
 from cacheblend_cli.corpus.contexts import prefer_exact
 from cacheblend_cli.corpus.documents import read_documents, source_name
+from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
@@ -65,6 +67,10 @@ class Engine:
     def collection_ids(self, salt: str = "") -> list[str]:
         """The collections whose chunks this engine can use as they are."""
         return [collection.id for collection in self.runtime.collections(salt)]
+
+    def nothing_found(self, store: ChunkStore, salt: str = "") -> NotFoundError:
+        """Why a search among this engine's chunks found none."""
+        return nothing_found(store, self.runtime.collection(salt), self.collection_ids(salt))
 
     def precompute(
         self,

@@ -141,6 +141,8 @@ def ask(
         if keys is None:
             collections = engine.collection_ids(settings.salt)
             keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context)
+            if not keys:
+                raise engine.nothing_found(kv_store, settings.salt)
             keys = engine.prefer_exact(kv_store, keys, settings.salt)
         what = Question(item.question, keys, blend, sampling, settings.salt)
         if dry_run:
@@ -232,10 +234,5 @@ def find_chunks(
     from cacheblend_cli.corpus.search import search
 
     hits = next((found for c in collections if (found := search(store, question, k, c, context))), [])
-    if not hits:
-        raise NotFoundError(
-            "no stored chunk of this model matches the question",
-            "precompute documents with this model first, or name chunks with --chunks",
-        )
     rank = {hit.source: i for i, hit in reversed(list(enumerate(hits)))}
     return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index))]

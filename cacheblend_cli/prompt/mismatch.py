@@ -1,0 +1,121 @@
+"""Why nothing that is stored serves a question: in what the nearest stored collection differs from the one that is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection as Ids
+from dataclasses import dataclass, replace
+
+from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, collection_id
+
+from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.model.loading import DTYPES, model_fingerprint
+from cacheblend_cli.prompt.collection import Collection
+
+_PRECOMPUTE = "precompute the documents as you ask for them"
+
+
+@dataclass
+class _Stored:
+    """A collection in the store: one of its chunks, how many there are, and the ids of its prefix where they are stored."""
+
+    sample: ChunkManifest
+    chunks: int = 0
+    prefix_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """stored, asked: what both are, to be said after "for MODEL". to_do: what to ask with to get what is stored."""
+
+    stored: str
+    asked: str
+    to_do: str = ""
+
+
+def nothing_found(store: ChunkStore, collection: Collection, usable: Ids[str]) -> NotFoundError:
+    """What to tell who asked and got nothing. usable: ids of the collections that would have served."""
+    groups = _stored(store)
+    own = sum(group.chunks for name, group in groups.items() if name in usable)
+    model = collection.model.name
+    if own:
+        return NotFoundError(
+            f"none of the {own} chunks that are stored for {model} has a word of the question",
+            "ask in other words, or name chunks: --chunks ID,ID (cacheblend chunks ls lists them)",
+        )
+    others = [(group, _differences(collection, group.sample, group.prefix_ids, usable)) for group in groups.values()]
+    others = [(group, found) for group, found in others if group.chunks]
+    if not others:
+        return NotFoundError(f"nothing is stored in {store.path} yet", "store documents: cacheblend precompute PATH")
+    group, found = min(others, key=lambda other: (other[0].sample.model_name != model, len(other[1]), -other[0].chunks))
+    rest = sum(other.chunks for other, _ in others) - group.chunks
+    to_do = [difference.to_do for difference in found if difference.to_do]
+    return NotFoundError(
+        f"{_say(group.chunks, group.sample.model_name, [d.stored for d in found])}"
+        + (f" (and {rest} for others)" if rest else "")
+        + f"; you ask for {_for(model, [d.asked for d in found])}",
+        f"ask with {' and '.join(to_do)}, or {_PRECOMPUTE}" if to_do else _PRECOMPUTE,
+    )
+
+
+def _say(count: int, model: str, differences: list[str]) -> str:
+    return f"{count} chunk{'s are' if count != 1 else ' is'} stored for {_for(model, differences)}"
+
+
+def _for(model: str, differences: list[str]) -> str:
+    return " ".join(filter(None, [model, *differences]))
+
+
+def _stored(store: ChunkStore) -> dict[str, _Stored]:
+    groups: dict[str, _Stored] = {}
+    for manifest in store.chunks(prefixes=True):
+        group = groups.setdefault(manifest.collection, _Stored(manifest))
+        if manifest.context == "prefix":
+            group.prefix_ids = manifest.token_ids
+        else:
+            group.chunks += 1
+    return groups
+
+
+def _differences(
+    collection: Collection, sample: ChunkManifest, prefix_ids: tuple[int, ...] | None, usable: Ids[str]
+) -> list[_Difference]:
+    """Of another model everything is another, and that it is says enough. prefix_ids: of the sample's collection; None: not
+    known."""
+    model, found = collection.model, []
+    if sample.model != model.fingerprint:
+        ours = str(model.decoder.dtype).removeprefix("torch.")
+        dtype = next((n for n, d in DTYPES.items() if model_fingerprint(model.spec, model.path, d) == sample.model), "")
+        if dtype:
+            found.append(_Difference(f"in {dtype}", f"in {ours}", f"--dtype {dtype}"))
+        elif sample.model_name != model.name:
+            return [_Difference("", "", f"--model {sample.model_name}")]
+        else:
+            return [_Difference("as it was then", "as it is now: its files or how they are read have changed")]
+    if sample.tokenizer != model.tokenizer.fingerprint:
+        found.append(_Difference("with another tokenizer", ""))
+    if replace(collection, codec=sample.codec).id not in usable:
+        found.append(_Difference(f"as {sample.codec}", f"as {collection.codec}", "--kv-dtype auto"))
+    return found + _prompt_differences(collection, sample, prefix_ids)
+
+
+def _prompt_differences(
+    collection: Collection, sample: ChunkManifest, prefix_ids: tuple[int, ...] | None
+) -> list[_Difference]:
+    """Prefix and salt are known by the digest that is the collection's id alone: what would explain it is tried."""
+
+    def explained(salt: str) -> bool:
+        parts = KeyParts(sample.model, sample.tokenizer, prefix, (), sample.codec, salt)
+        return collection_id(parts) == sample.collection
+
+    prefix = collection.prefix_ids if prefix_ids is None else prefix_ids
+    found = []
+    if prefix != collection.prefix_ids:
+        found.append(_Difference("behind another beginning of the prompt", "behind what its template makes now"))
+    if explained(collection.salt):
+        return found
+    if explained(""):
+        return [*found, _Difference("without a salt", "with one", "no --salt")]
+    if prefix_ids is None:
+        return [*found, _Difference("with another salt or behind another beginning of the prompt", "")]
+    stored, asked = ("with another salt", "with yours") if collection.salt else ("with a salt", "without one")
+    return [*found, _Difference(stored, asked, "the --salt they were stored with")]

@@ -1,0 +1,80 @@
+"""ask that finds nothing: what is stored, in what it differs from what is asked for, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("stored_with", "asked_with", "says", "to_do"),
+    [
+        ((), ("--salt", "me"), "without a salt; you ask for {model} with one", "ask with no --salt"),
+        (("--salt", "me"), (), "with a salt; you ask for {model} without one", "the --salt they were stored with"),
+        (("--salt", "me"), ("--salt", "you"), "with another salt; you ask for {model} with yours", "the --salt they were"),
+        ((), ("--dtype", "bfloat16"), "in float32; you ask for {model} in bfloat16", "ask with --dtype float32"),
+        (("--kv-dtype", "int8"), ("--kv-dtype", "float32"), "as int8; you ask for {model} as float32", "--kv-dtype auto"),
+        (("--dtype", "bfloat16", "--salt", "me"), (), "in bfloat16 with a salt; you ask for {model} in float32 without one",
+         "ask with --dtype bfloat16 and the --salt"),
+    ],
+)  # fmt: skip
+def test_the_difference_is_named(
+    cli: Cli, docs: Path, model: Path, stored_with: tuple[str], asked_with: tuple[str], says: str, to_do: str
+) -> None:
+    stored = cli("precompute", "docs", *stored_with, "-q").out.split()
+    assert cli("ask", "alpha", "--max-tokens", "1", *stored_with).code == 0
+    refused = cli("ask", "alpha", *asked_with)
+    assert refused.code == 3
+    assert f"{len(stored)} chunks are stored for {model} {says.format(model=model)}" in refused.err
+    assert to_do in refused.err.rpartition("hint: ")[2]
+
+
+def test_another_model_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) -> None:
+    cli("precompute", "docs/alpha.md")
+    other = tmp_path / "other-model"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 777.0, "rope_parameters": None}))
+    refused = cli("ask", "alpha", "--model", str(other))
+    assert refused.code == 3, refused.err
+    assert f"1 chunk is stored for {model}; you ask for {other}" in refused.err
+    assert f"hint: ask with --model {model}" in refused.err
+
+
+def test_another_template_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    cli("precompute", "docs/alpha.md", "--model", str(own))
+    template = "{{ 'The present moment.' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (own / "chat_template.jinja").write_text(template)
+    refused = cli("ask", "alpha", "--model", str(own))
+    assert refused.code == 3, refused.err
+    assert "behind another beginning of the prompt" in refused.err
+    assert "hint: precompute the documents" in refused.err
+
+
+def test_words_that_nothing_has_are_not_taken_for_a_difference(cli: Cli, stored: list[str], model: Path) -> None:
+    refused = cli("ask", "qqqqzzz")
+    assert refused.code == 3
+    assert f"none of the {len(stored)} chunks that are stored for {model} has a word of the question" in refused.err
+
+
+def test_an_empty_store_says_so(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    cli("chunks", "rm", "--all")
+    refused = cli("ask", "alpha")
+    assert refused.code == 3
+    assert f"nothing is stored in {tmp_path / 'store'} yet" in refused.err
+
+
+def test_the_nearest_of_several_is_named(cli: Cli, docs: Path, model: Path) -> None:
+    first = cli("precompute", "docs", "--dtype", "bfloat16", "--salt", "me", "-q").out.split()
+    second = cli("precompute", "docs/alpha.md", "--salt", "me", "-q").out.split()
+    refused = cli("ask", "alpha")
+    assert f"{len(second)} chunk is stored for {model} with a salt (and {len(first)} for others)" in refused.err
