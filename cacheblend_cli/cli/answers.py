@@ -62,7 +62,7 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
         return
     if plan.chunks:
         rows = [(c["id"][:12], c["tokens"], c["status"], c["source"]) for c in plan.chunks]
-        output.table(("chunk", "tokens", "status", "source"), rows, right=(1,))
+        output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
     before = plan.prompt_tokens - plan.cached_tokens - plan.fresh_tokens
     output.text(
         f"{plan.prompt_tokens} prompt tokens: {plan.cached_tokens} cached ({plan.exact_tokens} exact), "

@@ -57,7 +57,7 @@ def ls(
         table = [
             (m.id[:12], m.num_tokens, _size(m), f"{m.source}#{m.index}", " ".join(m.text.split())[:50]) for m in rows
         ]
-        output.table(("id", "tokens", "size", "source", "text"), table, right=(1, 2))
+        output.table(("id", "tokens", "size", "source", "text"), table, right=(1, 2), ends=(3,))
         output.note(
             f"{len(rows)} chunks, {sum(m.num_tokens for m in rows):,} tokens, {format_size(sum(m.num_bytes for m in rows))}"
         )
@@ -81,7 +81,7 @@ def show(
         output.json({**record, "text": manifest.text, "token_ids": list(manifest.token_ids)})
         return
     for name, value in record.items():
-        output.text(f"{name:<14}{value}")
+        output.line(f"{name:<14}{value}")
     output.text("\n" + manifest.text)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 _ERASE_LINE = "\r\x1b[2K"
 _REDRAW_S = 0.1
+_LEAST_WIDTH = 6
 
 
 class Output:
@@ -37,9 +38,12 @@ class Output:
     def json(self, record: Any) -> None:
         """One JSON object a line."""
         self._erase_bar(self.out_tty)
-        unicode = (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
-        self.out.write(json.dumps(record, ensure_ascii=not unicode) + "\n")
+        self.out.write(json.dumps(record, ensure_ascii=not self._unicode) + "\n")
         self.out.flush()
+
+    @property
+    def _unicode(self) -> bool:
+        return (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
 
     def note(self, text: str) -> None:
         """A message on stderr, not with --quiet."""
@@ -54,15 +58,34 @@ class Output:
         if hint:
             self._message(f"hint: {hint}", "2")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> None:
-        """An aligned table on stdout. right: indexes of the columns to align right. A terminal cuts long lines."""
-        show = visible if self.out_tty else str
+    def line(self, text: str) -> None:
+        """A line of data with names in it: on a terminal their newlines and tabs are made visible, too."""
+        self.text(visible_line(text) if self.out_tty else text)
+
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        right: Sequence[int] = (),
+        ends: Sequence[int] = (),
+    ) -> None:
+        """An aligned table on stdout. right: indexes of the columns to align right. On a terminal the others
+        but the first are cut so that every column is there; those in `ends`, whose ends say more, at the beginning."""
+        show = visible_line if self.out_tty else str
         cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-        limit = shutil.get_terminal_size().columns if self.out_tty else None
+        widths = [max(num_cells(row[i]) for row in cells) for i in range(len(columns))]
+        if self.out_tty:
+            room = shutil.get_terminal_size().columns - 2 * (len(columns) - 1)
+            _narrow(widths, [i for i in range(len(columns)) if i in ends or (i and i not in right)], room)
+            mark = "\u2026" if self._unicode else "~"
+            cells = [
+                [cut(c, w, mark, at_start=i in ends) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
+                for r in cells
+            ]
         for row in cells:
-            parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            self.out.write("  ".join(parts).rstrip()[:limit] + "\n")
+            padding = [" " * (w - num_cells(c)) for c, w in zip(row, widths, strict=True)]
+            parts = [pad + c if i in right else c + pad for i, (c, pad) in enumerate(zip(row, padding, strict=True))]
+            self.out.write("  ".join(parts).rstrip() + "\n")
         self.out.flush()
 
     @contextmanager
@@ -96,7 +119,7 @@ class Output:
 
     def _message(self, text: str, style: str) -> None:
         self._erase_bar(True)
-        text = visible(text) if self.err_tty else text
+        text = visible_line(text) if self.err_tty else text
         self.err.write(f"\x1b[{style}m{text}\x1b[0m\n" if self.color else text + "\n")
         self.err.flush()
 
@@ -110,6 +133,36 @@ class Output:
 def visible(text: str) -> str:
     """Control characters but newline and tab as their Unicode pictures, so that text cannot drive the terminal."""
     return "".join(_picture(c) if _is_control(c) else c for c in text)
+
+
+def visible_line(text: str) -> str:
+    """As `visible`, newlines and tabs too: what is one line stays one."""
+    return visible(text).replace("\n", "\u240a").replace("\t", "\u2409")
+
+
+def num_cells(text: str) -> int:
+    """Columns of a terminal that the text takes: two for most characters of Chinese and for emoji, none for accents."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def cut(text: str, width: int, mark: str, *, at_start: bool = False) -> str:
+    """The text, or what of it fits `width` columns with a mark where it was cut."""
+    if num_cells(text) <= width:
+        return text
+    part = text
+    while part and num_cells(part) + len(mark) > width:
+        part = part[1:] if at_start else part[:-1]
+    return mark + part if at_start else part + mark
+
+
+def _narrow(widths: list[int], which: Sequence[int], room: int) -> None:
+    """Take columns off the widest of those named until all fit, or none is wider than `_LEAST_WIDTH`."""
+    while which and sum(widths) > room and widths[widest := max(which, key=lambda i: widths[i])] > _LEAST_WIDTH:
+        widths[widest] -= 1
 
 
 def flush() -> None:

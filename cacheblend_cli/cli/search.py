@@ -50,4 +50,4 @@ def search(
         raise NotFoundError(f"no stored chunk matches {query!r}", "try other words, or precompute more documents")
     if not json and not quiet:
         rows = [(h.id[:12], f"{h.score:.2f}", f"{h.source}#{h.index}", h.snippet[:90]) for h in hits]
-        output.table(("id", "score", "source", "snippet"), rows, right=(1,))
+        output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))

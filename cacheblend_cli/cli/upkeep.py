@@ -68,6 +68,7 @@ def stats(
             ("source", *columns),
             [(name, *_share(share)) for name, share in sorted(found.sources.items())],
             right=(1, 2, 3),
+            ends=(0,),
         )
 
 
@@ -174,7 +175,7 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
             output.text(key.hex())
     else:
         for kind, message, _ in found:
-            output.text(f"{kind}: {message}")
+            output.line(f"{kind}: {message}")
         output.note(f"{report.chunks} chunks, {report.blobs} blobs, {format_size(report.bytes)} checked")
         if report.missing:
             output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute brings them back")

@@ -1,0 +1,94 @@
+"""What a terminal shows: every column at any width, one line a row, and no character that drives the terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from cacheblend_cli.cli.output import Output
+
+Cli = Callable[..., Any]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def shown(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The lines of stdout and stderr that a terminal of that width gets from a command."""
+
+    def call(width: int, *arguments: str) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "dumb")
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda: True)
+        result = cli(*arguments)
+        assert result.code == 0, result.err
+        return (result.out + result.err).splitlines()
+
+    return call
+
+
+def test_no_column_vanishes_from_a_narrow_terminal(shown: Callable[..., list[str]], stored: list[str]) -> None:
+    for width in (50, 60, 120):
+        listed = shown(width, "chunks", "ls")
+        assert listed[0].split() == ["id", "tokens", "size", "source", "text"]
+        row = next(line for line in listed if line.startswith(stored[1][:12]))
+        assert "#1" in row, "the end of the source, which tells the chunks apart"
+        assert "alpha" in row[listed[0].index("text") :]
+        found = shown(width, "search", "alpha lead")
+        assert found[0].split() == ["id", "score", "source", "snippet"]
+        assert "alpha" in found[1][found[0].index("snippet") :]
+        planned = shown(width, "ask", "alpha?", "--dry-run")
+        assert planned[0].split() == ["chunk", "tokens", "status", "source"]
+        for line in listed[:4] + found[:4] + planned[:4]:
+            assert cell_len(line) <= width
+
+
+@pytest.mark.parametrize("wide", ["\u8c01\u8d1f\u8d23\u8d26\u5355", "\U0001f469\U0001f44d", "ordinary"])
+def test_a_table_counts_the_cells_that_characters_take(wide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = Terminal()
+    Output(terminal, io.StringIO()).table(
+        ("source", "text", "n"), [(wide * 3, wide * 9, 7), ("a", "b", 10)], right=(2,), ends=(0,)
+    )
+    lines = terminal.getvalue().splitlines()
+    assert len({cell_len(line) for line in lines}) == 1
+    assert cell_len(lines[0]) <= 40
+    assert lines[1].endswith(" 7")
+
+
+def test_a_name_with_a_newline_is_one_line_on_a_terminal_and_raw_in_a_pipe(
+    cli: Cli, shown: Callable[..., list[str]], docs: Path
+) -> None:
+    name = "two\nlines\t\x1b[31m.md"
+    (docs / name).write_text("# gamma\n\nMara keeps the harbor.\n")
+    (docs / "bad\nname.md").write_bytes(b"\xff\xfe")
+    told = shown(200, "precompute", "docs")
+    assert any("skipped docs/bad\u240aname.md" in line for line in told)
+    [row] = [line for line in shown(200, "chunks", "ls") if "Mara keeps" in line]
+    assert "docs/two\u240alines\u2409\u241b[31m.md#0" in row
+    assert not any("\x1b" in line for line in shown(200, "search", "gamma"))
+    [answer] = [
+        line for line in shown(200, "ask", "gamma harbor?", "--top-k", "1", "--max-tokens", "2") if "[two" in line
+    ]
+    assert "[two\u240alines\u2409\u241b[31m.md]" in answer
+    chunk = row.split()[0]
+    assert any(line.startswith("source") and "two\u240alines" in line for line in shown(200, "chunks", "show", chunk))
+
+
+def test_a_pipe_gets_names_raw(cli: Cli, docs: Path) -> None:
+    (docs / "two\nlines.md").write_text("# gamma\n\nMara keeps the harbor.\n")
+    assert cli("precompute", "docs").code == 0
+    assert "docs/two\nlines.md#0" in cli("search", "gamma").out
+    assert cli("search", "gamma", "--json").records[0]["source"] == "docs/two\nlines.md"
