@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from cacheblend_store import ChunkStore
 
@@ -15,7 +14,8 @@ from cacheblend_cli.collect.precompute import (
 )
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
 from cacheblend_cli.corpus.contexts import prefer_exact
-from cacheblend_cli.corpus.documents import read_documents, source_name
+from cacheblend_cli.corpus.documents import read_documents
+from cacheblend_cli.corpus.places import place_of
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.mismatch import nothing_found
@@ -81,9 +81,8 @@ class Engine:
     ) -> PrecomputeReport:
         """Bring the store up to date with the documents under `paths`. store None: a dry run."""
         self.runtime.check_chunk_tokens(options.chunk_tokens)
-        roots = [source_name(Path(p)) for p in paths if p != "-" and Path(p).is_dir()]
         collection = self.runtime.collection(options.salt, options.kv_dtype if options.kv_dtype != "auto" else None)
-        return precompute(collection, store, read_documents(paths), options, on_event, roots)
+        return precompute(collection, store, read_documents(paths), options, on_event, [place_of(p) for p in paths])
 
     def recheck(
         self,

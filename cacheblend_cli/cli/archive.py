@@ -32,9 +32,7 @@ def export(
     chunks: Annotated[
         list[str] | None, typer.Argument(help="Chunk ids or unique beginnings; - is stdin.", metavar="[ID]...")
     ] = None,
-    source: Annotated[
-        str | None, typer.Option(help="Chunks of sources that contain this text.", show_default=False)
-    ] = None,
+    source: options.Source = None,
     model: Annotated[
         str | None, typer.Option(help="Chunks of this model, by name or fingerprint.", show_default=False)
     ] = None,
@@ -49,6 +47,7 @@ def export(
     """Write chunks to PATH as plain files: a manifest in JSON lines and a safetensors file a chunk.
 
     The documents' records and the prompt's prefix go with them, so that search, ask and precompute go on from there.
+    Documents below this directory are named relative to it; import takes such names as relative to where it runs.
     """
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
@@ -62,11 +61,13 @@ def export(
         raise NotFoundError(f"no such folder: {path.absolute().parent}", "make it first")
     from cacheblend_store import export_chunks
 
+    from cacheblend_cli.corpus.places import portable
+
     with options.open_store(settings, write=False) as kv_store, output.progress("export") as bar:
         keys = _choose(kv_store, named, source, model)
         ids = [key.hex() for key in keys or {m.key for m in kv_store.chunks()}] if quiet else []
         report = export_chunks(
-            kv_store, path, keys, sign_key=secret, salt=settings.salt, force=force,
+            kv_store, path, keys, sign_key=secret, salt=settings.salt, force=force, rename=portable,
             progress=lambda done, total: bar(done, total, "chunks"),
         )  # fmt: skip
     if json:
@@ -114,6 +115,8 @@ def import_(
     settings = options.settings_of(store=store, salt=salt, lock_timeout=lock_timeout)
     from cacheblend_store import ArchiveLimits, import_chunks
 
+    from cacheblend_cli.corpus.places import landed, shown
+
     with options.open_store(settings, write=True) as kv_store, output.progress("import") as bar:
 
         def on_chunk(chunk: ImportedChunk, done: int, total: int) -> None:
@@ -122,10 +125,10 @@ def import_(
 
         report = import_chunks(
             kv_store, path, sign_key=secret, salt=settings.salt, limits=ArchiveLimits(max_entries, limit),
-            replace=replace, on_start=lambda found: _warn(output, found), on_chunk=on_chunk,
+            replace=replace, rename=landed, on_start=lambda found: _warn(output, found), on_chunk=on_chunk,
         )  # fmt: skip
     for name in report.kept:
-        output.warn(f"{name} is in the store in another version, which stays; --replace takes the archive's")
+        output.warn(f"{shown(name)} is in the store in another version, which stays; --replace takes the archive's")
     counts = [f"{report.chunks[s]} {s}" for s in ("new", "replaced", "unchanged", "skipped") if report.chunks.get(s)]
     output.note(f"chunks: {', '.join(counts) or 'none'}; {report.documents} documents new; in {settings.store_path}")
     if report.chunks.get("rejected"):
@@ -162,11 +165,13 @@ def _choose(store: ChunkStore, named: Sequence[str] | None, source: str | None, 
         return {store.resolve(name) for name in named}
     if source is None and model is None:
         return None
-    shared = {c.key for d in store.documents() if source and source in d.source for c in d.chunks}
+    from cacheblend_cli.corpus.citations import Citations
+    from cacheblend_cli.corpus.places import EVERYTHING, Scope
+
+    scope = EVERYTHING if source is None else Scope.matching(source)
+    citations = Citations(store, scope)
     found = {
-        m.key
-        for m in store.chunks()
-        if (source is None or source in m.source or m.key in shared) and (model is None or m.is_of_model(model))
+        m.key for m in store.chunks() if scope.holds(citations.of(m).name) and (model is None or m.is_of_model(model))
     }
     if not found:
         raise NotFoundError(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.api import BlendConfig, SamplingParams
+    from cacheblend_cli.corpus.places import Scope
     from cacheblend_cli.settings import Settings
 
 
@@ -36,6 +37,8 @@ def ask(
     top_k: Annotated[
         int | None, typer.Option("--top-k", "-k", help="Chunks to search for without --chunks.", show_default="5")
     ] = None,
+    source: options.Source = None,
+    everywhere: options.Everywhere = False,
     mode: Annotated[
         str | None, typer.Option(help="blend, full (no reuse) or reuse (no repair).", show_default="blend")
     ] = None,
@@ -109,6 +112,9 @@ def ask(
 ) -> None:
     """Answer a question over stored chunks: load their KV, repair what is wrong in the new context, decode.
 
+    Without --chunks they are searched, by default below the current project: the nearest directory from here up that
+    holds a cacheblend.toml or a .git.
+
     The answer goes to stdout; sources, tokens, share recomputed and times go to stderr. Chunks that are named are taken
     as they are stored. Of those that are searched, one that is also stored behind just what precedes it in the prompt is
     taken from there, since it then needs no repair; for the others --context says which is taken.
@@ -140,7 +146,7 @@ def ask(
         keys = _keys(kv_store, item)
         if keys is None:
             collections = engine.collection_ids(settings.salt)
-            keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context)
+            keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context, scope)
             if not keys:
                 raise engine.nothing_found(kv_store, settings.salt)
             keys = engine.prefer_exact(kv_store, keys, settings.salt)
@@ -153,6 +159,8 @@ def ask(
         show_answer(found, output, json=json, ids=ids, explain=explain, extra=extra)
 
     with _store_in_use(settings, dry_run) as kv_store:
+        searched = any(item.chunks is None for item in asked)
+        scope = options.scope_of(kv_store, source, everywhere, output) if searched else None
         failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]
     if failed:
         raise typer.Exit(failed[0])
@@ -228,11 +236,18 @@ def _store_in_use(settings: Settings, dry_run: bool) -> ChunkStore:
 
 
 def find_chunks(
-    store: ChunkStore, question: str, k: int, collections: list[str], context: str = "document"
+    store: ChunkStore,
+    question: str,
+    k: int,
+    collections: list[str],
+    context: str = "document",
+    scope: Scope | None = None,
 ) -> list[bytes]:
-    """The k best chunks in reading order: documents by their best hit, chunks of one document by their place."""
+    """The k best chunks of the scope's documents (None: of all) in reading order: documents by their best hit, chunks of
+    one document by their place."""
+    from cacheblend_cli.corpus.places import EVERYTHING
     from cacheblend_cli.corpus.search import search
 
-    hits = next((found for c in collections if (found := search(store, question, k, c, context))), [])
+    hits = search(store, question, k, collections, context, scope or EVERYTHING)
     rank = {hit.source: i for i, hit in reversed(list(enumerate(hits)))}
     return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index))]

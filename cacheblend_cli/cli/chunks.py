@@ -16,14 +16,14 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     from cacheblend_store import ChunkManifest
 
+    from cacheblend_cli.corpus.citations import Citation
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, check and remove stored chunks.")
 
 
 @app.command("ls")
 def ls(
-    source: Annotated[
-        str | None, typer.Option(help="Only chunks of sources that contain this text.", show_default=False)
-    ] = None,
+    source: options.Source = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many.", show_default=False)] = None,
     after: Annotated[
         str | None, typer.Option(help="Go on after this chunk: the next page.", metavar="ID", show_default=False)
@@ -36,30 +36,36 @@ def ls(
 
     The KV of a prompt's prefix is stored like a chunk's; it is not listed here.
     """
+    from cacheblend_cli.corpus.citations import Citations
+    from cacheblend_cli.corpus.places import EVERYTHING, Scope
+
     output = Output(quiet=quiet)
     last = None
     with options.open_store(options.settings_of(store=store), write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
-        found = (m for m in kv_store.chunks(start_after=start) if source is None or source in m.source)
+        scope = EVERYTHING if source is None else Scope.matching(source)
+        citations = Citations(kv_store, None if source is None else scope)
+        all_of = ((m, citations.of(m)) for m in kv_store.chunks(start_after=start))
         rows = []
-        for manifest in islice(found, limit):
+        for manifest, citation in islice((f for f in all_of if scope.holds(f[1].name)), limit):
             last = manifest
             if json:
-                output.json(_record(manifest))
+                output.json(_record(manifest, citation))
             elif quiet:
                 output.text(manifest.id)
             else:
-                rows.append(manifest)
+                rows.append((citation.source, citation.index, manifest))
     if last is None:
         output.note("no chunk is stored" if source is None and after is None else "no such chunk, or no more of them")
     if rows:
-        rows.sort(key=lambda m: (m.source, m.index))
+        rows.sort(key=lambda row: row[:2])
         table = [
-            (m.id[:12], m.num_tokens, _size(m), f"{m.source}#{m.index}", " ".join(m.text.split())[:50]) for m in rows
+            (m.id[:12], m.num_tokens, _size(m), f"{name}#{index}", " ".join(m.text.split())[:50])
+            for name, index, m in rows
         ]
         output.table(("id", "tokens", "size", "source", "text"), table, right=(1, 2), ends=(3,))
         output.note(
-            f"{len(rows)} chunks, {sum(m.num_tokens for m in rows):,} tokens, {format_size(sum(m.num_bytes for m in rows))}"
+            f"{len(rows)} chunks, {sum(m.num_tokens for *_, m in rows):,} tokens, {format_size(sum(m.num_bytes for *_, m in rows))}"
         )
         if last is not None and len(rows) == limit:
             output.note(f"the next page: --after {last.id[:12]}")
@@ -72,11 +78,16 @@ def show(
     json: options.Json = False,
 ) -> None:
     """Show one chunk: where it is from, how it is stored, its text."""
+    from cacheblend_cli.corpus.citations import Citations
+
     output = Output()
     with options.open_store(options.settings_of(store=store), write=False) as kv_store:
         manifest = kv_store.get_chunk(kv_store.resolve(chunk))
-    assert manifest is not None
-    record = _record(manifest)
+        assert manifest is not None
+        citation, *others = Citations(kv_store).all_of(manifest)
+    record = _record(manifest, citation)
+    if others:
+        record["also in"] = [f"{other.source}#{other.index}" for other in others]
     if json:
         output.json({**record, "text": manifest.text, "token_ids": list(manifest.token_ids)})
         return
@@ -90,9 +101,7 @@ def rm(
     chunks: Annotated[
         list[str] | None, typer.Argument(help="Chunk ids or unique beginnings.", metavar="[ID]...")
     ] = None,
-    source: Annotated[
-        str | None, typer.Option(help="Remove a whole document, by its exact source.", show_default=False)
-    ] = None,
+    source: options.Source = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove every chunk.")] = False,
     store: options.Store = None,
     lock_timeout: options.LockTimeout = None,
@@ -100,15 +109,19 @@ def rm(
     quiet: options.Quiet = False,
 ) -> None:
     """Remove chunks. The documents are computed again by the next precompute."""
+    from cacheblend_cli.corpus.places import EVERYTHING, Scope, known_as, settle
+
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("say what to remove, in one way", "chunk ids, --source PATH or --all")
     settings = options.settings_of(store=store, lock_timeout=lock_timeout)
     with options.open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
-        found = [d for d in reading.documents() if everything or d.source == source]
+        scope = EVERYTHING if source is None else Scope.matching(source)
+        documents = reading.documents() if everything or source is not None else []
+        found = [d for d in documents if scope.holds(settle(known_as(d.source, d.settings)))]
         if source is not None and not found:
-            raise NotFoundError(f"no document {source} in the store", "list them: cacheblend chunks ls")
+            raise NotFoundError(f"no stored document is at, below or like {source}", "list them: cacheblend chunks ls")
         told = set(keys)
         if not chunks:
             told.update((m.key for m in reading.chunks()), reading.damaged_keys())
@@ -117,8 +130,7 @@ def rm(
     with options.open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
-        for document in found:
-            keys += kv_store.remove_document(document.collection, document.source, document.context)
+        keys += [key for gone in kv_store.put_documents((), found) for key in gone]
     ids = [key.hex() for key in dict.fromkeys(keys) if key in told]
     if json:
         output.json({"removed": len(ids), "ids": ids})
@@ -126,16 +138,17 @@ def rm(
         for name in ids:
             output.text(name)
     else:
-        output.note(f"removed {len(ids)} chunks")
+        of = f" of {len({d.source for d in found})} documents" if found else ""
+        output.note(f"removed {len(ids)} chunks{of}")
 
 
 def _size(m: ChunkManifest) -> str:
     return format_size(m.num_bytes) if m.has_kv else "evicted" if m.evicted else "no KV yet"
 
 
-def _record(m: ChunkManifest) -> dict[str, Any]:
+def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
     return {
-        "id": m.id, "source": m.source, "index": m.index, "span": list(m.span), "tokens": m.num_tokens, "bytes": m.num_bytes,
+        "id": m.id, "source": citation.source, "index": citation.index, "span": list(m.span), "tokens": m.num_tokens, "bytes": m.num_bytes,
         "kv": "stored" if m.has_kv else "evicted" if m.evicted else "none",
         "model": m.model_name, "context": m.context, "kv_dtype": m.codec, "layers": m.num_layers,
         "created": datetime.fromtimestamp(m.created).isoformat(timespec="seconds"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, resolve
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.api import Engine
     from cacheblend_cli.cli.output import Output
+    from cacheblend_cli.corpus.places import Scope
 
 Model = Annotated[
     str | None, typer.Option(help="Model directory or hub id. Default: the bundled demo model.", show_default=False)
@@ -85,6 +87,17 @@ MeanShift = Annotated[
         show_default="no-mean-shift",
     ),
 ]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        help="Only documents at or below this path, or that match it: docs, docs/a.md, 'docs/*.md'. From here on; /*NAME* is anywhere.",
+        metavar="GLOB",
+        show_default=False,
+    ),
+]
+Everywhere = Annotated[
+    bool, typer.Option("--all", help="Search all documents of the store, not only those below the current project.")
+]
 LockTimeout = Annotated[
     float | None, typer.Option(help="Seconds to wait for another writer of the store.", show_default="30")
 ]
@@ -97,6 +110,27 @@ def settings_of(**flags: Any) -> Settings:
     """Flags (None: not given) over environment, files and defaults."""
     resolved: Resolved = resolve(flags)
     return resolved.settings
+
+
+def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Output) -> Scope:
+    """Which documents a search takes: what --source and --all say, else the current project's, which it says.
+
+    Raises NotFoundError when --source matches nothing that is stored.
+    """
+    from cacheblend_cli.corpus.places import EVERYTHING, Scope, scope_here
+    from cacheblend_cli.corpus.search import searchable
+
+    names = searchable(store)
+    if source is not None:
+        scope = Scope.matching(source)
+        if not any(map(scope.holds, names)):
+            raise NotFoundError(f"no stored document is at, below or like {source}", "list them: cacheblend chunks ls")
+        return scope
+    if everywhere or not names:
+        return EVERYTHING
+    scope, told = scope_here(names)
+    output.note(told)
+    return scope
 
 
 def load_engine(settings: Settings, output: Output) -> Engine:

@@ -11,7 +11,8 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size
-from cacheblend_cli.corpus.documents import SUFFIXES, check_paths, source_name
+from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
+from cacheblend_cli.corpus.places import text_of
 from cacheblend_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class _View:
 
 def _check_named(paths: list[str], report: PrecomputeReport) -> None:
     """A file that was named and could not be read is an error, after everything else was done."""
-    named = {p if p == "-" else source_name(Path(p)) for p in paths}
+    named = {text_of(str(Path(p))) for p in paths}
     bad = [(source, reason) for source, reason in report.skipped if source in named]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -124,7 +125,7 @@ def _check_named(paths: list[str], report: PrecomputeReport) -> None:
             f"{bad[0][0]} was not stored: {bad[0][1]}{more}",
             "cacheblend reads files of UTF-8 text that are not empty; - is stdin",
         )
-    if not report.documents and not report.removed:
+    if not report.documents and not report.gone:
         raise UsageError(
             "no document was found", f"in directories cacheblend reads {', '.join(SUFFIXES)}; name other files"
         )

@@ -15,14 +15,18 @@ def search(
     query: Annotated[str, typer.Argument(help="Words to look for.")],
     top_k: Annotated[int | None, typer.Option("--top-k", "-k", help="How many chunks.", show_default="5")] = None,
     context: options.Context = None,
+    source: options.Source = None,
+    everywhere: options.Everywhere = False,
     store: options.Store = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Find stored chunks by their words and their documents' titles.
+    """Find stored chunks by their words and their documents' titles, by default below the current project: the nearest
+    directory from here up that holds a cacheblend.toml or a .git.
 
     With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
+    from cacheblend_cli.corpus.places import shown
     from cacheblend_cli.corpus.search import check_context
     from cacheblend_cli.corpus.search import search as find
 
@@ -32,13 +36,14 @@ def search(
     settings = options.settings_of(store=store, context=context, top_k=top_k)
     check_context(settings.context)
     with options.open_store(settings, write=False) as kv_store:
-        hits = find(kv_store, query, settings.top_k, context=settings.context)
+        scope = options.scope_of(kv_store, source, everywhere, output)
+        hits = find(kv_store, query, settings.top_k, context=settings.context, scope=scope)
     for hit in hits:
         if json:
             output.json(
                 {
                     "id": hit.id,
-                    "source": hit.source,
+                    "source": shown(hit.source),
                     "index": hit.index,
                     "score": round(hit.score, 4),
                     "snippet": hit.snippet,
@@ -49,5 +54,5 @@ def search(
     if not hits:
         raise NotFoundError(f"no stored chunk matches {query!r}", "try other words, or precompute more documents")
     if not json and not quiet:
-        rows = [(h.id[:12], f"{h.score:.2f}", f"{h.source}#{h.index}", h.snippet[:90]) for h in hits]
+        rows = [(h.id[:12], f"{h.score:.2f}", f"{shown(h.source)}#{h.index}", h.snippet[:90]) for h in hits]
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))

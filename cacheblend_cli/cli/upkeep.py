@@ -30,11 +30,12 @@ def stats(
     settings = options.settings_of(store=store)
     with options.open_store(settings, write=False) as kv_store:
         found = kv_store.full_stats()
+        shares = sorted(_by_source(kv_store).items()) if sources else []
     models = [
         {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
         for (name, fingerprint, codec), share in sorted(found.models.items())
     ]
-    by_source = [{"source": name, **vars(share)} for name, share in sorted(found.sources.items())]
+    by_source = [{"source": name, **vars(share)} for name, share in shares]
     if json:
         record: dict[str, Any] = {
             "path": str(settings.store_path),
@@ -66,10 +67,22 @@ def stats(
     if sources:
         output.table(
             ("source", *columns),
-            [(name, *_share(share)) for name, share in sorted(found.sources.items())],
+            [(name, *_share(share)) for name, share in shares],
             right=(1, 2, 3),
             ends=(0,),
         )
+
+
+def _by_source(store: ChunkStore) -> dict[str, Share]:
+    """What each document takes; a chunk that several share is counted with the one that is cited."""
+    from cacheblend_store import Share
+
+    from cacheblend_cli.corpus.citations import Citations
+
+    citations, shares = Citations(store), dict[str, Share]()
+    for manifest in store.chunks(prefixes=True):
+        shares.setdefault(citations.of(manifest).source, Share()).add(manifest)
+    return shares
 
 
 def verify(

@@ -20,7 +20,8 @@ PREFIX_SOURCE = "(prefix)"
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk to collect or found in the store. left: token ids between the prefix and it."""
+    """A chunk to collect or found in the store. source: its document's name, see corpus/places.py. left: token ids between
+    the prefix and it."""
 
     key: bytes
     source: str

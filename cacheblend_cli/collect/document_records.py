@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection as Names
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord
 
 from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.places import is_below, is_on_disk, is_settled, is_stdin, known_as, place_of, settle
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.precompute import PlannedChunk, PrecomputeOptions
@@ -24,8 +25,6 @@ def document_record(
     """The record of a document that was cut and collected so."""
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
     settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens}
-    if not os.path.isabs(document.source):
-        settings["directory"] = _directory_digest()
     if options.context != "sink":
         settings["window"] = options.window
     if options.context == "neighbours":
@@ -41,34 +40,67 @@ def is_news(store: ChunkStore, record: DocumentRecord) -> bool:
     return old is None or replace(old, updated=record.updated) != record
 
 
+def stored_documents(store: ChunkStore) -> list[DocumentRecord]:
+    """All records under the names that their documents have now: an earlier version's names are as they were typed, and a
+    path can lead through a link that was not there when it was stored."""
+    folders: dict[str, str] = {}
+    return [replace(record, source=_name_now(record, folders)) for record in store.documents()]
+
+
+def rename_documents(store: ChunkStore) -> None:
+    """Store the records under the names that `stored_documents` gives them. Of two of one document the later one stays."""
+    folders: dict[str, str] = {}
+    now, old = dict[tuple[str, str, str], DocumentRecord](), list[DocumentRecord]()
+    for record in sorted(store.documents(), key=lambda r: r.updated):
+        name = _name_now(record, folders)
+        settings = {k: v for k, v in record.settings.items() if k != "directory"}
+        now[record.collection, name, record.context] = replace(record, source=name, settings=settings)
+        if name != record.source and is_settled(name):
+            old.append(record)
+    moved = {(r.collection, _name_now(r, folders), r.context) for r in old}
+    store.put_documents([now[place] for place in sorted(moved)], old)
+
+
+def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
+    """folders: what is known already of where directories are."""
+    name = settle(known_as(record.source, record.settings))
+    if not is_settled(name) or is_stdin(name):
+        return name
+    folder, _, file = name.rpartition("/")
+    if os.path.islink(name) or file in ("", ".", ".."):
+        return place_of(name)
+    if folder not in folders:
+        folders[folder] = place_of(folder or "/")
+    return f"{folders[folder].rstrip('/')}/{file}"
+
+
 def gone_documents(
-    collection: Collection, store: ChunkStore | None, kept: set[str], no_documents: set[str], roots: Sequence[str]
+    stored: Sequence[DocumentRecord], kept: Mapping[str, str], no_documents: Names[str], roots: Names[str]
 ) -> list[DocumentRecord]:
-    """Records, in any context, of documents under `roots` that are on disk no more or are no documents any more.
+    """Those of the stored documents that are gone, in any collection and context.
 
-    A file under them that the walk passed over, since only its name brings it in, is neither; and a relative name that
-    was stored from another directory says nothing of this one.
+    kept: the documents this run found, name -> digest. no_documents: files it found that are none any more. roots: paths
+    it looked below. Gone is what lay below one of them and is on disk no more. A file that the walk passed over, since only
+    its name brings it in, is not. Gone is also what is on disk no more anywhere, and turned up under another name: it was
+    moved.
     """
-    if store is None or not roots:
-        return []
-    here = _directory_digest()
-    return [
-        r
-        for r in store.documents(collection.id)
-        if any(_is_under(r.source, root) for root in roots)
-        and r.source not in kept
-        and (os.path.isabs(r.source) or r.settings.get("directory") == here)
-        and (r.source in no_documents or not os.path.exists(r.source))
-    ]
+    found = set(kept.values())
+
+    def is_gone(record: DocumentRecord) -> bool:
+        name = record.source
+        if name in kept or is_stdin(name) or not is_settled(name):
+            return False
+        if name in no_documents:
+            return True
+        return (record.content_digest in found or any(is_below(name, root) for root in roots)) and not is_on_disk(name)
+
+    return [record for record in stored if is_gone(record)]
 
 
-def _directory_digest() -> str:
-    """Tells the directories that relative names are relative to apart, without writing their paths down."""
-    return hashlib.blake2b(os.fsencode(os.path.realpath(".")), digest_size=16).hexdigest()
-
-
-def _is_under(source: str, root: str) -> bool:
-    """Whether a document of that name is one below a directory; both as `source_name` writes them."""
-    if root == ".":
-        return source != "-" and not source.startswith(("/", "../"))
-    return source.startswith(root.rstrip("/") + "/")
+def renamed(store: ChunkStore, gone: Sequence[DocumentRecord], kept: Mapping[str, str]) -> list[DocumentRecord]:
+    """Records for the names under which what gone documents said has turned up, where the store has none yet: in contexts
+    and codecs that this run did not look at, their chunks stay so."""
+    names = {digest: name for name, digest in kept.items() if digest}
+    moved = (replace(r, source=names[r.content_digest]) for r in gone if r.content_digest in names)
+    places = {(r.collection, r.source, r.context): r for r in moved}
+    return [r for place, r in places.items() if store.get_document(*place) is None]

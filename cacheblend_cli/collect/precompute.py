@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
+from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
-from cacheblend_cli.collect.document_records import document_record, gone_documents, is_news
+from cacheblend_cli.collect.document_records import (
+    document_record,
+    gone_documents,
+    is_news,
+    rename_documents,
+    renamed,
+    stored_documents,
+)
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.corpus.chunker import Chunk, cut
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.documents import Document, Skipped
+from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection, check_kv_dtype
@@ -70,9 +79,11 @@ class PrecomputeEvent:
 
 @dataclass
 class PrecomputeReport:
-    """removed: chunks of documents that are gone. evicted: chunks of these documents that the quota had no room for."""
+    """gone: documents that are no more. removed: chunks that went. evicted: chunks of these documents that the quota had
+    no room for. skipped: (path, reason)."""
 
     documents: int = 0
+    gone: int = 0
     new: int = 0
     unchanged: int = 0
     replaced: int = 0
@@ -104,20 +115,28 @@ def precompute(
 ) -> PrecomputeReport:
     """Bring the store up to date with the documents. Each chunk is committed before it is reported.
 
-    store None: a dry run. roots: directories whose documents that are gone from disk are removed from the store. Safe to
-    interrupt and to run again: what is there is `unchanged`.
+    store None: a dry run. roots: the names of the paths that were looked at: documents below them that are gone from disk
+    are removed from the store. Safe to interrupt and to run again: what is there is `unchanged`.
     """
     start, report = time.perf_counter(), PrecomputeReport()
     found: list[tuple[Document, list[Chunk]]] = []
-    kept, no_documents = set[str](), set[str]()
+    kept, no_documents = dict[str, str](), set[str]()
     for document in documents:
-        (kept if isinstance(document, Document) or document.unread else no_documents).add(document.source)
         if isinstance(document, Skipped):
-            report.skipped.append((document.source, document.reason))
-            on_event(PrecomputeEvent("skipped", message=f"{document.source}: {document.reason}"))
+            if document.unread:
+                kept[document.source] = ""
+            else:
+                no_documents.add(document.source)
+            report.skipped.append((document.typed, document.reason))
+            on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}"))
             continue
+        kept[document.source] = document.digest
         found.append((document, cut(document.text, collection.model.tokenizer.encode_text, options.chunk_tokens)))
-    gone = gone_documents(collection, store, kept, no_documents, roots)
+    if store is not None and not options.dry_run:
+        rename_documents(store)
+    codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
+    stored = [r for r in stored_documents(store) if r.collection in codecs] if store else []
+    gone = gone_documents(stored, kept, no_documents, roots)
     planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
     report.documents = len(planned)
     report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
@@ -128,7 +147,8 @@ def precompute(
         return report
     run = _Run(collection, store, options, on_event, report)
     run.store(planned)
-    run.remove(gone)
+    run.remove(gone, kept)
+    run.remove_outdated(stored, kept, codecs)
     if store.max_bytes:
         report.evicted = sum(not store.has_kv(k) for k in {p.key for _, chunks in planned for p in chunks})
     report.seconds = time.perf_counter() - start
@@ -156,10 +176,28 @@ class _Run:
         for batch in _batches(planned, 4 * pack_tokens(self._collection.model.decoder.device)):
             self._store_batch(batch)
 
-    def remove(self, gone: Sequence[DocumentRecord]) -> None:
-        for record in gone:
-            removed = self._store.remove_document(self._collection.id, record.source, record.context)
-            self._removed(removed, f"{record.source} is gone: its chunks were removed")
+    def remove(self, gone: Sequence[DocumentRecord], kept: Mapping[str, str]) -> None:
+        """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
+        another name; kept: name -> digest of what was found."""
+        self._report.removed += sum(map(len, self._store.put_documents(renamed(self._store, gone, kept), gone)))
+        names = {digest: name for name, digest in kept.items() if digest}
+        for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone):
+            self._report.gone += 1
+            what = f"is {shown(names[digest])} now" if digest in names else "is gone: its chunks were removed"
+            self._on_event(PrecomputeEvent("removed", message=f"{shown(source)} {what}"))
+
+    def remove_outdated(
+        self, stored: Sequence[DocumentRecord], kept: Mapping[str, str], codecs: Mapping[str, str]
+    ) -> None:
+        """A document's chunks in other contexts and codecs say what it said then. When it says something else now, they
+        go. stored: from before this run. codecs: by collection."""
+        for old in stored:
+            now = self._store.get_document(old.collection, old.source, old.context) if kept.get(old.source) else None
+            if now is not None and now.content_digest != kept[old.source]:
+                [removed] = self._store.put_documents((), [now])
+                self._report.removed += len(removed)
+                what = f"its chunks of context {old.context} in {codecs[old.collection]} were removed"
+                self._on_event(PrecomputeEvent("removed", message=f"{shown(old.source)} has changed: {what}"))
 
     def _store_batch(self, batch: Planned) -> None:
         collection, store, options, report = self._collection, self._store, self._options, self._report
@@ -188,21 +226,6 @@ class _Run:
                 setattr(report, result.status, getattr(report, result.status) + 1)
             records.append(document_record(collection, document, chunks, options))
         report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
-        for record in records:
-            self._remove_outdated(record)
-
-    def _remove_outdated(self, record: DocumentRecord) -> None:
-        """A document's chunks in other contexts say what it said then. When it says something else now, they go."""
-        store, of = self._store, self._collection.id
-        for context in CONTEXTS:
-            other = store.get_document(of, record.source, context)
-            if other is not None and other.content_digest != record.content_digest:
-                removed = store.remove_document(of, record.source, context)
-                self._removed(removed, f"{record.source} has changed: its chunks of context {context} were removed")
-
-    def _removed(self, keys: Sequence[bytes], message: str) -> None:
-        self._report.removed += len(keys)
-        self._on_event(PrecomputeEvent("removed", message=message))
 
 
 def plan_documents(
@@ -215,7 +238,7 @@ def plan_documents(
     window = collection.window(options.window)
     near: Neighbours | None = None
     if options.context == "neighbours":
-        own = (Passage(d.source, c.index, c.text, c.token_ids) for d, chunks in documents for c in chunks)
+        own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
         near = Neighbours((*own, *stored), options.neighbours, window)
     out = []
     for document, chunks in documents:
@@ -271,7 +294,7 @@ def _stored_passages(
             with store.read() as reader:
                 manifest = _manifest_or_none(reader, place.key)
             if manifest is not None:
-                yield Passage(record.source, place.index, manifest.text, manifest.token_ids)
+                yield Passage(manifest.text, manifest.token_ids)
 
 
 def _estimate(collector: Collector, planned: Planned) -> float:
@@ -294,7 +317,7 @@ def _estimate(collector: Collector, planned: Planned) -> float:
 
 def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:
     chunk = planned.chunk
-    return ChunkResult(planned.key.hex(), planned.source, chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]
+    return ChunkResult(planned.key.hex(), shown(planned.source), chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]
 
 
 def _manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:

@@ -38,10 +38,8 @@ def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk that can be a neighbour. source and index: where it stands; they put passages in order."""
+    """A chunk that can be a neighbour. What its document is called is no part of it: a renamed one keeps its neighbours."""
 
-    source: str
-    index: int
     text: str
     token_ids: Ids
 
@@ -56,7 +54,7 @@ class Neighbours:
         self._count, self._window = count, window
         self._passages: list[Passage] = []
         self._number: dict[Ids, int] = {}
-        for passage in sorted(passages, key=lambda p: (p.source, p.index, p.token_ids)):
+        for passage in sorted(passages, key=lambda p: p.token_ids):
             if passage.token_ids not in self._number:  # a passage of several documents counts once
                 self._number[passage.token_ids] = len(self._passages)
                 self._passages.append(passage)

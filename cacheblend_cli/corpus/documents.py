@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_cli.corpus.places import STDIN, place_of, text_of
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".adoc", ".org", ".text")
@@ -17,7 +18,7 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """source: the path as given (directories walked, POSIX separators). digest: blake2b-128 of the text, hex.
+    """source: its name, see corpus/places.py. digest: blake2b-128 of the text, hex.
 
     Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
     """
@@ -32,10 +33,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is no document, and why. unread: it may be one, nobody could look."""
+    """A file that is no document, and why. typed: the path that led to it. unread: it may be one, nobody could look."""
 
     source: str
     reason: str
+    typed: str
     unread: bool = False
 
 
@@ -46,22 +48,23 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
     UsageError for a directory that cannot be listed.
     """
     check_paths(paths)
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for name in paths:
-        if name == "-":
-            yield _decode("-", sys.stdin.buffer.read())
-            continue
-        for file in _walk(Path(name), ()):
-            resolved = file.resolve()
-            if resolved not in seen:
-                seen.add(resolved)
-                yield _read(file)
+        for file in [Path(STDIN)] if name == STDIN else _walk(Path(name), ()):
+            source = place_of(name if name == STDIN else str(file))
+            if source in seen:
+                continue
+            seen.add(source)
+            try:
+                yield Document(source, _decode(sys.stdin.buffer.read() if name == STDIN else _read(file)))
+            except _NoDocument as found:
+                yield Skipped(source, found.reason, text_of(str(file)), found.unread)
 
 
 def check_paths(paths: Sequence[str]) -> None:
     """Raises NotFoundError for the first path that is not there."""
     for name in paths:
-        if name != "-" and not os.path.lexists(name):
+        if name != STDIN and not os.path.lexists(name):
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
@@ -82,34 +85,35 @@ def _walk(path: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
             yield from _walk(entry, (*parents, resolved))
 
 
-def _read(file: Path) -> Document | Skipped:
-    source = source_name(file)
+class _NoDocument(Exception):
+    """Why a file is none."""
+
+    def __init__(self, reason: str, unread: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.unread = reason, unread
+
+
+def _read(file: Path) -> bytes:
     try:
         if not file.is_file():
-            return Skipped(source, "not a regular file" if file.exists() else "a broken link")
+            raise _NoDocument("not a regular file" if file.exists() else "a broken link")
         if file.stat().st_size > MAX_BYTES:
-            return Skipped(source, f"larger than {MAX_BYTES >> 20} MiB")
-        data = file.read_bytes()
+            raise _NoDocument(f"larger than {MAX_BYTES >> 20} MiB")
+        return file.read_bytes()
     except OSError as error:
-        return Skipped(source, f"unreadable: {error.strerror}", unread=True)
-    return _decode(source, data)
+        raise _NoDocument(f"unreadable: {error.strerror}", unread=True) from error
 
 
-def _decode(source: str, data: bytes) -> Document | Skipped:
+def _decode(data: bytes) -> str:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return Skipped(source, "UTF-16, not UTF-8")
+        raise _NoDocument("UTF-16, not UTF-8")
     if b"\0" in data:
-        return Skipped(source, "binary")
+        raise _NoDocument("binary")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return Skipped(source, f"invalid UTF-8 at byte {error.start}")
+        raise _NoDocument(f"invalid UTF-8 at byte {error.start}") from error
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        return Skipped(source, "empty")
-    return Document(source, text if text.endswith("\n") else text + "\n")
-
-
-def source_name(path: Path) -> str:
-    """A file's source: the path as text; bytes of a name that are no UTF-8 become \\xNN, so that it can be stored and printed."""
-    return os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
+        raise _NoDocument("empty")
+    return text if text.endswith("\n") else text + "\n"

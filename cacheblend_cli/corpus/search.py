@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.corpus.places import EVERYTHING, Scope, settle
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
 from cacheblend_cli.errors import UsageError
 
@@ -25,14 +27,14 @@ _TERM = "SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) * ? AS score FROM chun
 _BEST = """
     WITH found AS MATERIALIZED ({terms})
     SELECT p.id, p.key, p.source, p.position, p.collection, p.context, sum(score) AS total FROM found JOIN places AS p USING (id)
-    WHERE ? IS NULL OR p.collection = ? GROUP BY p.id ORDER BY total DESC, p.source, p.position, p.id
+    WHERE {of} GROUP BY p.id ORDER BY total DESC, p.source, p.position, p.id
 """
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A found chunk. score: bm25, higher is better. snippet: text around the match."""
+    """A found chunk. source: its document's name, see corpus/places.py. score: bm25, higher is better. snippet: text around the match."""
 
     key: bytes
     source: str
@@ -46,14 +48,20 @@ class Hit:
 
 
 def search(
-    store: ChunkStore, query: str, k: int, collection: str | None = None, context: str = "document"
+    store: ChunkStore,
+    query: str,
+    k: int,
+    collections: Sequence[str] | None = None,
+    context: str = "document",
+    scope: Scope = EVERYTHING,
 ) -> list[Hit]:
-    """The k best chunks for a free-text query, best first; nothing for a query without words.
+    """The k best chunks of the scope's documents for a free-text query, best first; nothing for a query without words.
 
     A chunk is found by its own words and by its document's path and first heading, since later paragraphs of a page
     seldom repeat what the page is about. A passage that is stored for several models, and a paragraph that stands in
-    several documents, is found once. Of a document that is stored in several contexts, the chunks of the one named
-    `context` are found; where that is not among them, of the first there is of document, neighbours, sink.
+    several documents, is found once. collections: only chunks of these; of a document that is in several, those of the
+    first. Of a document that is stored in several contexts, the chunks of the one named `context` are found; where that
+    is not among them, of the first there is of document, neighbours, sink.
     """
     hits: list[Hit] = []
     keys: set[str] = set()
@@ -64,19 +72,28 @@ def search(
             return hits
         terms = " UNION ALL ".join([_TERM] * len(weights))
         values = [v for term, weight in weights.items() for v in (weight, term)]
-        rows = db.execute(_BEST.format(terms=terms), (*values, collection, collection)).fetchall()
-        contexts = _Contexts(db, context)
-        for row, key, source, index, of, stored_in, score in rows:
+        of = "1" if collections is None else f"p.collection IN ({', '.join('?' * len(collections))})"
+        rows = db.execute(_BEST.format(terms=terms, of=of), (*values, *(collections or ()))).fetchall()
+        versions, names = _Versions(db, collections, context), dict[str, str]()
+        for row, key, source, index, collection, stored_in, score in rows:
             if len(hits) == k:
                 break
-            if contexts.of(source, of) != stored_in:
+            if source not in names:
+                names[source] = settle(source)
+            if not scope.holds(names[source]) or not versions.counts(source, collection, stored_in):
                 continue
             if key not in keys and (source, index) not in places:
                 [text] = db.execute(_SNIPPET, (" OR ".join(weights), row)).fetchone()
-                hits.append(Hit(bytes.fromhex(key), source, index, score, " ".join(unspaced(text).split())))
+                hits.append(Hit(bytes.fromhex(key), names[source], index, score, " ".join(unspaced(text).split())))
             keys.add(key)
             places.add((source, index))
     return hits
+
+
+def searchable(store: ChunkStore) -> list[str]:
+    """The names of all documents that `search` can find."""
+    with open_index(store) as db:
+        return [settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")]
 
 
 def check_context(name: str) -> None:
@@ -85,22 +102,28 @@ def check_context(name: str) -> None:
         raise UsageError(f"unknown context {name!r}", f"known: {', '.join(CONTEXTS)}")
 
 
-class _Contexts:
-    """Which context of a document counts, when it is stored in several."""
+class _Versions:
+    """Which chunks of a document count, when it is stored in several collections and contexts."""
 
-    def __init__(self, db: sqlite3.Connection, wanted: str) -> None:
-        self._db, self._order = db, (wanted, *_CONTEXT_ORDER)
-        self._known: dict[tuple[str, str], str] = {}
+    def __init__(self, db: sqlite3.Connection, collections: Sequence[str] | None, context: str) -> None:
+        self._db, self._collections, self._order = db, collections, (context, *_CONTEXT_ORDER)
+        self._known: dict[str, dict[str, str]] = {}
 
-    def of(self, source: str, collection: str) -> str:
-        known = self._known.get((source, collection))
-        if known is None:
-            rows = self._db.execute(
-                "SELECT DISTINCT context FROM places WHERE source = ? AND collection = ?", (source, collection)
-            )
-            known = min((c for (c,) in rows), key=self._order.index)
-            self._known[source, collection] = known
-        return known
+    def counts(self, source: str, collection: str, context: str) -> bool:
+        if source not in self._known:
+            self._known[source] = self._contexts(source)
+        return self._known[source].get(collection) == context
+
+    def _contexts(self, source: str) -> dict[str, str]:
+        """collection -> context: of the first of the wanted collections that has the document, or of every one."""
+        found: dict[str, str] = {}
+        rows = self._db.execute("SELECT DISTINCT collection, context FROM places WHERE source = ?", (source,))
+        for collection, context in rows:
+            known = found.get(collection, context)
+            found[collection] = min(known, context, key=self._order.index)
+        if self._collections is None:
+            return found
+        return {c: found[c] for c in [c for c in self._collections if c in found][:1]}
 
 
 def query_terms(query: str) -> list[str]:

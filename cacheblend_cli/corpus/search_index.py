@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 
-_SCHEMA = 4
+from cacheblend_cli.corpus.places import known_as
+
+_SCHEMA = 5
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
@@ -25,11 +27,13 @@ _TABLES = f"""
 """
 _HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 _HEADING_WITHIN = 4  # chunks
+_TELLING_PARTS = 4  # of a path, from its end: what comes before says where a machine keeps its files
 _WIDE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # scripts that write no spaces between words
 
 
 class Place(NamedTuple):
-    """Where a chunk stands, and in what context it was collected for it: a chunk that documents share has several places."""
+    """Where a chunk stands, and in what context it was collected for it: a chunk that documents share has several places.
+    source: the document's name, see corpus/places.py."""
 
     key: str
     source: str
@@ -134,7 +138,8 @@ def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
             i = db.execute(
                 "INSERT INTO places (key, source, position, collection, context) VALUES (?, ?, ?, ?, ?)", place
             ).lastrowid
-            row = (i, _clean(place.source), "", spaced(_clean(manifest.text)))
+            path = "/".join(place.source.split("/")[-_TELLING_PARTS:])
+            row = (i, path, "", spaced(_clean(manifest.text)))
             db.execute("INSERT INTO chunks (rowid, source, title, body) VALUES (?, ?, ?, ?)", row)
     for source in sorted({place.source for place in wanted ^ indexed.keys()}):
         _retitle(db, source)
@@ -145,8 +150,9 @@ def _places(store: ChunkStore) -> tuple[set[Place], dict[str, ChunkManifest]]:
     with store.read() as reader:
         stored = {key.hex() for key in reader.keys_from(b"")}
     places = {
-        Place(chunk.key.hex(), _clean(document.source), chunk.index, document.collection, document.context)
+        Place(chunk.key.hex(), _clean(name), chunk.index, document.collection, document.context)
         for document in store.documents()
+        for name in [known_as(document.source, document.settings)]
         for chunk in document.chunks
         if chunk.key.hex() in stored
     }
@@ -155,7 +161,9 @@ def _places(store: ChunkStore) -> tuple[set[Place], dict[str, ChunkManifest]]:
         manifest = _manifest(store, key)
         if manifest is not None and manifest.context != "prefix":
             loose[key] = manifest
-            places.add(Place(key, _clean(manifest.source), manifest.index, manifest.collection, manifest.context))
+            places.add(
+                Place(key, _clean(known_as(manifest.source)), manifest.index, manifest.collection, manifest.context)
+            )
     return places, loose
 
 

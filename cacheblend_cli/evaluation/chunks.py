@@ -96,9 +96,7 @@ class SampleChunks:
 
     @cached_property
     def _neighbours(self) -> Neighbours:
-        passages = (
-            Passage(c.title, len(c.before), c.text, self._encode(c.text)) for s in self._corpus for c in s.contexts
-        )
+        passages = (Passage(c.text, self._encode(c.text)) for s in self._corpus for c in s.contexts)
         return Neighbours(passages, self._options.neighbours, self._window)
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -43,5 +43,5 @@ def _planned(done: Prefilled, store: ChunkStore) -> list[PlannedChunk]:
             continue
         left, context = (own.left_context_ids, own.context) if own else ((), "sink")
         chunk = Chunk(known.index, known.text, segment.token_ids, *known.span)
-        planned[segment.key] = PlannedChunk(segment.key, segment.source, chunk, left, context)
+        planned[segment.key] = PlannedChunk(segment.key, known.source, chunk, left, context)
     return list(planned.values())

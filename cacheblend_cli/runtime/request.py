@@ -10,6 +10,7 @@ from functools import cached_property
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
+from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
@@ -89,7 +90,7 @@ def resolve(
     """
     started, notes = time.perf_counter(), list[str]()
     collection = collection_of(runtime, store, question.keys, question.salt)
-    chunks = tuple(_as_input(collection, store, _manifest(store, key), notes) for key in question.keys)
+    chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
     return Request(
         collection=collection,
@@ -124,9 +125,20 @@ def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
         return None
 
 
-def _manifest(store: ChunkStore | None, key: bytes) -> ChunkManifest:
+def _inputs(
+    collection: Collection, store: ChunkStore | None, keys: Sequence[bytes], notes: list[str]
+) -> tuple[ChunkInput, ...]:
+    """The chunks as this model sees them, called what a person standing here calls their documents."""
+    if not keys:
+        return ()
     if store is None:
         raise UsageError("chunks are named, and there is no store", "give --store")
+    citations = Citations(store)
+    manifests = [_manifest(store, key) for key in keys]
+    return tuple(replace(_as_input(collection, store, m, notes), source=citations.of(m).source) for m in manifests)
+
+
+def _manifest(store: ChunkStore, key: bytes) -> ChunkManifest:
     try:
         manifest = store.get_chunk(key)
     except BadBlob as error:
@@ -139,15 +151,12 @@ def _manifest(store: ChunkStore | None, key: bytes) -> ChunkManifest:
     return manifest
 
 
-def _as_input(
-    collection: Collection, store: ChunkStore | None, manifest: ChunkManifest, notes: list[str]
-) -> ChunkInput:
+def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]) -> ChunkInput:
     """A stored chunk as this model sees it.
 
     One in another codec is loaded in it. One of another model or salt gives its text: what this model has of that text
     in the collection's codec is taken, and without any it is a hole. So is a chunk without KV.
     """
-    assert store is not None
     model = collection.model
     if manifest.collection == replace(collection, codec=manifest.codec).id:
         return ChunkInput(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
-from cacheblend_store.format.keys import blob_key
+from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.layouts import blob_layout
 from cacheblend_store.format.records import (
     ChunkManifest,
@@ -114,6 +114,13 @@ class StoreReader:
             record = self.document(key)
             if record is not None:
                 yield record
+
+    def documents_of(self, key: bytes) -> Iterator[bytes]:
+        """Keys of the records of the documents that a chunk stands in."""
+        for name in self.keys_from(key, "refs"):
+            if not name.startswith(key):
+                return
+            yield name[KEY_BYTES:]
 
     def meta(self, name: bytes) -> bytes | None:
         value = self.get("meta", name)

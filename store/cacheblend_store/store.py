@@ -253,7 +253,7 @@ class ChunkStore:
             return collect_stats(self.path, reader).totals()
 
     def full_stats(self) -> StoreStats:
-        """The totals, and per model and per source: chunks, tokens, bytes. Reads every manifest."""
+        """The totals, and per model: chunks, tokens, bytes. Reads every manifest."""
         with self.read() as reader:
             return collect_stats(self.path, reader, breakdown=True)
 
@@ -298,13 +298,17 @@ class ChunkStore:
         """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
         return self.put_documents([record])[0]
 
-    def put_documents(self, records: Sequence[DocumentRecord]) -> list[list[bytes]]:
-        """`put_document` for each, in one transaction. A chunk that moved from one of them to another stays."""
-        return self._transact(lambda writer: writer.put_documents(records)) if records else []
+    def put_documents(
+        self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()
+    ) -> list[list[bytes]]:
+        """`put_document` for each and the end of those of `removed`, in one transaction: a document moves so. A chunk that
+        moved from one of them to another stays. Returns the keys of the chunks that went, for each, in this order."""
+        return self._transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
 
     def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
         """Forget a document in one context and the chunks only it refers to; returns their keys."""
-        return self._transact(lambda writer: writer.remove_document(collection, source, context))
+        record = DocumentRecord(source, collection, "", (), 0.0, context=context)
+        return self.put_documents((), [record])[0]
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""

@@ -203,9 +203,11 @@ class StoreWriter:
 
     # documents
 
-    def put_documents(self, records: Sequence[DocumentRecord]) -> list[list[bytes]]:
-        """Replace the records; for each, the chunks that went with its old one. A chunk that moved from one of these
-        documents to another stays."""
+    def put_documents(
+        self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()
+    ) -> list[list[bytes]]:
+        """Replace the records, and remove those of `removed`; for each, in this order, the chunks that went with its old
+        one. A chunk that moved from one of these documents to another stays."""
         dropped = []
         for record in records:
             key = document_key(record.collection, record.source, record.context)
@@ -214,14 +216,12 @@ class StoreWriter:
             for chunk in record.chunks:
                 self.put("refs", chunk.key + key, b"")
             self.changed()
+        for record in removed:
+            key = document_key(record.collection, record.source, record.context)
+            dropped.append(self._unrefer(key, keep=set()))
+            if self.delete("documents", key):
+                self.changed()
         return [[k for k in keys if not self.is_referred(k) and self.delete_chunk(k)] for keys in dropped]
-
-    def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
-        key = document_key(collection, source, context)
-        orphans = self._unrefer(key, keep=set())
-        if self.delete("documents", key):
-            self.changed()
-        return [orphan for orphan in orphans if self.delete_chunk(orphan)]
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
         """Drop a document's references; the chunks that no other document refers to and `keep` does not name."""

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.corpus.places import place_of, shown
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 
 def read(*paths: Path | str) -> dict[str, str]:
-    """source -> text, or the reason in brackets."""
+    """source -> text, or the reason in brackets; a file that is no document under the path that led to it."""
     return {
-        d.source: d.text if isinstance(d, Document) else f"[{d.reason}]"
+        shown(d.source) if isinstance(d, Document) else d.typed: d.text if isinstance(d, Document) else f"[{d.reason}]"
         for d in read_documents([str(p) for p in paths])
     }
 
@@ -94,7 +95,7 @@ def test_a_linked_directory_is_read_once(here: Path) -> None:
     (here / "other/a.md").write_text("a\n")
     (here / "docs/one").symlink_to(here / "other")
     (here / "docs/two").symlink_to(here / "other")
-    assert list(read("docs")) == ["docs/one/a.md"]
+    assert list(read("docs")) == ["other/a.md"]
 
 
 def test_an_unreadable_file_is_skipped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +130,9 @@ def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:
 
 def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
-    assert list(read_documents(["-"])) == [Document("-", "piped\n")]
+    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert list(read_documents(["-"])) == [Skipped("-", "empty")]
+    assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-")]
 
 
 def test_a_missing_path_is_found_before_anything_is_read(here: Path) -> None:

@@ -42,13 +42,13 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
     with ChunkStore.open(tmp_path / "store", mode="write") as opened:
         put(
             opened,
-            "docs/mara-lind.md",
+            "/docs/mara-lind.md",
             "# Mara Lind\n\nMara Lind started in 2011.\n\n",
             "She lives in Bergen, and the canteen closes at five.\n\n",
             "Her desk is in the Heron building.\n",
         )
-        put(opened, "docs/jonas-berg.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
-        put(opened, "docs/faq.md", "The canteen opens at nine.\n")
+        put(opened, "/docs/jonas-berg.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
+        put(opened, "/docs/faq.md", "The canteen opens at nine.\n")
         yield opened
 
 
@@ -89,12 +89,12 @@ def test_k_bounds_the_hits_and_the_snippet_is_one_line(store: ChunkStore) -> Non
 
 def test_the_index_follows_the_store(store: ChunkStore) -> None:
     assert found(store, "canteen") == ["faq#0", "mara-lind#1"]
-    put(store, "docs/faq.md", "# Harbor\n\nNothing is here.\n", "The canteen is gone.\n")
+    put(store, "/docs/faq.md", "# Harbor\n\nNothing is here.\n", "The canteen is gone.\n")
     assert found(store, "canteen opens nine") == ["mara-lind#1", "faq#1"] or set(
         found(store, "canteen opens nine")
     ) == {"mara-lind#1", "faq#1"}
     assert found(store, "harbor") == ["faq#0", "faq#1"]
-    store.remove_document("one", "docs/faq.md")
+    store.remove_document("one", "/docs/faq.md")
     assert found(store, "canteen") == ["mara-lind#1"]
     store.remove_chunks([search(store, "canteen", 1)[0].key])
     assert found(store, "canteen") == []
@@ -104,30 +104,30 @@ def test_the_index_follows_the_store(store: ChunkStore) -> None:
 def test_a_new_title_reaches_the_paragraphs_that_did_not_change(store: ChunkStore) -> None:
     assert found(store, "Solveig") == []
     rest = ("She lives in Bergen, and the canteen closes at five.\n\n", "Her desk is in the Heron building.\n")
-    put(store, "docs/mara-lind.md", "# Solveig Holm\n\nShe is new.\n\n", *rest)
+    put(store, "/docs/mara-lind.md", "# Solveig Holm\n\nShe is new.\n\n", *rest)
     assert sorted(found(store, "Solveig")) == ["mara-lind#0", "mara-lind#1", "mara-lind#2"]
 
 
 def test_a_moved_document_is_found_under_its_new_name(store: ChunkStore) -> None:
-    put(store, "docs/billing.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
-    store.remove_document("one", "docs/jonas-berg.md")
-    assert {h.source for h in search(store, "Oslo", 5)} == {"docs/billing.md"}
+    put(store, "/docs/billing.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
+    store.remove_document("one", "/docs/jonas-berg.md")
+    assert {h.source for h in search(store, "Oslo", 5)} == {"/docs/billing.md"}
 
 
 def test_what_is_stored_twice_is_found_once(store: ChunkStore) -> None:
-    put(store, "docs/copy.md", "The canteen opens at nine.\n")
-    put(store, "docs/faq.md", "The canteen opens at nine.\n", collection="two")
+    put(store, "/docs/copy.md", "The canteen opens at nine.\n")
+    put(store, "/docs/faq.md", "The canteen opens at nine.\n", collection="two")
     assert len(search(store, "nine", 9)) == 1
-    [hit] = search(store, "nine", 9, collection="two")
+    [hit] = search(store, "nine", 9, collections=["two"])
     manifest = store.get_chunk(hit.key)
     assert manifest is not None
     assert manifest.collection == "two"
 
 
 def test_scripts_without_spaces(store: ChunkStore) -> None:
-    put(store, "docs/kyoto.md", "京都の図書館は九時に開きます。\n")
+    put(store, "/docs/kyoto.md", "京都の図書館は九時に開きます。\n")
     [hit] = search(store, "図書館はいつ開く", 1)
-    assert hit.source == "docs/kyoto.md"
+    assert hit.source == "/docs/kyoto.md"
     assert "図書館" in hit.snippet
 
 
@@ -144,7 +144,7 @@ def test_the_file_is_private_and_a_damaged_one_is_made_anew(store: ChunkStore) -
 def test_an_index_of_another_store_or_version_is_made_anew(store: ChunkStore, tmp_path: Path) -> None:
     found(store, "canteen")
     with ChunkStore.open(tmp_path / "other", mode="write") as other:
-        put(other, "docs/x.md", "The canteen moved.\n")
+        put(other, "/docs/x.md", "The canteen moved.\n")
         (other.path / "search.sqlite3").write_bytes((store.path / "search.sqlite3").read_bytes())
         assert found(other, "canteen") == ["x#0"]
     with sqlite3.connect(store.path / "search.sqlite3") as db:
@@ -170,7 +170,7 @@ def test_several_processes_search_while_the_store_changes(store: ChunkStore) -> 
         subprocess.Popen([sys.executable, "-c", code, str(store.path)], stderr=subprocess.PIPE) for _ in range(3)
     ]
     for i in range(15):
-        put(store, f"docs/{i}.md", f"The canteen again, number {i}.\n")
+        put(store, f"/docs/{i}.md", f"The canteen again, number {i}.\n")
     for reader in readers:
         assert reader.communicate(timeout=60)[1] == b""
         assert reader.returncode == 0

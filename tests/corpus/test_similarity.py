@@ -36,7 +36,7 @@ def test_equal_texts_come_in_order() -> None:
 
 
 def passages() -> list[Passage]:
-    return [Passage(f"{i % 3}.md", i, text, tuple(text.encode())) for i, text in enumerate(TEXTS)]
+    return [Passage(text, tuple(text.encode())) for text in TEXTS]
 
 
 def test_neighbours_depend_on_the_set_of_passages_alone() -> None:

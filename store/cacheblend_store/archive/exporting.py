@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ def export_chunks(
     sign_key: bytes | None = None,
     salt: str = "",
     force: bool = False,
+    rename: Callable[[str], str] = str,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write chunks (None: all), the prefixes they stand behind and the documents they are of to `path`.
@@ -58,7 +59,8 @@ def export_chunks(
     A tar when the name ends in .tar, else a folder; it appears whole or not at all. Holds `manifest.jsonl`, a
     safetensors file a chunk (K before RoPE and V of every layer, in the codec they are stored in) and, with sign_key,
     `manifest.hmac`: the HMAC-SHA256 of the manifest, which holds the SHA-256 of every file. salt: what the chunks were
-    stored with; it is not written. Damaged chunks are left out; those that have no KV now come as text. Raises ArchiveError, OSError.
+    stored with; it is not written. rename: what the archive calls a source. Damaged chunks are left out; those that have
+    no KV now come as text. Raises ArchiveError, OSError.
     """
     wanted = _with_prefixes(store, keys)
     lines: list[bytes] = []
@@ -68,7 +70,7 @@ def export_chunks(
         collections = dict[str, CollectionLine]()
         for count, key in enumerate(sorted(wanted), 1):
             try:
-                line = _add_chunk(store, archive, key)
+                line = _add_chunk(store, archive, key, rename)
             except BadBlob:
                 damaged.append(key)
                 line = None
@@ -82,7 +84,9 @@ def export_chunks(
                 without_kv += not line.size
             if progress is not None:
                 progress(count, len(wanted))
-        documents = [d for d in store.documents() if any(c.key in done for c in d.chunks)]
+        documents = [
+            replace(d, source=rename(d.source)) for d in store.documents() if any(c.key in done for c in d.chunks)
+        ]
         lines = [
             encode_line(first_line(whole=not without_kv)),
             *(encode_line(collection_record(c)) for c in collections.values()),
@@ -122,7 +126,7 @@ def _with_prefixes(store: ChunkStore, keys: Iterable[bytes] | None) -> dict[byte
     } | dict.fromkeys((set(store.damaged_keys()) if chosen is None else chosen) - found.keys(), "")
 
 
-def _add_chunk(store: ChunkStore, archive: ArchiveOutput, key: bytes) -> ChunkLine | None:
+def _add_chunk(store: ChunkStore, archive: ArchiveOutput, key: bytes, rename: Callable[[str], str]) -> ChunkLine | None:
     """None when the chunk is gone. Raises BadBlob before anything of a damaged chunk is written."""
     with store.read() as reader:
         manifest = reader.manifest(key)
@@ -142,7 +146,7 @@ def _add_chunk(store: ChunkStore, archive: ArchiveOutput, key: bytes) -> ChunkLi
                 yield tensor
 
         archive.add(key.hex() + SUFFIX, size, parts())
-    return ChunkLine(manifest, size, digest.hexdigest())
+    return ChunkLine(replace(manifest, source=rename(manifest.source)), size, digest.hexdigest())
 
 
 def _prefix_ids(store: ChunkStore, collection: str, wanted: dict[bytes, str]) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from dataclasses import replace as renamed
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -89,6 +90,7 @@ def import_chunks(
     salt: str = "",
     limits: ArchiveLimits | None = None,
     replace: bool = False,
+    rename: Callable[[str], str] = str,
     on_start: Callable[[ImportReport], None] | None = None,
     on_chunk: Callable[[ImportedChunk, int, int], None] | None = None,
 ) -> ImportReport:
@@ -99,7 +101,7 @@ def import_chunks(
     and shapes: a chunk that fails is rejected, the others are taken. Chunks the store has, undamaged, stay as they are.
     Chunks without KV come as text, as do those that the quota has no room for.
     Documents it has in another version stay too unless `replace`. Interrupted, what is done stays, and a second import
-    goes on from there. A signature says who made the archive; without one, KV can be false while every digest is right
+    goes on from there. rename: from a source in the archive to one in the store. A signature says who made the archive; without one, KV can be false while every digest is right
     (`chunks verify --recheck` computes it again). Raises FileNotFoundError, ArchiveError, StoreErrors.
     """
     report = ImportReport()
@@ -108,12 +110,13 @@ def import_chunks(
             raise ArchiveError(f"{path} has no {MANIFEST}: it is no export", "make one: cacheblend chunks export PATH")
         report.signature = _check_signature(archive, sign_key)
         index = _read_manifest(archive, salt)
+        index.documents = [renamed(document, source=rename(document.source)) for document in index.documents]
         report.unproven = index.unproven
         _check_files(archive, index)
         documents, wanted = _choose_documents(store, index, replace, report)
         if on_start is not None:
             on_start(report)
-        _import_all(store, archive, index, wanted, report, on_chunk)
+        _import_all(store, archive, index, wanted, rename, report, on_chunk)
     changed = [document for document in documents if not _is_same(store, document)]
     store.put_documents(changed)  # in one transaction: a chunk that moves from one of them to another stays
     report.documents = len(changed)
@@ -256,6 +259,7 @@ def _import_all(
     archive: ArchiveInput,
     index: _Index,
     wanted: set[bytes],
+    rename: Callable[[str], str],
     report: ImportReport,
     on_chunk: Callable[[ImportedChunk, int, int], None] | None,
 ) -> None:
@@ -295,7 +299,8 @@ def _import_all(
             tell(line.manifest, "unchanged")
         else:
             try:
-                batch.append((line.manifest, _read_blobs(archive, line)))
+                blobs = _read_blobs(archive, line)
+                batch.append((renamed(line.manifest, source=rename(line.manifest.source)), blobs))
             except ArchiveError as error:
                 tell(line.manifest, "rejected", error.message)
                 continue

@@ -14,7 +14,7 @@ from cacheblend_store.reader import StoreReader
 
 @dataclass
 class Share:
-    """What one model or one source has of a store. bytes: of blobs."""
+    """What one model or one document has of a store. bytes: of blobs."""
 
     chunks: int = 0
     tokens: int = 0
@@ -30,7 +30,8 @@ class Share:
 class StoreStats:
     """live_bytes: blobs. used_bytes: blobs and manifests in whole pages. free_bytes: pages of the file to be used again.
 
-    damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by (model name, fingerprint, codec); sources: by source. Both empty unless a breakdown was asked for.
+    damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by (model name,
+    fingerprint, codec). All three empty unless a breakdown was asked for.
     """
 
     chunks: int
@@ -43,7 +44,6 @@ class StoreStats:
     damaged: int = 0
     without_kv: int = 0
     models: dict[tuple[str, str, str], Share] = field(default_factory=dict)
-    sources: dict[str, Share] = field(default_factory=dict)
 
     def totals(self) -> dict[str, int]:
         """The numbers that need no breakdown."""
@@ -89,4 +89,3 @@ def _break_down(reader: StoreReader, stats: StoreStats) -> None:
             stats.without_kv += not manifest.has_kv
             who = (manifest.model_name, manifest.model, manifest.codec)
             stats.models.setdefault(who, Share()).add(manifest)
-            stats.sources.setdefault(manifest.source, Share()).add(manifest)

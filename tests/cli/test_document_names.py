@@ -1,0 +1,278 @@
+"""A document has one name: its real path, shown from where the user stands, whatever was typed and wherever it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheblend_store import ChunkStore
+
+Cli = Callable[..., Any]
+MARA = "# Billing\n\nThe lead of billing is Mara.\n"
+JONAS = "# Billing\n\nThe lead of billing is Jonas.\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def listed(cli: Cli, *arguments: str) -> set[str]:
+    return {r["source"] for r in cli("chunks", "ls", "--json", *arguments).records}
+
+
+def found(cli: Cli, *arguments: str) -> set[str]:
+    return {r["source"] for r in cli("search", "billing", "-k", "20", "--json", *arguments).records}
+
+
+def cited(cli: Cli, *arguments: str) -> set[str]:
+    asked = cli("ask", "who leads billing?", "-k", "20", "--max-tokens", "2", "--json", *arguments)
+    assert asked.code == 0, asked.err
+    return {c["source"] for c in asked.records[0]["chunks"]}
+
+
+@pytest.fixture
+def projects(tmp_path: Path, cli: Cli) -> tuple[Path, Path]:
+    """Two projects with a document of the same relative name each, both precomputed from within."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    write(one / "docs/a.md", MARA)
+    write(two / "docs/a.md", JONAS)
+    (one / ".git").mkdir()
+    (two / "cacheblend.toml").write_text("")
+    for project in (one, two):
+        os.chdir(project)
+        assert cli("precompute", "docs").code == 0
+    return one, two
+
+
+@pytest.fixture(autouse=True)
+def _back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # and where a test goes from here is undone after it
+
+
+def test_two_projects_do_not_overwrite_each_other(cli: Cli, projects: tuple[Path, Path]) -> None:
+    one, two = projects
+    assert listed(cli) == {"docs/a.md", "../one/docs/a.md"}
+    for project, text in ((one, "Mara"), (two, "Jonas")):
+        os.chdir(project)
+        [hit] = cli("search", "billing lead", "--json").records
+        assert hit["source"] == "docs/a.md"
+        assert text in hit["snippet"]
+        assert cited(cli) == {"docs/a.md"}
+        assert {r["status"] for r in cli("precompute", "docs", "--json").records} == {"unchanged"}
+
+
+def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
+    one, _ = projects
+    os.chdir(one / "docs")
+    for command in (("search", "billing"), ("ask", "billing?", "--max-tokens", "2")):
+        said = cli(*command).err
+        assert f"the 1 of 2 documents below {one}; --all" in said
+    assert found(cli) == cited(cli) == {"a.md"}
+    both = {"a.md", "../../two/docs/a.md"}
+    assert found(cli, "--all") == cited(cli, "--all") == both
+    assert "below" not in cli("search", "billing", "--all").err
+    assert found(cli, "--source", "../../two") == cited(cli, "--source", "../../two/docs/*.md") == both - {"a.md"}
+    nothing = cli("ask", "billing?", "--source", "nowhere/*")
+    assert nothing.code == 3
+    assert "no stored document is at, below or like nowhere/*" in nothing.err
+    os.chdir(tmp_path)
+    assert "all 2 documents: there is no cacheblend.toml or .git" in cli("search", "billing").err
+    assert found(cli) == {"one/docs/a.md", "two/docs/a.md"}
+    (tmp_path / "new/.git").mkdir(parents=True)
+    os.chdir(tmp_path / "new")
+    assert f"none of them is below {tmp_path / 'new'}" in cli("search", "billing").err
+    assert len(found(cli)) == 2
+
+
+def test_one_file_is_one_document_however_it_is_typed(cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "docs/sub/a.md", MARA)
+    (tmp_path / "link").symlink_to(tmp_path / "docs")
+    (tmp_path / "docs/b.md").symlink_to(file)
+    spelt = [
+        "docs/sub/a.md",
+        "./docs//sub/../sub/a.md",
+        str(file),
+        "link/sub/a.md",
+        "docs/b.md",
+        "link",
+        "docs/sub",
+        ".",
+    ]
+    for number, path in enumerate(spelt):
+        records = cli("precompute", path, "--json").records
+        assert {(r["source"], r["status"]) for r in records} == {("docs/sub/a.md", "unchanged" if number else "new")}
+    os.chdir(tmp_path / "docs/sub")
+    assert {r["status"] for r in cli("precompute", "a.md", "--json").records} == {"unchanged"}
+    assert listed(cli) == found(cli) == cited(cli) == {"a.md"}
+    os.chdir(tmp_path)
+    assert listed(cli) == found(cli) == cited(cli) == {"docs/sub/a.md"}
+    for path in (*spelt[:4], "docs/*/a.md", "**/a.md", f"{tmp_path}/*", "link/su?"):
+        assert listed(cli, "--source", path) == {"docs/sub/a.md"}, path
+    for path in ("a.md", "docs/a.md", "docs/su", "d?/a.md"):
+        assert listed(cli, "--source", path) == set()
+    assert cli("chunks", "rm", "--source", "link/sub").code == 0
+    assert listed(cli) == set()
+
+
+def test_a_new_version_is_the_only_one_wherever_it_is_stored_from(cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "docs/a.md", MARA)
+    assert cli("precompute", "docs").code == 0
+    write(file, JONAS)
+    os.chdir(tmp_path / "docs")
+    assert cli("precompute", str(file)).code == 0
+    [hit] = cli("search", "billing lead", "--json").records
+    assert "Jonas" in hit["snippet"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--context", "sink"), ("--context", "neighbours")])
+def test_a_renamed_document_is_not_computed_again_and_its_old_name_goes(
+    cli: Cli, docs: Path, flags: tuple[str, ...]
+) -> None:
+    ids = {r["id"] for r in cli("precompute", "docs", *flags, "--json").records}
+    (docs / "alpha.md").rename(docs / "gamma.md")
+    again = cli("precompute", "docs", *flags, "--json")
+    assert {r["status"] for r in again.records} == {"unchanged"}
+    assert "docs/alpha.md is docs/gamma.md now" in again.err
+    assert {r["id"] for r in again.records} == ids
+    names = {"docs/beta.md", "docs/gamma.md"}
+    assert listed(cli) == names
+    assert {r["source"] for r in cli("search", "alpha", "-k", "9", "--json").records} == {"docs/gamma.md"}
+    asked = cli("ask", "alpha beta?", "-k", "9", "--max-tokens", "2", "--json").records[0]
+    assert {c["source"] for c in asked["chunks"]} == names
+    shown = cli("chunks", "show", next(iter(ids))).out
+    assert "alpha.md" not in shown
+
+
+def test_a_moved_project_takes_its_documents_along(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
+    one, _ = projects
+    one.rename(tmp_path / "three")
+    os.chdir(tmp_path / "three")
+    assert {r["status"] for r in cli("precompute", "docs", "--json").records} == {"unchanged"}
+    assert listed(cli) == {"docs/a.md", "../two/docs/a.md"}
+
+
+def test_a_document_that_two_projects_share_is_cited_by_its_own_name_in_each(cli: Cli, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / name / "docs" / f"{name}.md", MARA)
+        (tmp_path / name / ".git").mkdir()
+        os.chdir(tmp_path / name)
+        statuses = {r["status"] for r in cli("precompute", ".", "--json").records}
+        assert statuses == {"new" if name == "one" else "unchanged"}
+    for name in ("one", "two"):
+        os.chdir(tmp_path / name)
+        assert listed(cli) == found(cli) == cited(cli) == {f"docs/{name}.md"}
+    [chunk] = cli("chunks", "ls", "--json").records
+    assert cli("chunks", "show", chunk["id"], "--json").records[0]["also in"] == ["../one/docs/one.md#0"]
+    assert cli("chunks", "rm", "--source", "docs/two.md").code == 0
+    assert listed(cli) == {"../one/docs/one.md"}
+
+
+def test_a_changed_document_leaves_nothing_of_its_old_text_in_another_codec(cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.md", MARA)
+    assert cli("precompute", "a.md", "--kv-dtype", "float32").code == 0
+    assert cli("precompute", "a.md", "--kv-dtype", "int8").code == 0
+    write(file, JONAS)
+    assert cli("precompute", "a.md").code == 0
+    assert all("Jonas" in r["snippet"] for r in cli("search", "billing lead", "--json").records)
+    file.unlink()
+    write(tmp_path / "b.md", "something else\n")
+    assert "a.md is gone" in cli("precompute", ".").err
+    assert listed(cli) == {"b.md"}
+
+
+def test_stdin_is_a_document_of_the_project_it_is_piped_in(cli: Cli, projects: tuple[Path, Path]) -> None:
+    one, two = projects
+    for project, text in ((one, "billing moved to Bergen\n"), (two, "billing moved to Oslo\n")):
+        os.chdir(project / "docs")
+        assert cli("precompute", "-", stdin=text).code == 0
+    for project, town in ((one, "Bergen"), (two, "Oslo")):
+        os.chdir(project)
+        hits = {r["source"]: r["snippet"] for r in cli("search", "billing", "--json").records}
+        assert set(hits) == {"-", "docs/a.md"}
+        assert town in hits["-"]
+    assert cli("precompute", ".").code == 0
+    assert "-" in listed(cli), "nobody said that it is gone"
+    assert cli("chunks", "rm", "--source", "-").code == 0
+    assert listed(cli) == {"docs/a.md", "../one/docs/a.md", "../one/-"}
+
+
+def as_an_earlier_version_wrote_it(store: Path, folder: Path) -> None:
+    """Sources as they were typed in that directory, beside a digest of it."""
+    digest = hashlib.blake2b(os.fsencode(folder), digest_size=16).hexdigest()
+    with ChunkStore.open(store, mode="write") as opened:
+        records = opened.documents()
+        typed = [
+            replace(r, source=os.path.relpath(r.source, folder), settings={**r.settings, "directory": digest})
+            for r in records
+        ]
+        opened.put_documents(typed, records)
+        for manifest in list(opened.chunks()):
+            with opened.read() as reader:
+                blobs = [bytes(reader.blob(manifest, layer)) for layer in range(manifest.num_layers)]
+            opened.remove_chunks([manifest.key])
+            opened.put_chunk(replace(manifest, source=os.path.relpath(manifest.source, folder)), blobs)
+
+
+def test_a_store_of_an_earlier_version_is_read_and_renamed(
+    cli: Cli, projects: tuple[Path, Path], tmp_path: Path
+) -> None:
+    one, two = projects
+    os.chdir(one)
+    cli("chunks", "rm", "--source", "../two")
+    as_an_earlier_version_wrote_it(tmp_path / "store", one)
+    for folder, name in ((one, "docs/a.md"), (one / "docs", "a.md"), (two, ".../docs/a.md")):
+        os.chdir(folder)
+        assert listed(cli) == found(cli) == cited(cli) == {name}
+    assert cli("precompute", "docs").code == 0  # the same name typed in another directory is another document
+    assert listed(cli) == {"docs/a.md", ".../docs/a.md"}
+    assert found(cli) == {"docs/a.md"}
+    os.chdir(one)
+    assert found(cli) == {"docs/a.md"}
+    assert {r["status"] for r in cli("precompute", "docs", "--json").records} == {"unchanged"}
+    assert listed(cli) == {"docs/a.md", "../two/docs/a.md"}
+    os.chdir(two)
+    assert listed(cli) == {"docs/a.md", "../one/docs/a.md"}
+    assert cli("chunks", "verify").code == 0
+
+
+def test_an_earlier_versions_name_can_be_removed_from_anywhere(
+    cli: Cli, projects: tuple[Path, Path], tmp_path: Path
+) -> None:
+    as_an_earlier_version_wrote_it(tmp_path / "store", projects[0])
+    os.chdir(tmp_path)
+    assert ".../docs/a.md" in listed(cli)
+    assert cli("chunks", "rm", "--source", ".../docs/a.md").code == 0
+    assert listed(cli) == {".../../two/docs/a.md"}
+
+
+def test_an_archive_names_documents_from_where_it_is_made_and_lands_where_it_is_read(
+    cli: Cli, projects: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = projects
+    os.chdir(one)
+    assert cli("chunks", "export", str(tmp_path / "x"), "--source", "docs").code == 0
+    manifest = (tmp_path / "x/manifest.jsonl").read_text()
+    assert str(tmp_path) not in manifest
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
+    write(tmp_path / "there/docs/a.md", MARA)
+    os.chdir(tmp_path / "there")
+    assert cli("chunks", "import", str(tmp_path / "x")).code == 0
+    assert listed(cli) == found(cli) == {"docs/a.md"}
+    assert {r["status"] for r in cli("precompute", "docs", "--json").records} == {"unchanged"}
+    assert listed(cli) == {"docs/a.md"}
+
+
+def test_nothing_of_a_name_is_lost_in_json(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path / "docs/a b\tc[1]*.md", MARA)
+    assert cli("precompute", "docs").code == 0
+    assert listed(cli) == {"docs/a b\tc[1]*.md"}
+    assert listed(cli, "--source", "docs/a b\tc[1]*.md") == {"docs/a b\tc[1]*.md"}
+    assert json.loads(cli("search", "billing", "--json").out)["source"] == "docs/a b\tc[1]*.md"
