@@ -256,7 +256,7 @@ def test_an_earlier_versions_name_can_be_removed_from_anywhere(
 def test_an_archive_names_documents_from_where_it_is_made_and_lands_where_it_is_read(
     cli: Cli, projects: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = projects
+    one, _ = projects
     os.chdir(one)
     assert cli("chunks", "export", str(tmp_path / "x"), "--source", "docs").code == 0
     manifest = (tmp_path / "x/manifest.jsonl").read_text()
