@@ -147,6 +147,8 @@ def ask(
         if keys is None:
             collections = engine.collection_ids(settings.salt)
             keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context, scope)
+            if not keys and find_chunks(kv_store, item.question, 1, collections):
+                raise options.found_elsewhere()
             if not keys:
                 raise engine.nothing_found(kv_store, settings.salt)
             keys = engine.prefer_exact(kv_store, keys, settings.salt)

@@ -38,6 +38,8 @@ def search(
     with options.open_store(settings, write=False) as kv_store:
         scope = options.scope_of(kv_store, source, everywhere, output)
         hits = find(kv_store, query, settings.top_k, context=settings.context, scope=scope)
+        if not hits and find(kv_store, query, 1):
+            raise options.found_elsewhere()
     for hit in hits:
         if json:
             output.json(

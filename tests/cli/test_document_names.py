@@ -83,6 +83,10 @@ def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, 
     nothing = cli("ask", "billing?", "--source", "nowhere/*")
     assert nothing.code == 3
     assert "no stored document is at, below or like nowhere/*" in nothing.err
+    for command in (("search", "Jonas"), ("ask", "Jonas?")):
+        elsewhere = cli(*command)
+        assert elsewhere.code == 3
+        assert "others in the store do\nhint: search them too: --all" in elsewhere.err
     os.chdir(tmp_path)
     assert "all 2 documents: there is no cacheblend.toml or .git" in cli("search", "billing").err
     assert found(cli) == {"one/docs/a.md", "two/docs/a.md"}
