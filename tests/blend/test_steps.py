@@ -1,0 +1,134 @@
+"""What a prefill computes, layer by layer: rows, K and V written, kernels launched."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.blend.policy import Status
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import resolve
+
+LAYERS = 4
+KERNELS = ("prefill_attention", "rope_and_cache", "rope", "load_kv", "kv_deviation")
+
+
+class Counted:
+    """An engine over two pages of three chunks, whose kernels tell how often they were launched and over how many rows."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_checkpoint(root / "model", "llama-gqa")
+        self.engine = Engine.load(EngineConfig(model=str(root / "model")))
+        (root / "docs").mkdir()
+        for page in range(2):
+            words = [WORDS[(7 * page + i) % len(WORDS)] for i in range(90)]
+            (root / "docs" / f"{page}.md").write_text(" ".join(words) + "\n")
+        self.store = ChunkStore.open(root / "store", mode="write")
+        options = PrecomputeOptions(chunk_tokens=32, context="sink")
+        self.engine.precompute(self.store, [str(root / "docs")], options, lambda event: None)
+        self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
+        self.launches: Counter[str] = Counter()
+        self.attended: list[int] = []
+        self._nested = threading.local()  # KV is loaded in threads of its own
+        kernels = self.engine.model.decoder.kernels
+        for name in KERNELS:
+            self._count(monkeypatch, kernels, name)
+
+    def _count(self, monkeypatch: pytest.MonkeyPatch, kernels: Any, name: str) -> None:
+        plain = getattr(kernels, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._nested, "inside", False):  # the torch backend makes one kernel of others
+                return plain(*args, **kwargs)
+            self.launches[name] += 1
+            if name == "prefill_attention":
+                self.attended.append(args[0].shape[0])
+            self._nested.inside = True
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._nested.inside = False
+
+        monkeypatch.setattr(kernels, name, counted)
+
+    def prefill(self, blend: BlendConfig) -> Prefilled:
+        self.launches.clear()
+        self.attended.clear()
+        sampling = SamplingParams(max_tokens=1)
+        request = resolve(
+            self.engine.runtime, self.store, Question("where does Mara work?", self.keys, blend, sampling)
+        )
+        return prefill(self.engine.runtime, request)
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(tmp_path, monkeypatch)
+
+
+def test_a_full_prefill_computes_every_row_once(counted: Counted) -> None:
+    done = counted.prefill(BlendConfig(mode="full"))
+    tokens = done.plan.num_tokens
+    assert counted.attended == [tokens] * (LAYERS - 1) + [1], "the last layer finishes one row only"
+    # one kernel a layer rotates q and k and writes; where only some rows go on, q is rotated by itself
+    assert counted.launches["rope_and_cache"] == LAYERS
+    assert counted.launches["rope"] == 1
+    assert counted.launches["load_kv"] == 0
+
+
+def test_reuse_computes_the_question_only(counted: Counted) -> None:
+    done = counted.prefill(BlendConfig(mode="reuse"))
+    suffix = len(done.plan.segments[-1].token_ids)
+    assert counted.attended == [suffix] * (LAYERS - 1) + [1]
+    assert counted.launches["load_kv"] == LAYERS * (len(counted.keys) + 1), "every chunk and the prefix, at every layer"
+
+
+def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
+    done = counted.prefill(BlendConfig(selector="hkvd", ratio=0.25))
+    inexact, fresh = done.plan.inexact_tokens, done.plan.fresh_tokens
+    chosen = -(-inexact // 4)
+    assert len(done.result.chosen) == chosen
+    assert counted.attended == [inexact + fresh, *[chosen + fresh] * (LAYERS - 2), 1]
+    assert [r.status for r in done.result.layers] == [
+        Status.PREFILL,
+        Status.CHECK,
+        *[Status.AFTER_CHECK] * (LAYERS - 2),
+    ]
+    assert [r.rows for r in done.result.layers] == [inexact + fresh] * 2 + [chosen + fresh] * (LAYERS - 2)
+    assert counted.launches["kv_deviation"] == 1
+
+
+def test_the_probe_stops_where_it_has_looked(counted: Counted) -> None:
+    done = counted.prefill(BlendConfig(selector="query", ratio=0.25, probe_layers=(1, 2)))
+    fresh, chosen = done.plan.fresh_tokens, len(done.result.chosen)
+    assert counted.attended == [fresh, fresh, *[chosen + fresh] * (LAYERS - 1), 1], "layers 0 and 1, then the blend"
+
+
+@torch.inference_mode()
+def test_rows_that_are_not_computed_keep_their_old_kv(counted: Counted) -> None:
+    """After the check layer, a row that was not chosen holds what was loaded; a chosen one what was computed."""
+    reused, blended, full = (
+        counted.prefill(blend)
+        for blend in (
+            BlendConfig(mode="reuse"),
+            BlendConfig(selector="hkvd", ratio=0.25),
+            BlendConfig(mode="full"),
+        )
+    )
+    candidates = [p for s in blended.plan.chunks if s.status == "blended" for p in range(s.start, s.end)]
+    stale = torch.tensor(sorted(set(candidates) - set(blended.result.chosen.tolist())))
+    for layer in range(2, LAYERS):
+        old, new, true = (d.pool.read(layer, d.sequence.slots(stale))[0] for d in (reused, blended, full))
+        assert torch.equal(old, new)
+        assert not torch.equal(new, true)
+        chosen = blended.result.chosen
+        old, new = (d.pool.read(layer, d.sequence.slots(chosen))[0] for d in (reused, blended))
+        assert (old != new).any(dim=(1, 2)).all()
