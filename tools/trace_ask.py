@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -73,13 +74,10 @@ def trace_ask(folder: Path) -> dict[str, dict[str, int]]:
     from cacheblend_cli.demo import handbook_dir
 
     store = str(folder / "store")
-    out, sys.stdout = sys.stdout, open(os.devnull, "w", encoding="utf-8")
-    try:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         command("precompute", str(handbook_dir()), "--store", store, "--chunk-tokens", "56", "--quiet")
         with Trace() as trace:
             command("ask", QUESTION, "--store", store, "--quiet")
-    finally:
-        sys.stdout = out
     return trace.functions()
 
 
