@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
@@ -188,9 +188,7 @@ class Loaded:
             reuse=True,
         )
         self.sequence = bench.memory.pool.new_sequence(length)
-        self._loader = KVLoader(
-            bench.model.decoder, bench.store, bench.memory.pool, self.sequence, self.plan.segments, length
-        )
+        self._loader = make_loader(bench.model.decoder, bench.store, self.sequence, self.plan)
         self._num_layers = bench.model.spec.num_layers
 
     def __enter__(self) -> Loaded:

@@ -22,8 +22,8 @@ from typing import Any
 import cacheblend_kernels.triton_backend
 import torch
 import triton
-from cacheblend_kernels.triton_backend.resources import KernelResources, compile_variant
-from cacheblend_kernels.triton_backend.variants import all_variants
+from kernel_compile import KernelResources, compile_variant
+from kernel_variants import all_variants
 
 RESULTS = Path(__file__).parent / "results"
 ARCHS = (80, 90, 100)

@@ -2,12 +2,11 @@
 
     python benchmarks/store.py [--only load,write,stall,many,codecs] [--rounds 9] [--out benchmarks/results/store.json]
 
-Loads and writes are compared in turn with the plainest thing that moves the same bytes on this machine, under the same
-conditions and in an order of its own every round; the best of the rounds after a warm-up, and medians. The parts:
+Writes are compared in turn with the plainest thing that moves the same bytes on this machine, under the same conditions
+and in an order of its own every round; the best of the rounds after a warm-up, and medians. The parts:
 
-load    2048 tokens of Qwen2.5-0.5B's shape, and of some layers of Llama-3.1-8B's, in fp32 from the page cache, every
-        digest checked: into the pool with K rotated (`KVLoader`), and into host buffers as for a GPU (`copy_layer`),
-        beside a copy out of a mapped flat file; and into the pool from every --kv-dtype
+load    2048 tokens of Qwen2.5-0.5B's shape from the page cache into an fp32 pool, every digest checked, K rotated, from
+        every --kv-dtype; what counts is `stall`
 write   groups of chunks as `precompute` commits them, durable on return, beside write and one fsync; and one chunk a
         commit beside write and fsync of each
 stall   what a blend of those tokens waits for its KV, by codec

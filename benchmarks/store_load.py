@@ -1,19 +1,12 @@
-"""Loading: verified KV from the page cache into the pool beside a plain copy, and what a blend waits for it."""
+"""Loading: verified KV from the page cache into the pool, and what a blend waits for it."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import random
 import statistics
-import sys
-import threading
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,26 +15,24 @@ import torch
 from cacheblend_kernels import select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.codecs import CODECS, encode_kv, is_lossless
-from cacheblend_store.format.layouts import blob_spec
 from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
-from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec, spec_from_config
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.plan import ChunkInput, Segment
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import Request
 from cacheblend_cli.runtime.runtime import Runtime
 
 TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
-LARGE_LAYERS = 6  # of Llama-3.1-8B's 32: blobs of 4 MiB instead of half a one
 CPU = torch.device("cpu")
 Chunk = tuple[ChunkManifest, list[bytes]]
 
@@ -75,10 +66,8 @@ class Prompt:
         self.store, self.spec = store, spec
         chunks = [make_chunk(self.spec, seed, codec) for seed in range(TOKENS // CHUNK_TOKENS)]
         store.put_chunks(chunks)
-        with store.read() as reader:
-            self.manifests = [m for manifest, _ in chunks if (m := reader.manifest(manifest.key))]
-        self.blobs = [blobs for _, blobs in chunks]
-        self.num_bytes = sum(len(b) for blobs in self.blobs for b in blobs)
+        manifests = [manifest for manifest, _ in chunks]
+        self.num_bytes = sum(len(b) for _, blobs in chunks for b in blobs)
         self.decoder = cast(
             Decoder,
             SimpleNamespace(
@@ -89,95 +78,17 @@ class Prompt:
                 kernels=select_backend("torch", CPU),
             ),
         )
-        self.segments = [
-            Segment("chunk", i * CHUNK_TOKENS, m.token_ids, "blended", m.key) for i, m in enumerate(self.manifests)
-        ]
+        self.plan = plan_prompt((), [ChunkInput(m.key, m.source, m.token_ids) for m in manifests], ())
 
     def pool(self) -> KVPool:
         return KVPool(self.spec, TOKENS // BLOCK_SIZE, BLOCK_SIZE, torch.float32, CPU)
 
-    def load(self, pool: KVPool, threads: int) -> KVLoader:
+    def load(self, pool: KVPool) -> None:
         """Everything into the pool; from the first manifest to the last layer."""
         sequence = pool.new_sequence(TOKENS)
-        with KVLoader(self.decoder, self.store, pool, sequence, self.segments, TOKENS, threads) as loader:
+        with make_loader(self.decoder, self.store, sequence, self.plan) as loader:
             loader.wait(self.spec.num_layers - 1)  # leaving waits for whatever other threads still do
         sequence.release()
-        return loader
-
-    def targets(self, buffers: Sequence[torch.Tensor]) -> dict[tuple[int, int], dict[str, memoryview]]:
-        """Where in the buffers the tensors of (layer, chunk) go."""
-        found = {}
-        for number, buffer in enumerate(buffers):
-            layer, index = divmod(number, len(self.manifests))
-            view, at = memoryview(buffer.numpy().data), 0
-            found[layer, index] = {}
-            for name, tensor in blob_spec("float32", CHUNK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim).items():
-                found[layer, index][name] = view[at : at + tensor.num_bytes]
-                at += tensor.num_bytes
-        return found
-
-    def copy_verified(self, targets: dict[tuple[int, int], dict[str, memoryview]], threads: int) -> None:
-        """Every blob's tensors to host buffers, as they are staged for a GPU."""
-
-        def work(take: Callable[[], tuple[int, int] | None]) -> None:
-            with self.store.read() as reader:
-                while (task := take()) is not None:
-                    reader.copy_layer(self.manifests[task[1]], task[0], targets[task])
-
-        in_threads(list(targets), threads, work)
-
-
-class FlatFile:
-    """The blobs of a prompt one after another in a file that is mapped and in the page cache."""
-
-    def __init__(self, path: Path, prompt: Prompt) -> None:
-        ordered = [prompt.blobs[i][layer] for layer in range(prompt.spec.num_layers) for i in range(len(prompt.blobs))]
-        path.write_bytes(b"".join(ordered))
-        with path.open("rb") as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.pieces = whole.split([len(b) for b in ordered])
-
-    def buffers(self) -> list[torch.Tensor]:
-        return [torch.empty(len(piece), dtype=torch.uint8) for piece in self.pieces]
-
-    def copy(self, buffers: Sequence[torch.Tensor], threads: int) -> None:
-        def work(take: Callable[[], tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-            while (task := take()) is not None:
-                task[1].copy_(task[0])
-
-        in_threads(list(zip(self.pieces, buffers, strict=True)), threads, work)
-
-
-class Fresh:
-    """Seconds of `work` on memory that the process has to take from the system page by page, as a new process does."""
-
-    def __init__(self, make: Callable[[], Any], work: Callable[[Any, int], Any], threads: int) -> None:
-        self._make, self._work, self._threads = make, work, threads
-
-    def __call__(self) -> float:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back to the system
-        memory = self._make()
-        return timed(lambda: self._work(memory, self._threads))
-
-
-def in_threads(tasks: Sequence[Any], threads: int, work: Callable[[Callable[[], Any]], None]) -> None:
-    """`work` in that many threads, which take the tasks in order; torch's operations do not split further."""
-    left, lock = iter(tasks), threading.Lock()
-
-    def take() -> Any:
-        with lock:
-            return next(left, None)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(threads) as running:
-        for done in [running.submit(work, take) for _ in range(threads)]:
-            done.result()
-    torch.set_num_threads(before)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -204,50 +115,20 @@ def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple
 
 
 def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
-    large = replace(shape("llama-3.1-8b"), num_layers=LARGE_LAYERS)
+    """TOKENS tokens from the page cache into an fp32 pool that was used before, by codec."""
     return {
         "tokens": TOKENS,
         "chunk_tokens": CHUNK_TOKENS,
         "rounds": rounds,
-        **_beside_a_copy(folder / "small", shape(), rounds),
-        "large": {"layers": LARGE_LAYERS, **_beside_a_copy(folder / "large", large, rounds)},
         "codecs": [_codec(folder, codec, rounds) for codec in CODECS],
     }
 
 
-def _beside_a_copy(folder: Path, spec: ModelSpec, rounds: int) -> dict[str, Any]:
-    with ChunkStore.open(folder, mode="write") as store:
-        prompt = Prompt(store, spec)
-        flat = FlatFile(folder.with_suffix(".flat"), prompt)
-        rows = []
-        for threads in (1, 2):
-            pool, buffers = prompt.pool(), flat.buffers()
-            targets = prompt.targets(flat.buffers())
-            seconds, median = best_and_median(
-                {
-                    "pool": lambda p=pool, n=threads: timed(lambda: prompt.load(p, n)),
-                    "staging": lambda t=targets, n=threads: timed(lambda: prompt.copy_verified(t, n)),
-                    "copy": lambda b=buffers, n=threads: timed(lambda: flat.copy(b, n)),
-                    "fresh_pool": Fresh(prompt.pool, prompt.load, threads),
-                    "fresh_copy": Fresh(flat.buffers, flat.copy, threads),
-                },
-                rounds,
-            )
-            ratios = {
-                "pool": seconds["copy"] / seconds["pool"],
-                "staging": seconds["copy"] / seconds["staging"],
-                "fresh_pool": seconds["fresh_copy"] / seconds["fresh_pool"],
-            }
-            rows.append({"threads": threads, "seconds": seconds, "median_seconds": median, "ratio": ratios})
-        return {"bytes": prompt.num_bytes, "rows": rows}
-
-
 def _codec(folder: Path, codec: str, rounds: int) -> dict[str, Any]:
-    """Into an fp32 pool that was used before, with one thread."""
     with ChunkStore.open(folder / f"load-{codec}", mode="write") as store:
         prompt = Prompt(store, shape(), codec)
         pool = prompt.pool()
-        seconds = best_and_median({"load": lambda: timed(lambda: prompt.load(pool, 1))}, rounds)[0]["load"]
+        seconds = best_and_median({"load": lambda: timed(lambda: prompt.load(pool))}, rounds)[0]["load"]
         spec = prompt.spec
         values = 2 * spec.num_layers * TOKENS * spec.num_kv_heads * spec.head_dim
         return {

@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Observer, forward
-from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.runtime.fidelity import Divergence, divergence, log_distribution, teacher_forced
@@ -143,8 +143,8 @@ def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0, piec
         rows = rows_of(decoder, sequence, positions, kv_len=int(positions[-1]) + 1, rope_len=length)
         logits = forward(decoder, rows, token_ids[positions])
     none = torch.empty(0, dtype=torch.int64, device=decoder.device)
-    loader = KVLoader(decoder, None, sequence.pool, sequence, (), length)
-    return Prefilled(request, sequence, PrefillResult(logits[-1:], none), loader, time.perf_counter() - start)
+    result = PrefillResult(logits[-1:], none)
+    return Prefilled(request, sequence, result, NothingToLoad(), time.perf_counter() - start)
 
 
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:

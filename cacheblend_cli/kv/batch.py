@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 
-import torch
-from cacheblend_kernels import Slots, StoredKV
 from cacheblend_store.format.blobs import TensorSpec
 from cacheblend_store.format.codecs import DTYPES
-from cacheblend_store.format.layouts import GROUP, PLAIN, blob_spec
+from cacheblend_store.format.layouts import PLAIN, blob_spec
 from torch import Tensor
 
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.kv.stored_prompt import StoredSpan
 
 BATCH_BYTES = 16 << 20  # some chunks: one copy and one launch for all of them, and yet several batches on their way
 ALIGNMENT = 512
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The positions start:end of a prompt and what is stored for them."""
-
-    start: int
-    end: int
-    codec: str
-
-    @property
-    def count(self) -> int:
-        return self.end - self.start
 
 
 class KVBatch:
@@ -40,11 +22,11 @@ class KVBatch:
     So chunks stored as they are (no scales) become one tensor; a chunk with scales is a batch of its own.
     """
 
-    def __init__(self, first: int, rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> None:
-        self.first, self.rows = first, tuple(rows)
-        self.codec = rows[0].codec
-        self._specs = [blob_spec(self.codec, r.count, num_kv_heads, head_dim) for r in rows]
-        self._offsets: list[dict[str, int]] = [{} for _ in rows]
+    def __init__(self, first: int, spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int) -> None:
+        self.first, self.spans = first, tuple(spans)
+        self.codec = spans[0].codec
+        self._specs = [blob_spec(self.codec, s.num_tokens, num_kv_heads, head_dim) for s in spans]
+        self._offsets: list[dict[str, int]] = [{} for _ in spans]
         self._whole: dict[str, tuple[int, TensorSpec]] = {}
         offset = 0
         for name in self._specs[0]:
@@ -68,13 +50,13 @@ class KVBatch:
         return found
 
 
-def batches_of(rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> list[KVBatch]:
+def batches_of(spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int) -> list[KVBatch]:
     """Adjacent chunks of one plain codec together, up to BATCH_BYTES; every other chunk alone."""
     batches: list[KVBatch] = []
-    held: list[Rows] = []
+    held: list[StoredSpan] = []
     size = 0
-    for index, own in enumerate(rows):
-        spec = blob_spec(own.codec, own.count, num_kv_heads, head_dim)
+    for index, own in enumerate(spans):
+        spec = blob_spec(own.codec, own.num_tokens, num_kv_heads, head_dim)
         more = sum(t.num_bytes for t in spec.values())
         joins = held and own.codec in PLAIN and own.codec == held[-1].codec and size + more <= BATCH_BYTES
         if held and not joins:
@@ -83,24 +65,8 @@ def batches_of(rows: Sequence[Rows], num_kv_heads: int, head_dim: int) -> list[K
         held.append(own)
         size += more
     if held:
-        batches.append(KVBatch(len(rows) - len(held), held, num_kv_heads, head_dim))
+        batches.append(KVBatch(len(spans) - len(held), held, num_kv_heads, head_dim))
     return batches
-
-
-def slots_of(decoder: Decoder, sequence: PagedSequence, rows: Iterable[Rows], rope_len: int) -> Slots:
-    """Where the rows go in a sequence; queued on the current stream."""
-    spans = list(rows)
-    positions = torch.cat([torch.arange(r.start, r.end, device=decoder.device) for r in spans])
-    adjacent = all(a.end == b.start for a, b in pairwise(spans))
-    contiguous = sequence.contiguous_slot >= 0 and adjacent
-    first = sequence.contiguous_slot + spans[0].start if contiguous else -1
-    return Slots(sequence.slots(positions), *decoder.rope.cos_sin(positions, rope_len), first)
-
-
-def place_kv(decoder: Decoder, pool: KVPool, layer: int, tensors: dict[str, Tensor], slots: Slots) -> None:
-    """Dequantise, rotate K to its new positions and write both into the layer's pool: one kernel. tensors: see
-    `layouts.blob_spec`."""
-    decoder.kernels.load_kv(StoredKV(**tensors, group_size=GROUP), pool.layers[layer], slots)
 
 
 def _joined(specs: Sequence[TensorSpec]) -> TensorSpec:

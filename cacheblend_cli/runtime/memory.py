@@ -16,11 +16,11 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.batch import Rows, place_kv, slots_of
-from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
-from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.decode import DecodeRunner, make_runner
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
@@ -90,27 +90,6 @@ def reserve(
     return DeviceMemory(pool, make_runner(decoder, pool, eager), profile)
 
 
-class _ZeroLoader(KVLoader):
-    """Places zeros for what a plan takes for cached."""
-
-    def __init__(self, decoder: Decoder, pool: KVPool, sequence: PagedSequence, plan: PromptPlan) -> None:
-        super().__init__(decoder, None, pool, sequence, (), plan.num_tokens)
-        spec, codec = decoder.spec, str(decoder.dtype).removeprefix("torch.")
-        self._zeros = [
-            (
-                slots_of(decoder, sequence, [Rows(s.start, s.end, codec)], plan.num_tokens),
-                torch.zeros(
-                    len(s.token_ids), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=pool.device
-                ),
-            )
-            for s in plan.chunks
-        ]
-
-    def wait(self, layer: int) -> None:
-        for place, zeros in self._zeros:
-            place_kv(self._decoder, self._pool, layer, {"k": zeros, "v": zeros}, place)
-
-
 @torch.inference_mode()
 def warm_up(decoder: Decoder, pool: KVPool) -> None:
     """A small blend: it compiles what the profile's full prefills do not launch, before loader threads launch it too."""
@@ -120,8 +99,7 @@ def warm_up(decoder: Decoder, pool: KVPool) -> None:
     sequence = pool.new_sequence(plan.num_tokens)
     try:
         policy = BlendPolicy(make_selector("hkvd" if decoder.spec.num_layers > 1 else "none"), ((1, 0.5),))
-        loader = _ZeroLoader(decoder, pool, sequence, plan)
-        blended_prefill(Prompt(decoder, plan, sequence, loader), policy)
+        blended_prefill(Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan)), policy)
     finally:
         sequence.release()
 
@@ -218,8 +196,7 @@ def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
         sequence = sequence_of_its_own(decoder, num_tokens, block_size)
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
         policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
-        with KVLoader(decoder, None, sequence.pool, sequence, plan.segments, num_tokens) as loader:
-            blended_prefill(Prompt(decoder, plan, sequence, loader), policy)
+        blended_prefill(Prompt(decoder, plan, sequence, NothingToLoad()), policy)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.kv.loader import BadChunk, KVLoader
+from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.memory import out_of_memory
 from cacheblend_cli.runtime.request import Request
@@ -86,7 +88,7 @@ def _prefill(
 ) -> Prefilled:
     decoder, plan = runtime.decoder, request.plan
     policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless)
-    loader = KVLoader(decoder, request.store, sequence.pool, sequence, plan.segments, plan.num_tokens)
+    loader = make_loader(decoder, request.store, sequence, plan)
     positions = output_positions(plan) if output_positions else None
     start = time.perf_counter()
     with loader:

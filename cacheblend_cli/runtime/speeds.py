@@ -25,9 +25,10 @@ from platformdirs import user_cache_path
 
 from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, run_layers
-from cacheblend_cli.kv.loader import BadChunk, KVLoader
+from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
@@ -162,10 +163,11 @@ def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> fl
     if not some:
         return math.inf
     found = []
+    part = PromptPlan((*some, plan.segments[-1]))  # whose length RoPE is told
     sequence = runtime.new_sequence(plan.num_tokens)
     try:
         for _ in range(3):
-            with KVLoader(decoder, store, sequence.pool, sequence, some, plan.num_tokens) as loader:
+            with make_loader(decoder, store, sequence, part) as loader:
                 for layer in range(decoder.spec.num_layers):
                     loader.wait(layer)
             _synchronize(decoder)

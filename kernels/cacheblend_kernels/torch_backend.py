@@ -118,45 +118,19 @@ def dequantized(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
     if k_scale is None or v_scale is None:
         return k, v
     if k.dtype == torch.float8_e4m3fn:
-        return _float8_values(k) * k_scale[:, None], _float8_values(v) * v_scale[:, None]
-    k_zero, v_zero, size = stored.k_zero, stored.v_zero, stored.group_size
+        return k.float() * k_scale[:, None], v.float() * v_scale[:, None]
+    k_zero, v_zero = stored.k_zero, stored.v_zero
     if k.dtype != torch.uint8 or k_zero is None or v_zero is None:
         raise KernelError(f"{k.dtype} with scales is no stored form", "float8_e4m3fn, or uint8 with zero points")
     if k.shape[-1] != head_dim:
         k, v = _nibbles(k), _nibbles(v)
-    values = k.float()
-    whole = k.shape[0] // size
-    grouped = values[: whole * size].view(whole, size, *k.shape[1:])
-    torch.addcmul(k_zero[:whole, None], grouped, k_scale[:whole, None], out=grouped)
-    if len(k_scale) > whole:  # the last group is short
-        rest = values[whole * size :]
-        torch.addcmul(k_zero[whole], rest, k_scale[whole], out=rest)
-    return values, torch.addcmul(v_zero, v.float(), v_scale)
+    group = torch.arange(k.shape[0], device=k.device) // stored.group_size
+    return torch.addcmul(k_zero[group], k.float(), k_scale[group]), torch.addcmul(v_zero, v.float(), v_scale)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Codes [..., head_dim] uint8 of [..., head_dim / 2] bytes, the even ones from the low four bits.
-
-    In passes that a CPU vectorises: byte b as 16 bits (b << 4 | b) & 0x0F0F holds the low code, then the high one.
-    """
-    pairs = packed.to(torch.int16)
-    pairs |= pairs << 4
-    pairs &= 0x0F0F
-    return pairs.view(torch.uint8)
-
-
-def _float8_values(codes: Tensor) -> Tensor:
-    """float8_e4m3fn -> fp32. On a CPU through float16, whose bits it has with an exponent that is smaller by 8: torch's
-    own conversion takes the values one by one there. A NaN, which no codec writes, stays one."""
-    if codes.device.type != "cpu":
-        return codes.float()
-    wide = codes.view(torch.int8).to(torch.int16)
-    wide <<= 7
-    wide &= -0x4001
-    values = wide.view(torch.float16).float().mul_(256.0)
-    if values.numel() and max(map(abs, map(float, values.aminmax()))) > 448:
-        values[values.abs() > 448] = torch.nan
-    return values
+    """Codes [..., head_dim] uint8 of [..., head_dim / 2] bytes, the even ones from the low four bits."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def _unscaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

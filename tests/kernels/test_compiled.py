@@ -22,8 +22,8 @@ from cacheblend_kernels.triton_backend.configs import (
     pick_prefill_config,
     prefill_configs,
 )
-from cacheblend_kernels.triton_backend.resources import compile_variant
-from cacheblend_kernels.triton_backend.variants import KernelVariant, all_variants
+from kernel_compile import compile_variant
+from kernel_variants import KernelVariant, all_variants
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

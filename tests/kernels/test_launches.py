@@ -1,6 +1,6 @@
 """Every launch compiles: what the backend's methods hand to Triton is recorded as Triton sees it, and compiled from that.
 
-The interpreter does not know types, and `variants.py` says by hand what a launch is made of. Here the launches themselves
+The interpreter does not know types, and `kernel_variants.py` says by hand what a launch is made of. Here the launches themselves
 are asked: of each method by itself with every option it has, and of the engine from the store to the last token.
 """
 
@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV
 from cacheblend_kernels.triton_backend.backend import TritonBackend
 from cacheblend_kernels.triton_backend.norms import ACTIVATIONS
-from cacheblend_kernels.triton_backend.variants import all_variants
+from kernel_variants import all_variants
 from launches import Launch, recorded
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -154,7 +154,7 @@ def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int
 
 
 def sampled(launch: Launch) -> bool:
-    """Whether `variants.py` is to hold it: no model the tool runs has soft caps, or norms of a dtype of their own."""
+    """Whether `kernel_variants.py` is to hold it: no model the tool runs has soft caps, or norms of a dtype of their own."""
     own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
     return not launch.constants.get("SOFT_CAP") and not ("weight_ptr" in launch.types and own_weights)
 

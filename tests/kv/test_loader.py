@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.kv import batch as kv_batch
-from cacheblend_cli.kv import loader as kv_loader
-from cacheblend_cli.kv.batch import KVBatch, Rows, batches_of
+from cacheblend_cli.kv import host_loader, loading, ring_loader
+from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.staging import Event, StagingRing
+from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan
+from cacheblend_cli.kv.workers import Workers
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Question, resolve
 
@@ -146,23 +148,23 @@ def test_a_stopped_ring_lets_everybody_go() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 70), st.sampled_from(CODECS)), min_size=1, max_size=8), st.data())
 def test_batches_hold_every_chunk_once_and_aligned(chunks: list[tuple[int, str]], data: st.DataObject) -> None:
-    at, rows = 3, []
+    at, spans = 3, []
     for count, codec in chunks:
-        rows.append(Rows(at, at + count, codec))
+        spans.append(StoredSpan(at, at + count, codec))
         at += count + data.draw(st.integers(0, 1))
-    batches = batches_of(rows, 2, 16)
-    assert [r for b in batches for r in b.rows] == rows
-    assert [b.first for b in batches] == [sum(len(x.rows) for x in batches[:i]) for i in range(len(batches))]
+    batches = batches_of(spans, 2, 16)
+    assert [s for b in batches for s in b.spans] == spans
+    assert [b.first for b in batches] == [sum(len(x.spans) for x in batches[:i]) for i in range(len(batches))]
     for batch in batches:
-        assert len(batch.rows) == 1 or ("int" not in batch.codec and "8" not in batch.codec)
+        assert len(batch.spans) == 1 or ("int" not in batch.codec and "8" not in batch.codec)
         buffer = bytearray(batch.num_bytes)
-        for index in range(len(batch.rows)):
+        for index in range(len(batch.spans)):
             for name, target in batch.targets(index, memoryview(buffer)).items():
                 assert not any(target)  # nobody else's
                 target[:] = bytes([1 + (index + len(name)) % 250]) * len(target)
         for name, tensor in batch.tensors(torch.frombuffer(buffer, dtype=torch.uint8)).items():
             flat = tensor.contiguous().view(torch.uint8).flatten().tolist()
-            wanted = [1 + (i + len(name)) % 250 for i in range(len(batch.rows))]
+            wanted = [1 + (i + len(name)) % 250 for i in range(len(batch.spans))]
             assert list(dict.fromkeys(flat)) == wanted
             assert tensor.data_ptr() % 4 == 0
 
@@ -199,9 +201,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[HostTransfer]:
         made.append(LazyTransfer())
         return made[-1]
 
-    monkeypatch.setattr(kv_loader, "transfer_to", transfer_to)
-    monkeypatch.setattr(kv_loader, "NUM_SLOTS", 2)
-    monkeypatch.setattr(kv_loader.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(loading, "transfer_to", transfer_to)
+    monkeypatch.setattr(ring_loader, "NUM_SLOTS", 2)
+    monkeypatch.setattr(ring_loader, "num_workers", lambda at_most: 4)
     monkeypatch.setattr(kv_batch, "BATCH_BYTES", 20_000)
     return made
 
@@ -213,7 +215,7 @@ def test_through_the_ring_arrives_what_was_stored(
     stored = Stored(tmp_path, codec)
     order = [stored.keys[i] for i in (4, 0, 2, 2, 5, 1)]
     with monkeypatch.context() as direct:
-        direct.setattr(kv_loader, "transfer_to", lambda device: None)
+        direct.setattr(loading, "transfer_to", lambda device: None)
         expected = stored.prefill(order)
     assert not staged
     for _ in range(4):
@@ -247,13 +249,12 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Host
     assert any("digest" in note for note in found.request.notes)
     assert [s.status for s in found.plan.chunks][2] == "computed"
     assert not torch.equal(good.result.logits, found.result.logits)
-    assert threading.active_count() < 20  # the loader's threads are gone
-    assert not [t for t in threading.enumerate() if t.name.startswith("kv-")]
+    assert not [t for t in threading.enumerate() if t.name == "kv-submitter"]
 
 
 def test_one_copy_carries_a_layers_chunks() -> None:
-    rows = [Rows(0, 512, "bfloat16"), Rows(512, 1024, "bfloat16"), Rows(1024, 1300, "bfloat16")]
-    [batch] = batches_of(rows, 8, 128)
+    spans = [StoredSpan(0, 512, "bfloat16"), StoredSpan(512, 1024, "bfloat16"), StoredSpan(1024, 1300, "bfloat16")]
+    [batch] = batches_of(spans, 8, 128)
     assert isinstance(batch, KVBatch)
     assert batch.num_bytes == 2 * 1300 * 8 * 128 * 2
     assert batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8))["v"].shape == (1300, 8, 128)
@@ -263,13 +264,14 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
     stored = Stored(tmp_path, "int8")
     before = torch.get_num_threads()
     seen: dict[str, int] = {}
-    place = kv_loader.place_kv
+    place = StoredPrompt.place
 
     def spy(*arguments: object) -> None:
         seen[threading.current_thread().name] = torch.get_num_threads()
         place(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kv_loader, "place_kv", spy)
+    monkeypatch.setattr(StoredPrompt, "place", spy)
+    monkeypatch.setattr(host_loader, "workers", Workers)  # threads that are born now
     torch.set_num_threads(3)
     try:
         stored.prefill(stored.keys[:4])

@@ -1,7 +1,7 @@
 """Which tile a launch uses: a small table for each architecture and head size, and the number of context splits.
 
 No autotuning at run time: the choice depends on shapes alone, so the same shapes always run the same code, and
-every entry can be compiled and inspected without a GPU (`variants.py`).
+every entry can be compiled and inspected without a GPU (`benchmarks/kernel_resources.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = 
     """Every tile prefill attention may use, widest first.
 
     Wide tiles reuse each key the most; narrow ones fill the device when there are few rows. element_size: of the queries;
-    float8: of the pool. What is smaller or shallower than its neighbours spilled registers otherwise (`variants.py`).
+    float8: of the pool. What is smaller or shallower than its neighbours spilled registers otherwise.
     """
     dim = padded(head_dim)
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill

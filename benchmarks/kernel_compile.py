@@ -9,12 +9,11 @@ import warnings
 from dataclasses import dataclass
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from cacheblend_kernels.triton_backend.checks import interpreted
 from cacheblend_kernels.triton_backend.configs import SHARED_MEMORY
-from cacheblend_kernels.triton_backend.variants import KernelVariant
+from kernel_variants import KernelVariant
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

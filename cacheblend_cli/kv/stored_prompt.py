@@ -1,0 +1,103 @@
+"""The stored part of a prompt: which chunks it is made of, and where in the pool they go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from cacheblend_kernels import Slots, StoredKV
+from cacheblend_store import ChunkManifest, StoreError
+from cacheblend_store.format.layouts import GROUP, blob_spec
+from torch import Tensor
+
+from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.source import BadChunk, KVReader, KVSource
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.prompt.plan import PromptPlan, Segment
+
+
+@dataclass(frozen=True)
+class StoredSpan:
+    """The positions start:end of a prompt, and the codec of what is stored for them."""
+
+    start: int
+    end: int
+    codec: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    """The chunks of a prompt whose KV is stored, in order: manifests[i] is of spans[i]. rope_len: length RoPE is told."""
+
+    decoder: Decoder
+    source: KVSource
+    sequence: PagedSequence
+    manifests: tuple[ChunkManifest, ...]
+    spans: tuple[StoredSpan, ...]
+    rope_len: int
+
+    @classmethod
+    def find(cls, decoder: Decoder, source: KVSource, sequence: PagedSequence, plan: PromptPlan) -> StoredPrompt:
+        """Read what the source has of the plan's cached segments. Raises BadChunk for one that it has no more."""
+        segments = [s for s in plan.segments if s.cached and s.token_ids]
+        with source.read() as reader:
+            manifests = tuple(_manifest(reader, segment, decoder.spec) for segment in segments)
+        spans = tuple(StoredSpan(s.start, s.end, m.codec) for s, m in zip(segments, manifests, strict=True))
+        return cls(decoder, source, sequence, manifests, spans, plan.num_tokens)
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.spec.num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is stored of it."""
+        spec = self.decoder.spec
+        of_spans = (blob_spec(s.codec, s.num_tokens, spec.num_kv_heads, spec.head_dim) for s in self.spans)
+        return self.num_layers * sum(tensor.num_bytes for blob in of_spans for tensor in blob.values())
+
+    def slots(self, spans: Sequence[StoredSpan]) -> Slots:
+        """Where the spans' rows go, one span after another; made on the current stream."""
+        return slots_of(self.decoder, self.sequence, spans, self.rope_len)
+
+    def place(self, layer: int, tensors: Mapping[str, Tensor], slots: Slots) -> None:
+        """Write stored rows to their slots of a layer. tensors: see `layouts.blob_spec`."""
+        cache = self.sequence.pool.layers[layer]
+        self.decoder.kernels.load_kv(StoredKV(**tensors, group_size=GROUP), cache, slots)
+
+    def bad(self, index: int, error: StoreError) -> BadChunk:
+        return BadChunk(self.manifests[index].key, error.message)
+
+
+def slots_of(decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int) -> Slots:
+    """Where the spans' rows go in a sequence. Where they are one run, cos and sin are views of RoPE's table."""
+    cos, sin = decoder.rope.table(rope_len)
+    if all(a.end == b.start for a, b in pairwise(spans)):
+        start, end = spans[0].start, spans[-1].end
+        positions = torch.arange(start, end, device=decoder.device)
+        first = sequence.contiguous_slot + start if sequence.contiguous_slot >= 0 else -1
+        return Slots(sequence.slots(positions), cos[start:end], sin[start:end], first)
+    positions = torch.cat([torch.arange(s.start, s.end, device=decoder.device) for s in spans])
+    return Slots(sequence.slots(positions), cos.index_select(0, positions), sin.index_select(0, positions))
+
+
+def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:
+    """The segment's manifest, its token ids compared: a key is a digest, and digests are not taken on trust."""
+    assert segment.key is not None
+    try:
+        manifest = reader.manifest(segment.key)
+    except StoreError as error:
+        raise BadChunk(segment.key, error.message) from error
+    if manifest is None:
+        raise BadChunk(segment.key, "it is no longer in the store")
+    shape = (manifest.num_layers, manifest.num_kv_heads, manifest.head_dim)
+    if manifest.token_ids != segment.token_ids or shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
+        raise BadChunk(segment.key, "its record is of other tokens or another model")
+    return manifest
