@@ -6,10 +6,10 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from platformdirs import user_config_path, user_data_path
 
@@ -19,51 +19,80 @@ FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
 
 
+def _setting(default: Any, help: str = "", *, shown: str | bool = True, flag: str = "") -> Any:
+    """A field whose flag, where a command has one, shows this. shown: the default in words, False for none, True for itself.
+    flag: what the flag is called, where that is not the field's name; with a short form before it, as "-k --top-k"."""
+    return field(default=default, metadata={"help": help, "shown": shown, "flag": flag})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Every setting with its default. model "" is the bundled demo model; seed and threads None: not fixed; ratio: a
-    number or "auto", which is ratio_floor at least.
+    """Every setting with its default and the help of its flag. model "" is the bundled demo model; seed and threads None:
+    not fixed; ratio: a number or "auto", which is ratio_floor at least.
 
     max_size "": the quota the store has. force_store: accept a store on a network filesystem, or of another owner."""
 
-    model: str = ""
-    store: str = ""
-    chunk_tokens: int = 512
-    context: str = "document"
-    window: int = 2048
-    neighbours: int = 3
-    kv_dtype: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    attention_backend: str = "auto"
-    mode: str = "blend"
-    ratio: float | str = 0.15
-    ratio_floor: float = 0.15
-    selector: str = "query"
-    deviation: str = "k"
-    check_layer: int = 1
-    block: int = 1
-    nucleus: float = 0.0
-    gradual: str = ""
-    probe_layers: str = ""
-    draft_tokens: int = 8
-    mean_shift: bool = False
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 5
-    sample_top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    lock_timeout: float = 30.0
+    model: str = _setting("", "Model directory or hub id. Default: the bundled demo model.", shown=False)
+    store: str = _setting("", "Directory of the store.", shown=False)
+    chunk_tokens: int = _setting(512, "Tokens of a chunk at most.")
+    context: str = _setting(
+        "document",
+        "Where documents are stored in several contexts: sink, document or neighbours. A document without this one "
+        "is taken in the first it has of document, neighbours, sink.",
+    )
+    window: int = _setting(2048, "Tokens of a chunk with the document or neighbours before it, at most.")
+    neighbours: int = _setting(3, "Similar chunks that neighbours takes.")
+    kv_dtype: str = _setting(
+        "auto",
+        "How KV is stored: auto (as computed), float32, bfloat16, float16, float8_e4m3, int8 or int4.",
+        shown=False,
+    )
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", shown=False)
+    dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.", shown=False)
+    attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)
+    mode: str = _setting("blend", "blend, full (no reuse) or reuse (no repair).")
+    ratio: float | str = _setting(
+        0.15,
+        "Share of the inexact tokens to recompute, or auto: as many as are recomputed while KV is loaded, and all where a "
+        "full prefill is faster, by what this machine is measured to do.",
+    )
+    ratio_floor: float = _setting(0.15, "The least that --ratio auto recomputes.")
+    selector: str = _setting("query", "hkvd, first, query, draft, perturb, random, all or none; or first:4+query.")
+    deviation: str = _setting("k", "What hkvd compares: v, k or kv.")
+    check_layer: int = _setting(1, "The layer at which hkvd and perturb choose.")
+    block: int = _setting(1, "Choose runs of this many tokens.")
+    nucleus: float = _setting(0.0, "Stop when this share of the scores' sum is covered; 0 is off.", shown="0")
+    gradual: str = _setting(
+        "", "Several check layers, each keeping a smaller share: LAYER:RATIO,... such as 1:0.3,4:0.15.", shown=False
+    )
+    probe_layers: str = _setting(
+        "", "Layers whose attention query and draft follow: FIRST-LAST.", shown="the middle half"
+    )
+    draft_tokens: int = _setting(8, "Answer tokens that draft looks ahead.")
+    mean_shift: bool = _setting(
+        False, "Move what is not recomputed of a chunk by the mean change of what is.", shown="no-mean-shift",
+        flag="--mean-shift/--no-mean-shift",
+    )  # fmt: skip
+    max_tokens: int = _setting(128, "Tokens of the answer at most.")
+    temperature: float = _setting(0.0, "0 is greedy.", shown="0")
+    top_p: float = _setting(1.0, "Nucleus sampling.", shown="1")
+    top_k: int = _setting(5, "Chunks to search for without --chunks.", flag="--top-k -k")
+    sample_top_k: int = _setting(0, "Sample among the k likeliest; 0 is off.")
+    min_p: float = _setting(0.0, "Drop tokens below this share of the likeliest.", shown="0")
+    seed: int | None = _setting(None, "Seed of the sampling.", shown=False)
+    lock_timeout: float = _setting(30.0, "Seconds to wait for another writer of the store.", shown="30")
     force_store: bool = False
-    max_size: str = ""
-    salt: str = ""
-    threads: int | None = None
+    max_size: str = _setting(
+        "", "The most KV the store keeps, as 20GB: the least recently used goes, its text stays. 0: all.", shown=False
+    )
+    salt: str = _setting("", "Keep the chunks of this tenant apart.", shown=False)
+    threads: int | None = _setting(None, "CPU threads.", shown=False)
     block_size: int = 64
-    gpu_memory_utilization: float = 0.9
-    eager: bool = False
-    kv_pool_dtype: str = "auto"
+    gpu_memory_utilization: float = _setting(0.9, "Share of a GPU's memory to use, weights included.")
+    eager: bool = _setting(False, "Decode without CUDA graphs.", shown=False, flag="--eager")
+    kv_pool_dtype: str = _setting(
+        "auto", "What KV is kept in while a question is answered: auto (as computed) or float8_e4m3.", shown=False
+    )
 
     @property
     def store_path(self) -> Path:
@@ -73,6 +102,9 @@ class Settings:
         if Path(".cacheblend").is_dir():
             return Path(".cacheblend/store")
         return user_data_path("cacheblend") / "store"
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,6 +154,13 @@ def config_files() -> list[Path]:
         if (folder / ".git").exists() or folder == Path.home():
             break
     return files
+
+
+def of_settings(kind: type[T], settings: Settings, **others: Any) -> T:
+    """A dataclass whose fields are settings of the same names; others: what else it has, or has otherwise."""
+    own = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    taken = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name in own}
+    return kind(**taken | others)
 
 
 class _Text(str):

@@ -14,6 +14,7 @@ from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore, ImportedChunk, ImportReport
@@ -27,7 +28,9 @@ SignKey = Annotated[
 ]
 
 
+@options.with_settings("store", "salt")
 def export(
+    settings: Settings,
     path: Annotated[Path, typer.Argument(help="A new folder, or a new file whose name ends in .tar.", metavar="PATH")],
     chunks: Annotated[
         list[str] | None, typer.Argument(help="Chunk ids or unique beginnings; - is stdin.", metavar="[ID]...")
@@ -38,9 +41,7 @@ def export(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every chunk; so it is when nothing is named.")] = False,
     sign_key: SignKey = None,
-    salt: options.Salt = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an export that is there.")] = False,
-    store: options.Store = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -53,7 +54,6 @@ def export(
     if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
         raise UsageError("chunks to export were named in more than one way", "ids, --source and --model, or --all")
     named = _read_named(chunks)
-    settings = options.settings_of(store=store, salt=salt)
     secret = _read_key(sign_key)
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} is there already", "name another path, or give --force to replace it")
@@ -89,7 +89,9 @@ def export(
         raise typer.Exit(int(ExitCode.STORE))
 
 
+@options.with_settings("store", "salt", "lock_timeout")
 def import_(
+    settings: Settings,
     path: Annotated[Path, typer.Argument(help="An export: a folder or a .tar.", metavar="PATH")],
     sign_key: SignKey = None,
     replace: Annotated[
@@ -97,9 +99,6 @@ def import_(
     ] = False,
     max_entries: Annotated[int, typer.Option(min=1, help="Files in the archive at most.")] = 100_000,
     max_bytes: Annotated[str, typer.Option(help="Bytes in the archive at most.")] = "100GB",
-    salt: options.Salt = None,
-    store: options.Store = None,
-    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -112,7 +111,6 @@ def import_(
     secret = _read_key(sign_key)
     if not path.exists():
         raise NotFoundError(f"no such file or folder: {path}", "make one: cacheblend chunks export PATH")
-    settings = options.settings_of(store=store, salt=salt, lock_timeout=lock_timeout)
     from cacheblend_store import ArchiveLimits, import_chunks
 
     from cacheblend_cli.corpus.places import landed, shown

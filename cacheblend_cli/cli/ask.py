@@ -13,16 +13,32 @@ from cacheblend_cli.cli.answers import show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import Settings, of_settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import BlendConfig, SamplingParams
     from cacheblend_cli.corpus.places import Scope
-    from cacheblend_cli.settings import Settings
 
 
+@options.with_settings(
+    "context",
+    "top_k",
+    "mode",
+    *options.BLENDING,
+    *options.SAMPLING,
+    "model",
+    "store",
+    "kv_dtype",
+    *options.MACHINE,
+    "gpu_memory_utilization",
+    "eager",
+    "kv_pool_dtype",
+    "salt",
+    "lock_timeout",
+)
 def ask(
+    settings: Settings,
     question: Annotated[
         str | None, typer.Argument(help="The question; - reads it from stdin.", show_default=False)
     ] = None,
@@ -33,51 +49,8 @@ def ask(
             show_default=False,
         ),
     ] = None,
-    context: options.Context = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", "-k", help="Chunks to search for without --chunks.", show_default="5")
-    ] = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
-    mode: Annotated[
-        str | None, typer.Option(help="blend, full (no reuse) or reuse (no repair).", show_default="blend")
-    ] = None,
-    ratio: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of the inexact tokens to recompute, or auto: as many as are recomputed while KV is loaded, and all "
-            "where a full prefill is faster, by what this machine is measured to do.",
-            metavar="FLOAT|auto",
-            show_default="0.15",
-        ),
-    ] = None,
-    ratio_floor: Annotated[
-        float | None, typer.Option(help="The least that --ratio auto recomputes.", show_default="0.15")
-    ] = None,
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help="hkvd, first, query, draft, perturb, random, all or none; or first:4+query.", show_default="query"
-        ),
-    ] = None,
-    deviation: options.Deviation = None,
-    check_layer: options.CheckLayer = None,
-    gradual: options.Gradual = None,
-    block: options.Block = None,
-    nucleus: options.Nucleus = None,
-    probe_layers: options.ProbeLayers = None,
-    draft_tokens: options.DraftTokens = None,
-    mean_shift: options.MeanShift = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of the answer at most.", show_default="128")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="0")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.", show_default="1")] = None,
-    sample_top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k likeliest; 0 is off.", show_default="0")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens below this share of the likeliest.", show_default="0")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default=False)] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text (repeatable).", show_default=False)
     ] = None,
@@ -95,18 +68,6 @@ def ask(
     save: Annotated[
         bool, typer.Option("--save/--no-save", help="Store the KV of chunks that had to be computed.")
     ] = True,
-    model: options.Model = None,
-    store: options.Store = None,
-    kv_dtype: options.KvDtype = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.Backend = None,
-    threads: options.Threads = None,
-    gpu_memory_utilization: options.GpuMemory = None,
-    eager: options.Eager = None,
-    kv_pool_dtype: options.PoolDtype = None,
-    salt: options.Salt = None,
-    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -122,19 +83,15 @@ def ask(
     from cacheblend_cli.corpus.search import check_context
 
     output = Output(quiet=quiet)
-    settings = options.settings_of(
-        model=model, store=store, context=context, mode=mode, ratio=ratio, ratio_floor=ratio_floor,
-        selector=selector, deviation=deviation, check_layer=check_layer,
-        gradual=gradual, block=block, nucleus=nucleus, probe_layers=probe_layers, draft_tokens=draft_tokens, mean_shift=mean_shift,
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, sample_top_k=sample_top_k,
-        min_p=min_p, seed=seed, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads,
-        kv_dtype=kv_dtype, salt=salt, lock_timeout=lock_timeout, gpu_memory_utilization=gpu_memory_utilization,
-        eager=eager, kv_pool_dtype=kv_pool_dtype,
-    )  # fmt: skip
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
-    blend, auto = blend_config(settings), settings.ratio == "auto"
-    sampling = _sampling(settings, tuple(stop or ()), logprobs)
+    from cacheblend_cli.runtime.config import BlendConfig
+    from cacheblend_cli.runtime.sampling import SamplingParams
+
+    blend, auto = BlendConfig.of(settings), settings.ratio == "auto"
+    sampling = of_settings(
+        SamplingParams, settings, top_k=settings.sample_top_k, stop=tuple(stop or ()), logprobs=logprobs
+    )
     with options.open_store(settings, write=False) as reading:
         if batch is None:  # what is wrong with the only question is said before the model is loaded
             _keys(reading, asked[0])
@@ -190,39 +147,6 @@ def _guarded(answer: Callable[[Asked], None], item: Asked, batch: bool, output: 
 def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
     """Keys of the chunks that were named, None when they are to be searched. Raises ChunkNotFound, AmbiguousId."""
     return None if asked.chunks is None else [store.resolve(name) for name in asked.chunks]
-
-
-def blend_config(settings: Settings) -> BlendConfig:
-    """How the settings blend; with --ratio auto, at the floor. Raises UsageError."""
-    from cacheblend_cli.api import BlendConfig
-    from cacheblend_cli.blend.selectors import make_selector
-    from cacheblend_cli.runtime.config import parse_checks, parse_layers
-
-    make_selector(settings.selector)
-    ratio = settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio
-    return BlendConfig(
-        mode=settings.mode,
-        ratio=ratio,
-        selector=settings.selector,
-        deviation=settings.deviation,
-        check_layer=settings.check_layer,
-        block=settings.block,
-        seed=settings.seed or 0,
-        checks=parse_checks(settings.gradual),
-        nucleus=settings.nucleus,
-        probe_layers=parse_layers(settings.probe_layers),
-        draft_tokens=settings.draft_tokens,
-        mean_shift=settings.mean_shift,
-    )
-
-
-def _sampling(settings: Settings, stop: tuple[str, ...], logprobs: int | None) -> SamplingParams:
-    from cacheblend_cli.api import SamplingParams
-
-    return SamplingParams(
-        settings.max_tokens, settings.temperature, settings.top_p, settings.sample_top_k, settings.min_p,
-        settings.seed, stop, logprobs,
-    )  # fmt: skip
 
 
 def _store_in_use(settings: Settings, dry_run: bool) -> ChunkStore:

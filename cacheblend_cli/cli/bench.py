@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.ask import blend_config
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_cli.evaluation.bench import BenchReport, Speed
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 _COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/ceiling", "KV loaded", "load", "stall")
 
 
+@options.with_settings("model", "kv_dtype", *options.MACHINE)
 def bench(
+    settings: Settings,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of the chunks together.", show_default="2048, or as many as fit"),
@@ -34,12 +36,6 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting, after one that warms up.")] = 3,
     decode_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 32,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.Backend = None,
-    kv_dtype: options.KvDtype = None,
-    threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
     """Measure the time to the first token of full prefill, plain reuse and blending, and decoding, on this machine.
@@ -49,15 +45,13 @@ def bench(
     computed than in a full prefill, with loading hidden and choosing free.
     """
     output = Output()
-    settings = options.settings_of(
-        model=model, device=device, dtype=dtype, attention_backend=attention_backend, kv_dtype=kv_dtype, threads=threads
-    )
-    blend = replace(blend_config(settings), checks=())  # the ratio is what is named here
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.evaluation.bench import bench as measure
     from cacheblend_cli.evaluation.bench import layout_of
     from cacheblend_cli.evaluation.grid import grid
+    from cacheblend_cli.runtime.config import BlendConfig
 
+    blend = replace(BlendConfig.of(settings), checks=())  # the ratio is what is named here
     for name in selector or ():
         make_selector(name)
     asked = grid(

@@ -12,6 +12,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkManifest
@@ -22,13 +23,14 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show,
 
 
 @app.command("ls")
+@options.with_settings("store")
 def ls(
+    settings: Settings,
     source: options.Source = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many.", show_default=False)] = None,
     after: Annotated[
         str | None, typer.Option(help="Go on after this chunk: the next page.", metavar="ID", show_default=False)
     ] = None,
-    store: options.Store = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -41,7 +43,7 @@ def ls(
 
     output = Output(quiet=quiet)
     last = None
-    with options.open_store(options.settings_of(store=store), write=False) as kv_store:
+    with options.open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
         scope = EVERYTHING if source is None else Scope.matching(source)
         citations = Citations(kv_store, None if source is None else scope)
@@ -72,16 +74,17 @@ def ls(
 
 
 @app.command("show")
+@options.with_settings("store")
 def show(
+    settings: Settings,
     chunk: Annotated[str, typer.Argument(help="A chunk id or a unique beginning of one.", metavar="ID")],
-    store: options.Store = None,
     json: options.Json = False,
 ) -> None:
     """Show one chunk: where it is from, how it is stored, its text."""
     from cacheblend_cli.corpus.citations import Citations
 
     output = Output()
-    with options.open_store(options.settings_of(store=store), write=False) as kv_store:
+    with options.open_store(settings, write=False) as kv_store:
         manifest = kv_store.get_chunk(kv_store.resolve(chunk))
         assert manifest is not None
         citation, *others = Citations(kv_store).all_of(manifest)
@@ -97,14 +100,14 @@ def show(
 
 
 @app.command("rm")
+@options.with_settings("store", "lock_timeout")
 def rm(
+    settings: Settings,
     chunks: Annotated[
         list[str] | None, typer.Argument(help="Chunk ids or unique beginnings.", metavar="[ID]...")
     ] = None,
     source: options.Source = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove every chunk.")] = False,
-    store: options.Store = None,
-    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -114,7 +117,6 @@ def rm(
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("say what to remove, in one way", "chunk ids, --source PATH or --all")
-    settings = options.settings_of(store=store, lock_timeout=lock_timeout)
     with options.open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
         scope = EVERYTHING if source is None else Scope.matching(source)

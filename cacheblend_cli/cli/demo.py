@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.settings import Resolved
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -18,20 +20,20 @@ if TYPE_CHECKING:
     from cacheblend_cli.api import Engine
 
 
+@options.with_settings("store", "threads")
 def demo(
+    resolved: Resolved,
     questions: Annotated[int, typer.Option(min=5, help="Held-out questions for the table.")] = 40,
-    store: options.Store = None,
-    threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
     """Precompute the bundled handbook, ask three questions, and compare full prefill, reuse and blending."""
     from cacheblend_store import ChunkStore
 
     output = Output()
-    settings = options.settings_of(store=store, threads=threads, model="")
+    settings = replace(resolved.settings, model="")
     engine = options.load_engine(settings, Output(quiet=True))
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder:
-        path = settings.store_path if store else Path(folder) / "store"
+        path = settings.store_path if resolved.origin["store"] == "flag" else Path(folder) / "store"
         with ChunkStore.open(path, mode="write") as kv_store:
             _precompute(engine, kv_store, output)
             _ask_three(engine, kv_store, output, json)

@@ -12,19 +12,18 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.settings import Settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
 
+@options.with_settings("model", "store", "device")
 def doctor(
-    model: options.Model = None,
-    store: options.Store = None,
-    device: options.Device = None,
+    settings: Settings,
     json: options.Json = False,
 ) -> None:
     """Check versions, device, store and model. Exits with the code of the first thing that is broken."""
     output = Output()
-    settings = options.settings_of(model=model, store=store, device=device)
     facts: dict[str, Any] = {"versions": _versions()}
     errors: list[Exception] = []
     for name, check in (("device", _device), ("backends", _backends), ("store", _store), ("model", _model)):

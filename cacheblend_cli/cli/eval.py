@@ -12,21 +12,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.ask import blend_config
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.evaluation.samples import Sample
-    from cacheblend_cli.settings import Settings
 
 _MAX_TOKENS = 32
 
 
+@options.with_settings(
+    "ratio_floor",
+    "window",
+    "neighbours",
+    *options.CHOOSING,
+    "model",
+    "kv_dtype",
+    *options.MACHINE,
+    "lock_timeout",
+    seed="Seed of the random selector.",
+)
 def evaluate(
+    settings: Settings,
     data: Annotated[
         list[Path], typer.Argument(help="JSON or JSON lines of questions with their contexts; - is stdin.")
     ],
@@ -41,24 +52,12 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Ratio of blend, or auto as in ask (repeatable).", metavar="FLOAT|auto", show_default="0.15"),
     ] = None,
-    ratio_floor: Annotated[
-        float | None, typer.Option(help="The least that --ratio auto recomputes.", show_default="0.15")
-    ] = None,
     context: Annotated[
         list[str] | None,
         typer.Option(
             help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="document"
         ),
     ] = None,
-    window: options.Window = None,
-    neighbours: options.Neighbours = None,
-    deviation: options.Deviation = None,
-    check_layer: options.CheckLayer = None,
-    block: options.Block = None,
-    nucleus: options.Nucleus = None,
-    probe_layers: options.ProbeLayers = None,
-    draft_tokens: options.DraftTokens = None,
-    mean_shift: options.MeanShift = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The first questions only.", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = _MAX_TOKENS,
     out: Annotated[
@@ -74,17 +73,9 @@ def evaluate(
     noise_floor: Annotated[
         bool, typer.Option("--noise-floor/--no-noise-floor", help="Measure a second full prefill in another tiling.")
     ] = True,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random selector.", show_default="0")] = None,
-    model: options.Model = None,
     store: Annotated[
         str | None, typer.Option(help="Keep the chunks in this store.", show_default="a temporary one")
     ] = None,
-    kv_dtype: options.KvDtype = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.Backend = None,
-    threads: options.Threads = None,
-    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -94,12 +85,6 @@ def evaluate(
     {"0", "1", ..., "chunk_num", "query"}. Without answers only the distance from full prefill is reported.
     """
     output = Output(quiet=quiet)
-    settings = options.settings_of(
-        model=model, store=store, ratio_floor=ratio_floor, window=window, neighbours=neighbours,
-        deviation=deviation, check_layer=check_layer, block=block, nucleus=nucleus,
-        probe_layers=probe_layers, draft_tokens=draft_tokens, mean_shift=mean_shift, seed=seed, device=device, dtype=dtype,
-        attention_backend=attention_backend, threads=threads, kv_dtype=kv_dtype, lock_timeout=lock_timeout,
-    )  # fmt: skip
     path = _record_path(out, resume)
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -109,6 +94,7 @@ def evaluate(
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.summary import summarise
+    from cacheblend_cli.runtime.config import BlendConfig
     from cacheblend_cli.runtime.controller import AutoPrefill
 
     if plot is not None:
@@ -121,7 +107,7 @@ def evaluate(
     ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill()
     asked = grid(
-        replace(blend_config(settings), checks=()),  # the ratios are what is named here
+        replace(BlendConfig.of(settings), checks=()),  # the ratios are what is named here
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
         ratios=[r for r in ratios if not isinstance(r, str)],
@@ -182,7 +168,7 @@ def _read(data: Sequence[Path], limit: int | None) -> list[Sample]:
 def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
     """The named store, else one that goes when the run ends."""
     if named is not None:
-        with options.open_store(settings, write=True) as store:
+        with options.open_store(replace(settings, store=named), write=True) as store:
             yield store
         return
     from cacheblend_store import ChunkStore

@@ -11,13 +11,13 @@ from datetime import datetime
 from pathlib import Path
 
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.errors import ExitCode
 
 
 def report(error: BaseException, output: Output) -> int:
     """Say on stderr what happened and what to do; returns the exit code."""
-    if isinstance(error, CacheBlendError):
-        return _say(output, error.message, error.hint, error.exit_code)
+    if isinstance(code := getattr(error, "exit_code", None), int) and hasattr(error, "hint"):
+        return _say(output, error.message, error.hint, code)  # an error of ours, of any package
     if isinstance(error, KeyboardInterrupt):
         return _say(output, "interrupted", "what was stored stays; the same command goes on from there", 130)
     if isinstance(error, BrokenPipeError):
@@ -26,12 +26,8 @@ def report(error: BaseException, output: Output) -> int:
         return ExitCode.OK
     if hasattr(error, "format_message"):  # the parser's errors, whichever click typer carries
         return _usage(error, output)
-    found = _library_code(error)
-    if found is not None:
-        code, hint = found
-        return _say(
-            output, getattr(error, "message", None) or _first_line(error), getattr(error, "hint", None) or hint, code
-        )
+    if (known := _foreign(error)) is not None:
+        return _say(output, _first_line(error), known[1], known[0])
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return _say(
             output, f"writing failed: {error.strerror}", "free some space where the output goes", ExitCode.INTERNAL
@@ -58,29 +54,20 @@ def _usage(error: BaseException, output: Output) -> int:
     return int(ExitCode.USAGE)
 
 
-def _library_code(error: BaseException) -> tuple[ExitCode, str | None] | None:
-    """Codes and hints for errors of the store, the kernels, torch and the system; packages are not loaded for it."""
-    if "cacheblend_store" in sys.modules:
-        from cacheblend_store import AmbiguousId, ChunkNotFound, StoreError, StoreNotFound
+_LESS = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"
+_FOREIGN = {  # by name, so that nothing is imported to tell
+    "OutOfMemoryError": (ExitCode.DEVICE, _LESS),
+    "MemoryError": (ExitCode.DEVICE, _LESS),
+    "AcceleratorError": (ExitCode.DEVICE, "see what cacheblend doctor says of the GPU, or use --device cpu"),
+}
 
-        if isinstance(error, (ChunkNotFound, AmbiguousId, StoreNotFound)):
-            return ExitCode.NOT_FOUND, None
-        if isinstance(error, StoreError):
-            return ExitCode.STORE, None
-    if "cacheblend_kernels" in sys.modules:
-        from cacheblend_kernels import KernelError
 
-        if isinstance(error, KernelError):
-            return ExitCode.DEVICE, None
-    less = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"
-    if "torch" in sys.modules:
-        import torch
-
-        if isinstance(error, torch.OutOfMemoryError):
-            return ExitCode.DEVICE, less
-        if isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "CUDA driver error")):
-            return ExitCode.DEVICE, "see what cacheblend doctor says of the GPU, or use --device cpu"
-    return (ExitCode.DEVICE, less) if isinstance(error, MemoryError) else None
+def _foreign(error: BaseException) -> tuple[ExitCode, str] | None:
+    """Code and hint for an error of torch or Python that a user can mend."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if "RuntimeError" in names and str(error).startswith(("CUDA error", "CUDA driver error")):
+        names.insert(0, "AcceleratorError")
+    return next((_FOREIGN[name] for name in names if name in _FOREIGN), None)
 
 
 def _first_line(error: BaseException) -> str:

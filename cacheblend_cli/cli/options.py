@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from cacheblend_cli.errors import NotFoundError
-from cacheblend_cli.settings import Resolved, Settings, resolve
+from cacheblend_cli.settings import Resolved, Settings, of_settings, resolve
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -16,77 +20,8 @@ if TYPE_CHECKING:
     from cacheblend_cli.cli.output import Output
     from cacheblend_cli.corpus.places import Scope
 
-Model = Annotated[
-    str | None, typer.Option(help="Model directory or hub id. Default: the bundled demo model.", show_default=False)
-]
-Store = Annotated[str | None, typer.Option(help="Directory of the store.", show_default=False)]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False)]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)]
-Backend = Annotated[str | None, typer.Option(help="auto, torch, triton or xformers.", show_default=False)]
-KvDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="How KV is stored: auto (as computed), float32, bfloat16, float16, float8_e4m3, int8 or int4.",
-        show_default=False,
-    ),
-]
-Salt = Annotated[str | None, typer.Option(help="Keep the chunks of this tenant apart.", show_default=False)]
-Context = Annotated[
-    str | None,
-    typer.Option(
-        help="Where documents are stored in several contexts: sink, document or neighbours. A document without this one "
-        "is taken in the first it has of document, neighbours, sink.",
-        show_default="document",
-    ),
-]
-Window = Annotated[
-    int | None,
-    typer.Option(help="Tokens of a chunk with the document or neighbours before it, at most.", show_default="2048"),
-]
-Neighbours = Annotated[int | None, typer.Option(help="Similar chunks that neighbours takes.", show_default="3")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
-GpuMemory = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory-utilization", help="Share of a GPU's memory to use, weights included.", show_default="0.9"
-    ),
-]
-PoolDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-pool-dtype",
-        help="What KV is kept in while a question is answered: auto (as computed) or float8_e4m3.",
-        show_default=False,
-    ),
-]
-Eager = Annotated[bool | None, typer.Option("--eager", help="Decode without CUDA graphs.", show_default=False)]
-Deviation = Annotated[str | None, typer.Option(help="What hkvd compares: v, k or kv.", show_default="k")]
-CheckLayer = Annotated[int | None, typer.Option(help="The layer at which hkvd and perturb choose.", show_default="1")]
-Gradual = Annotated[
-    str | None,
-    typer.Option(
-        help="Several check layers, each keeping a smaller share: LAYER:RATIO,... such as 1:0.3,4:0.15.",
-        show_default=False,
-    ),
-]
-Block = Annotated[int | None, typer.Option(help="Choose runs of this many tokens.", show_default="1")]
-Nucleus = Annotated[
-    float | None,
-    typer.Option(help="Stop when this share of the scores' sum is covered; 0 is off.", show_default="0"),
-]
-ProbeLayers = Annotated[
-    str | None,
-    typer.Option(help="Layers whose attention query and draft follow: FIRST-LAST.", show_default="the middle half"),
-]
-DraftTokens = Annotated[int | None, typer.Option(help="Answer tokens that draft looks ahead.", show_default="8")]
-MeanShift = Annotated[
-    bool | None,
-    typer.Option(
-        "--mean-shift/--no-mean-shift",
-        help="Move what is not recomputed of a chunk by the mean change of what is.",
-        show_default="no-mean-shift",
-    ),
-]
+T = TypeVar("T")
+
 Source = Annotated[
     str | None,
     typer.Option(
@@ -98,18 +33,72 @@ Source = Annotated[
 Everywhere = Annotated[
     bool, typer.Option("--all", help="Search all documents of the store, not only those below the current project.")
 ]
-LockTimeout = Annotated[
-    float | None, typer.Option(help="Seconds to wait for another writer of the store.", show_default="30")
-]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
 NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
+
+
+MACHINE = ("device", "dtype", "attention_backend", "threads")
+CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift")
+BLENDING = ("ratio", "ratio_floor", "selector", "gradual", *CHOOSING)
+SAMPLING = ("max_tokens", "temperature", "top_p", "sample_top_k", "min_p", "seed")
+"""Settings that go together."""
 
 
 def settings_of(**flags: Any) -> Settings:
     """Flags (None: not given) over environment, files and defaults."""
     resolved: Resolved = resolve(flags)
     return resolved.settings
+
+
+def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command the flags of these settings. Where its signature has `settings` (Settings) or `resolved` (Resolved), it
+    gets what the flags, the environment, the files and the defaults make of them.
+
+    help_of: settings whose help is another one in this command.
+    """
+    flags = {name: _flag(name, help_of.get(name)) for name in dict.fromkeys((*names, *help_of))}
+
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        hints, keyword = get_type_hints(command, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+        every = inspect.signature(command).parameters.values()
+        own = [p.replace(kind=keyword, annotation=hints[p.name]) for p in every if p.name not in _RESULTS]
+        given = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in flags.items()]
+        [result] = [p.name for p in every if p.name in _RESULTS]
+
+        @wraps(command)
+        def run(**values: Any) -> T:
+            resolved = resolve({name: values.pop(name) for name in flags})
+            return command(**values, **{result: _RESULTS[result](resolved)})
+
+        # the parser reads these; what is the same for many commands stands last in their help
+        parameters = sorted((*own, *given), key=lambda p: p.name in ("json", "quiet"))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+_RESULTS: dict[str, Callable[[Resolved], Any]] = {"settings": lambda r: r.settings, "resolved": lambda r: r}
+_FIELDS = {f.name: f for f in fields(Settings)}
+_KINDS = get_type_hints(Settings)
+
+
+def _flag(name: str, help_text: str | None) -> Any:
+    """The annotation of a setting's flag: a flag that is not given is None."""
+    told, kind = _FIELDS[name].metadata, _KINDS[name]
+    words = kind == float | str  # a number or a word
+    shown = told["shown"] if told["shown"] is not True else str(_FIELDS[name].default)
+    return Annotated[
+        (str if words else kind) | None,
+        typer.Option(
+            *(told["flag"].split() or (f"--{name.replace('_', '-')}",)),
+            help=help_text or told["help"],
+            show_default=shown,
+            metavar="FLOAT|auto" if words else None,
+        ),
+    ]
 
 
 def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Output) -> Scope:
@@ -145,18 +134,7 @@ def load_engine(settings: Settings, output: Output) -> Engine:
 
     if not settings.model:
         output.note("no --model given: using the bundled demo model, which knows the demo handbook's kind of text only")
-    config = EngineConfig(
-        model=settings.model or None,
-        device=settings.device,
-        dtype=settings.dtype,
-        attention_backend=settings.attention_backend,
-        block_size=settings.block_size,
-        threads=settings.threads,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_dtype=settings.kv_dtype,
-        eager=settings.eager,
-        kv_pool_dtype=settings.kv_pool_dtype,
-    )
+    config = of_settings(EngineConfig, settings, model=settings.model or None)
     return Engine.load(config, output.note if output.err_tty else None, output.note)
 
 

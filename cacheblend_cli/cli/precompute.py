@@ -14,40 +14,29 @@ from cacheblend_cli.cli.sizes import format_size, parse_size
 from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
 from cacheblend_cli.corpus.places import text_of
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Settings, of_settings
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import PrecomputeEvent, PrecomputeReport
 
 
+@options.with_settings(
+    "model",
+    "store",
+    "chunk_tokens",
+    "context",
+    "window",
+    "neighbours",
+    "kv_dtype",
+    *options.MACHINE,
+    "salt",
+    "max_size",
+    "lock_timeout",
+    context="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
+)
 def precompute(
+    settings: Settings,
     paths: Annotated[list[str], typer.Argument(help="Files and directories; - is stdin.", metavar="PATH...")],
-    model: options.Model = None,
-    store: options.Store = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk at most.", show_default="512")] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            help="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before "
-            "it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
-            show_default="document",
-        ),
-    ] = None,
-    window: options.Window = None,
-    neighbours: options.Neighbours = None,
-    kv_dtype: options.KvDtype = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.Backend = None,
-    threads: options.Threads = None,
-    salt: options.Salt = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(
-            help="The most KV the store keeps, as 20GB: the least recently used goes, its text stays. 0: all.",
-            show_default=False,
-        ),
-    ] = None,
-    lock_timeout: options.LockTimeout = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Say tokens, bytes and time, as if nothing were stored yet, and store nothing."),
@@ -61,22 +50,9 @@ def precompute(
     A second run does only what changed. Ctrl-C keeps what is done. Contexts live side by side: ask --context chooses.
     """
     output = Output(quiet=quiet)
-    settings = options.settings_of(
-        model=model, store=store, chunk_tokens=chunk_tokens, context=context, window=window, neighbours=neighbours, kv_dtype=kv_dtype, device=device,
-        dtype=dtype, attention_backend=attention_backend, threads=threads, salt=salt, max_size=max_size, lock_timeout=lock_timeout,
-    )  # fmt: skip
     from cacheblend_cli.api import PrecomputeOptions
 
-    wanted = PrecomputeOptions(
-        settings.chunk_tokens,
-        settings.context,
-        settings.window,
-        settings.neighbours,
-        kv_dtype=settings.kv_dtype,
-        force=force,
-        dry_run=dry_run,
-        salt=settings.salt,
-    )
+    wanted = of_settings(PrecomputeOptions, settings, force=force, dry_run=dry_run)
     check_paths(paths)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     engine = options.load_engine(settings, output)

@@ -9,15 +9,15 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import Settings
 
 
+@options.with_settings("top_k", "context", "store", top_k="How many chunks.")
 def search(
+    settings: Settings,
     query: Annotated[str, typer.Argument(help="Words to look for.")],
-    top_k: Annotated[int | None, typer.Option("--top-k", "-k", help="How many chunks.", show_default="5")] = None,
-    context: options.Context = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
-    store: options.Store = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -33,7 +33,6 @@ def search(
     output = Output(quiet=quiet)
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
-    settings = options.settings_of(store=store, context=context, top_k=top_k)
     check_context(settings.context)
     with options.open_store(settings, write=False) as kv_store:
         scope = options.scope_of(kv_store, source, everywhere, output)

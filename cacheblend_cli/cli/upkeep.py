@@ -10,24 +10,24 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore, SalvageReport, Share, VerifyReport
 
     from cacheblend_cli.api import RecheckReport
-    from cacheblend_cli.settings import Settings
 
 _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 
 
+@options.with_settings("store")
 def stats(
+    settings: Settings,
     sources: Annotated[bool, typer.Option("--sources", help="Also what each source takes.")] = False,
-    store: options.Store = None,
     json: options.Json = False,
 ) -> None:
     """Say what the store holds: chunks and bytes by model, the file's size and what of it is free."""
     output = Output()
-    settings = options.settings_of(store=store)
     with options.open_store(settings, write=False) as kv_store:
         found = kv_store.full_stats()
         shares = sorted(_by_source(kv_store).items()) if sources else []
@@ -85,21 +85,15 @@ def _by_source(store: ChunkStore) -> dict[str, Share]:
     return shares
 
 
+@options.with_settings("model", *options.MACHINE, "salt", "store", "lock_timeout")
 def verify(
+    settings: Settings,
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove what is damaged; it is computed again when needed.")
     ] = False,
     recheck: Annotated[
         int, typer.Option(min=0, help="Also compute this many random chunks again, with the model, and compare.")
     ] = 0,
-    model: options.Model = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention_backend: options.Backend = None,
-    threads: options.Threads = None,
-    salt: options.Salt = None,
-    store: options.Store = None,
-    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -109,10 +103,6 @@ def verify(
     does not open any more is rebuilt by --repair from what of it still reads.
     """
     output = Output(quiet=quiet)
-    settings = options.settings_of(
-        model=model, store=store, device=device, dtype=dtype, attention_backend=attention_backend, threads=threads, salt=salt,
-        lock_timeout=lock_timeout,
-    )  # fmt: skip
     rebuilt = _rebuild(settings, output) if repair else None
     with options.open_store(settings, write=repair, create=False) as kv_store:
         with output.progress("verify") as bar:
@@ -196,7 +186,9 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
             output.note(f"{report.without_kv} chunks have no KV now; they are computed when they are asked for")
 
 
+@options.with_settings("store", "lock_timeout")
 def prune(
+    settings: Settings,
     older_than: Annotated[
         str | None, typer.Option(help="Free the KV of chunks not used for so long: 30d, 12h.", show_default=False)
     ] = None,
@@ -209,8 +201,6 @@ def prune(
         str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
-    store: options.Store = None,
-    lock_timeout: options.LockTimeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -223,7 +213,6 @@ def prune(
         raise UsageError("say what to remove", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     size = None if to_size is None else parse_size(to_size, "--to-size")
-    settings = options.settings_of(store=store, lock_timeout=lock_timeout)
     with options.open_store(settings, write=not dry_run, create=False) as kv_store:
         report = kv_store.prune(older_than=age, to_bytes=size, orphans=orphans, model=model, dry_run=dry_run)
     removed, evicted = ([key.hex() for key in keys] for keys in (report.keys, report.evicted))
@@ -242,14 +231,13 @@ def prune(
         output.note(f"{', '.join(said)}: {format_size(report.bytes)}")
 
 
+@options.with_settings("store", "lock_timeout")
 def compact(
-    store: options.Store = None,
-    lock_timeout: options.LockTimeout = None,
+    settings: Settings,
     json: options.Json = False,
 ) -> None:
     """Give the free pages of the store's file back to the disk."""
     output = Output()
-    settings = options.settings_of(store=store, lock_timeout=lock_timeout)
     with options.open_store(settings, write=True, create=False) as kv_store, output.progress("compact") as bar:
         before, after = kv_store.compact(lambda done, total: bar(done, total, ""))
     if json:

@@ -8,6 +8,7 @@ from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import check_kv_dtype
+from cacheblend_cli.settings import Settings, of_settings
 
 MODES = ("blend", "full", "reuse")
 DEVIATIONS = ("v", "k", "kv")
@@ -81,6 +82,19 @@ class BlendConfig:
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
         if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
             raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
+
+    @classmethod
+    def of(cls, settings: Settings) -> BlendConfig:
+        """How the settings blend; with --ratio auto, at the floor. Raises UsageError."""
+        make_selector(settings.selector)
+        return of_settings(
+            cls,
+            settings,
+            ratio=settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio,
+            seed=settings.seed or 0,
+            checks=parse_checks(settings.gradual),
+            probe_layers=parse_layers(settings.probe_layers),
+        )
 
     def effective_ratio(self) -> float:
         """The ratio of the last check: what is recomputed in most layers."""

@@ -16,6 +16,8 @@ from torch import Tensor
 class KernelError(Exception):
     """A backend that cannot run here, or an input no kernel takes. `hint` names the next step."""
 
+    exit_code = 5
+
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message

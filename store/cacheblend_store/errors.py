@@ -4,6 +4,10 @@ from __future__ import annotations
 
 
 class StoreError(Exception):
+    """exit_code: what a command that ends with it exits with."""
+
+    exit_code = 4
+
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -12,6 +16,8 @@ class StoreError(Exception):
 
 class StoreNotFound(StoreError):
     """There is no store at the path."""
+
+    exit_code = 3
 
 
 class StoreFormat(StoreError):
@@ -66,9 +72,13 @@ class ArchiveError(StoreError):
 class ChunkNotFound(StoreError):
     """No chunk has that id."""
 
+    exit_code = 3
+
 
 class AmbiguousId(StoreError):
     """More than one chunk id begins with the prefix; candidates are some of them."""
+
+    exit_code = 3
 
     def __init__(self, message: str, hint: str | None = None, *, candidates: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint)
