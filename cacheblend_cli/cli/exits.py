@@ -16,8 +16,8 @@ from cacheblend_cli.errors import ExitCode
 
 def report(error: BaseException, output: Output) -> int:
     """Say on stderr what happened and what to do; returns the exit code."""
-    if isinstance(code := getattr(error, "exit_code", None), int) and hasattr(error, "hint"):
-        return _say(output, error.message, error.hint, code)  # an error of ours, of any package
+    if hasattr(error, "exit_code") and hasattr(error, "message") and hasattr(error, "hint"):
+        return _say(output, error.message, error.hint, error.exit_code)  # an error of ours, of any package
     if isinstance(error, KeyboardInterrupt):
         return _say(output, "interrupted", "what was stored stays; the same command goes on from there", 130)
     if isinstance(error, BrokenPipeError):
