@@ -109,12 +109,12 @@ def _backends(settings: Any) -> dict[str, Any]:
 
 
 def _store(settings: Any) -> dict[str, Any]:
-    from cacheblend_store import StoreNotFound
+    from cacheblend_store import StoreNotFound, stats
 
     path = settings.store_path
     try:
         with options.open_store(settings, write=False) as store:
-            return {"path": str(path), **store.stats(), "damaged": len(store.damaged_keys())}
+            return {"path": str(path), **stats(store).totals(), "damaged": len(store.damaged_keys())}
     except StoreNotFound:
         return {"path": str(path), "state": "not made yet"}
 

@@ -28,8 +28,10 @@ def stats(
 ) -> None:
     """Say what the store holds: chunks and bytes by model, the file's size and what of it is free."""
     output = Output()
+    import cacheblend_store
+
     with options.open_store(settings, write=False) as kv_store:
-        found = kv_store.full_stats()
+        found = cacheblend_store.stats(kv_store, breakdown=True)
         shares = sorted(_by_source(kv_store).items()) if sources else []
     models = [
         {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
@@ -103,10 +105,12 @@ def verify(
     does not open any more is rebuilt by --repair from what of it still reads.
     """
     output = Output(quiet=quiet)
+    import cacheblend_store
+
     rebuilt = _rebuild(settings, output) if repair else None
     with options.open_store(settings, write=repair, create=False) as kv_store:
         with output.progress("verify") as bar:
-            report = kv_store.verify(lambda done, total: bar(done, total, "chunks"), repair=repair)
+            report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
         checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
     count = len(report.findings) + (len(checked.mismatches) if checked else 0)
     done = report.repaired + (checked.replaced if checked else 0)
@@ -123,6 +127,8 @@ def verify(
         output.note(
             f"the store was rebuilt from what reads: {rebuilt.chunks} chunks; cacheblend precompute brings the others back"
         )
+        if rebuilt.sources:
+            output.note(f"to be precomputed again: {', '.join(rebuilt.sources)}")
     if not count:
         output.note("nothing is damaged")
     elif done:
@@ -134,18 +140,14 @@ def verify(
 
 def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
     """Rebuild a store that does not open; None when it opens."""
-    from cacheblend_store import ChunkStore, StoreCorrupt
+    from cacheblend_store import StoreCorrupt, salvage
 
     try:
         options.open_store(settings, write=True, create=False).close()
     except StoreCorrupt as error:
         output.warn(error.message)
         with output.progress("rebuild") as bar:
-            return ChunkStore.repair(
-                settings.store_path,
-                lock_timeout=settings.lock_timeout,
-                progress=lambda done, total: bar(done, total, "chunks"),
-            )
+            return salvage(settings.store_path, settings.lock_timeout, lambda done, total: bar(done, total, "chunks"))
     return None
 
 
@@ -213,8 +215,12 @@ def prune(
         raise UsageError("say what to remove", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     size = None if to_size is None else parse_size(to_size, "--to-size")
+    import cacheblend_store
+
     with options.open_store(settings, write=not dry_run, create=False) as kv_store:
-        report = kv_store.prune(older_than=age, to_bytes=size, orphans=orphans, model=model, dry_run=dry_run)
+        report = cacheblend_store.prune(
+            kv_store, older_than=age, to_bytes=size, orphans=orphans, model=model, dry_run=dry_run
+        )
     removed, evicted = ([key.hex() for key in keys] for keys in (report.keys, report.evicted))
     if json:
         counts = {"removed": 0 if dry_run else len(removed), "evicted": 0 if dry_run else len(evicted)}
@@ -238,8 +244,10 @@ def compact(
 ) -> None:
     """Give the free pages of the store's file back to the disk."""
     output = Output()
+    import cacheblend_store
+
     with options.open_store(settings, write=True, create=False) as kv_store, output.progress("compact") as bar:
-        before, after = kv_store.compact(lambda done, total: bar(done, total, ""))
+        before, after = cacheblend_store.compact(kv_store, lambda done, total: bar(done, total, ""))
     if json:
         output.json({"bytes_before": before, "bytes_after": after})
     else:

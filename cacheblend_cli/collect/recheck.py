@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, stats
 from cacheblend_store.format.blobs import parse_blob
 from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
 from cacheblend_store.format.layouts import blob_spec
@@ -93,7 +93,7 @@ def recheck(
 
 
 def _codecs(store: ChunkStore) -> Sequence[str]:
-    return sorted({codec for _, _, codec in store.full_stats().models})
+    return sorted({codec for _, _, codec in stats(store, breakdown=True).models})
 
 
 def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:

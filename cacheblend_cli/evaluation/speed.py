@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from cacheblend_store import ChunkStore
-from cacheblend_store.lmdb_file.filesystem import check_space
+from cacheblend_store.lmdb_file.directory import check_space
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk

@@ -22,10 +22,11 @@ from cacheblend_store.errors import (
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.records import ChunkManifest, DocumentChunk, DocumentRecord
 from cacheblend_store.store import ChunkStore, StoreReader
-from cacheblend_store.upkeep.prune import PruneReport
-from cacheblend_store.upkeep.salvage import SalvageReport
-from cacheblend_store.upkeep.stats import Share, StoreStats
-from cacheblend_store.upkeep.verify import Finding, VerifyReport
+from cacheblend_store.upkeep.compaction import compact
+from cacheblend_store.upkeep.prune import PruneReport, prune
+from cacheblend_store.upkeep.salvage import SalvageReport, salvage
+from cacheblend_store.upkeep.stats import Share, StoreStats, stats
+from cacheblend_store.upkeep.verify import Finding, VerifyReport, verify
 
 __all__ = [
     "FORMAT_VERSION",
@@ -61,6 +62,11 @@ __all__ = [
     "VerifyReport",
     "chunk_key",
     "collection_id",
+    "compact",
     "export_chunks",
     "import_chunks",
+    "prune",
+    "salvage",
+    "stats",
+    "verify",
 ]

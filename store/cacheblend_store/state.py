@@ -13,7 +13,8 @@ from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreFormat
 from cacheblend_store.format.keys import FORMAT_VERSION
 from cacheblend_store.format.plain_json import check_fields, load_object
 from cacheblend_store.format.records import seal, unseal
-from cacheblend_store.lmdb_file.pages import HEADER, PageReader
+from cacheblend_store.lmdb_file.pages.layout import HEADER
+from cacheblend_store.lmdb_file.pages.reader import PageReader
 
 _VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
 
@@ -101,9 +102,9 @@ def state_value(get: Callable[[bytes], bytes | None]) -> bytes | None:
 def recount(pages: PageReader) -> State:
     """The counters from the records themselves. The generation is one that no earlier state had."""
     live = used = 0
-    for name in (b"blobs", b"chunks"):
+    for name in ("blobs", "chunks"):
         tree = pages.tree(name)
         for node in pages.nodes(tree) if tree else ():
-            live += node.size if name == b"blobs" else 0
+            live += node.size if name == "blobs" else 0
             used += footprint(len(node.key), node.size, pages.meta.page_size)
     return State(generation=time.time_ns(), live_bytes=live, used_bytes=used)

@@ -5,34 +5,30 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StorePermission
-from cacheblend_store.format.keys import FORMAT_VERSION, KEY_BYTES
+from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.lmdb_file.datafile import MAP_SIZE
-from cacheblend_store.lmdb_file.environment import Environment, acquire, release
-from cacheblend_store.lmdb_file.filesystem import check_space
-from cacheblend_store.lmdb_file.translation import MapFull, Panic
-from cacheblend_store.progress import Progress
+from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
+from cacheblend_store.lmdb_file.environment import Environment
+from cacheblend_store.lmdb_file.heap import keep_freed_memory
+from cacheblend_store.lmdb_file.opened import acquire, release
+from cacheblend_store.lmdb_file.translation import MapFull
 from cacheblend_store.reader import StoreReader
-from cacheblend_store.state import read_identity
-from cacheblend_store.upkeep.compaction import compact
-from cacheblend_store.upkeep.prune import PruneReport, prune
-from cacheblend_store.upkeep.salvage import SalvageReport, salvage
-from cacheblend_store.upkeep.stats import StoreStats, collect_stats
-from cacheblend_store.upkeep.verify import VerifyReport, verify
+from cacheblend_store.state import read_identity, write_identity
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
 PAGE_OF_CHUNKS = 256  # manifests read in one transaction by `chunks`
 TOUCHES_HELD = 4096
-_LARGE = 4 << 20  # bytes of a transaction from which its memory and when the disk begins matter
+_LARGE = 4 << 20  # bytes of a transaction from which its memory matters
 T = TypeVar("T")
 
 
@@ -40,18 +36,17 @@ class ChunkStore:
     """Chunk KV on disk. Every method is its own short transaction; what a method returned from is durable.
 
     Use as a context manager, from any number of threads. Opening twice in a process shares the environment; a forked
-    child reopens it by itself. Raises StoreErrors, each with a message and a hint.
+    child opens the store for itself. Raises StoreErrors, each with a message and a hint.
     """
 
     def __init__(
         self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool, map_size: int = MAP_SIZE
     ) -> None:
-        self.path, self._write, self._lock_timeout, self._force = path, write, lock_timeout, force
-        self._map_size = map_size
+        self.path, self.writable, self.lock_timeout = path, write, lock_timeout
+        self._force, self._map_size = force, map_size
         self._touched: dict[bytes, float] = {}
         self._touch_lock = threading.Lock()
-        self._closed = False
-        self._env = acquire(path, write=write, create=create, force=force, map_size=map_size, lock_timeout=lock_timeout)
+        self._env: Environment | None = self._acquire(create=create)
         try:
             with self.read() as reader:
                 self.identity = read_identity(reader.meta, str(path))
@@ -83,19 +78,13 @@ class ChunkStore:
             store.set_max_bytes(max_bytes)
         return store
 
-    @staticmethod
-    def repair(
-        path: str | os.PathLike[str], *, lock_timeout: float = 30.0, progress: Progress | None = None
-    ) -> SalvageReport:
-        """Rebuild a store that does not open any more (StoreCorrupt) from what of it still reads. See `salvage`.
-
-        `verify(repair=True)` does it for a store that opens.
-        """
-        return salvage(Path(path), lock_timeout, progress)
+    def _acquire(self, *, create: bool = False) -> Environment:
+        check_directory(self.path, write=self.writable, create=create, force=self._force)
+        return acquire(self.path, self._map_size, self.lock_timeout, write_identity)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process that is sent a store (a spawned worker of a data loader) opens it for itself."""
-        return ChunkStore, (self.path, self._write, False, self._lock_timeout, self._force, self._map_size)
+        return ChunkStore, (self.path, self.writable, False, self.lock_timeout, self._force, self._map_size)
 
     def __enter__(self) -> ChunkStore:
         return self
@@ -109,17 +98,19 @@ class ChunkStore:
 
     def close(self) -> None:
         """Give the environment back; the last store of the process on this path closes it. Twice does no harm."""
-        if not self._closed:
-            self._closed = True
-            release(self._env)
+        env, self._env = self._env, None
+        if env is not None:
+            release(env)
 
-    @property
-    def writable(self) -> bool:
-        return self._write
-
-    @property
-    def format_version(self) -> int:
-        return FORMAT_VERSION
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Not open meanwhile, for work that puts another file in the place of data.mdb, and open again after it."""
+        self._environment()  # a store that was closed stays so
+        self.close()
+        try:
+            yield
+        finally:
+            self._env = self._acquire()
 
     @property
     def generation(self) -> int:
@@ -138,9 +129,8 @@ class ChunkStore:
     @contextmanager
     def read(self) -> Iterator[StoreReader]:
         """One read transaction. The reader belongs to the thread that opened it; views it gives end with it."""
-        env = self._environment()
-        with env.reading() as (transaction, pages):
-            yield StoreReader(transaction, env.dbs, pages, copies=env.unlocked)
+        with self._environment().reading() as pages:
+            yield StoreReader(pages)
 
     def get_chunk(self, key: bytes) -> ChunkManifest | None:
         """The manifest, None when the chunk is not there. Raises BadBlob when its record is damaged."""
@@ -247,16 +237,6 @@ class ChunkStore:
         wanted = (d for d in found if collection in (None, d.collection))
         return sorted(wanted, key=lambda d: (d.source, d.collection, d.context))
 
-    def stats(self) -> dict[str, int]:
-        """chunks, documents, live_bytes (blobs), used_bytes (whole pages), max_bytes, file_bytes, free_bytes."""
-        with self.read() as reader:
-            return collect_stats(self.path, reader).totals()
-
-    def full_stats(self) -> StoreStats:
-        """The totals, and per model: chunks, tokens, bytes. Reads every manifest."""
-        with self.read() as reader:
-            return collect_stats(self.path, reader, breakdown=True)
-
     # writing
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
@@ -276,8 +256,12 @@ class ChunkStore:
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
-        if not check_space(self.path, num_bytes, lambda: self.stats()["free_bytes"]):
-            self._transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
+        if num_bytes >= _LARGE:
+            keep_freed_memory()
+        if not has_space(self.path, num_bytes):
+            with self.read() as reader:
+                check_space(self.path, num_bytes, reader.pages.free_bytes)
+            self.transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
 
         def put(writer: StoreWriter) -> list[PutStatus]:
             keys = {manifest.key for manifest, _ in given}
@@ -287,12 +271,12 @@ class ChunkStore:
             return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
         uses = self._noted_uses()
-        return self._transact(put, num_bytes=num_bytes)
+        return self.transact(put)
 
     def put_records(self, manifests: Iterable[ChunkManifest]) -> int:
         """Store chunks without KV, in one transaction, unless they are there; how many were not."""
         given = list(manifests)
-        return self._transact(lambda writer: sum(map(writer.put_record, given))) if given else 0
+        return self.transact(lambda writer: sum(map(writer.put_record, given))) if given else 0
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
         """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
@@ -303,7 +287,7 @@ class ChunkStore:
     ) -> list[list[bytes]]:
         """`put_document` for each and the end of those of `removed`, in one transaction: a document moves so. A chunk that
         moved from one of them to another stays. Returns the keys of the chunks that went, for each, in this order."""
-        return self._transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
+        return self.transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
 
     def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
         """Forget a document in one context and the chunks only it refers to; returns their keys."""
@@ -313,19 +297,19 @@ class ChunkStore:
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""
         wanted = list(keys)
-        return self._transact(lambda writer: sum(writer.evict(key) for key in wanted))
+        return self.transact(lambda writer: sum(writer.evict(key) for key in wanted))
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove chunks in one transaction; how many were there. Documents that had them are precomputed again."""
         wanted = list(keys)
-        return self._transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
+        return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that chunks were used now. Held in memory until `flush_touches`, which leaving the store does.
 
         Nothing is noted in a store that is open for reading only.
         """
-        if not self._write:
+        if not self.writable:
             return
         now = time.time()
         with self._touch_lock:
@@ -345,7 +329,7 @@ class ChunkStore:
         if not uses:
             return True
         try:
-            self._transact(lambda writer: writer.touch(uses), lock_timeout=0.0)
+            self.transact(lambda writer: writer.touch(uses), lock_timeout=0.0)
         except StoreError:
             with self._touch_lock:
                 self._touched = uses | self._touched
@@ -361,84 +345,40 @@ class ChunkStore:
             writer.set_max_bytes(max_bytes)
             writer.make_room(0, (), uses)
 
-        self._transact(change)
+        self.transact(change)
 
     def _noted_uses(self) -> dict[bytes, float]:
         """Uses that are not written yet."""
         with self._touch_lock:
             return dict(self._touched)
 
-    # maintenance
-
-    def verify(self, progress: Progress | None = None, repair: bool = False) -> VerifyReport:
-        """Audit everything, both ways: pages, records, blobs, digests, references, counters. See `verify.verify`."""
-        return verify(self, progress, repair)
-
-    def prune(
-        self,
-        *,
-        older_than: float | None = None,
-        to_bytes: int | None = None,
-        orphans: bool = False,
-        model: str | None = None,
-        dry_run: bool = False,
-    ) -> PruneReport:
-        """Evict chunks not used for `older_than` seconds and least recently used ones beyond `to_bytes`; remove those of no
-        document, or those of one model (name or fingerprint, or a beginning of it). See `prune.prune`."""
-        return prune(self, older_than=older_than, to_bytes=to_bytes, orphans=orphans, model=model, dry_run=dry_run)
-
-    def compact(self, progress: Progress | None = None) -> tuple[int, int]:
-        """Rewrite data.mdb without its free pages; (bytes before, bytes after). See `compaction.compact`."""
-        return compact(self, progress)
-
     # inside
 
     def _environment(self) -> Environment:
-        if self._closed:
+        if self._env is None:
             raise StoreError(f"the store at {self.path} was closed", "open it again: ChunkStore.open")
-        if self._env.pid != os.getpid():  # a forked child must not use its parent's map and locks
-            self._env = acquire(
-                self.path, write=self._write, create=False, force=self._force, map_size=self._map_size,
-                lock_timeout=self._lock_timeout,
-            )  # fmt: skip
         return self._env
 
-    @contextmanager
-    def _writing(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        """The bare transaction, for repairs and tests."""
-        self._require_writable()
-        env = self._environment()
-        with env.writing(self._lock_timeout) as (transaction, _):
-            yield transaction, env.dbs
-
-    def _transact(
-        self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None, *, num_bytes: int = 0
-    ) -> T:
+    def transact(self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None) -> T:
         """Run `work` in a write transaction and commit; again in a larger map when it was full.
 
-        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with. num_bytes: of
-        blobs that it is about to write.
+        lock_timeout: seconds to wait for the writer lock, by default what the store was opened with.
         """
-        self._require_writable()
-        timeout, panicked = self._lock_timeout if lock_timeout is None else lock_timeout, False
+        self.require_writable()
+        timeout = self.lock_timeout if lock_timeout is None else lock_timeout
         while True:
             env = self._environment()
             try:
-                with env.writing(timeout, large=num_bytes >= _LARGE) as (transaction, pages):
-                    writer = StoreWriter(transaction, env.dbs, pages)
+                with env.writing(timeout) as (transaction, dbs, pages):
+                    writer = StoreWriter(transaction, dbs, pages)
                     result = work(writer)
                     writer.finish()
                 return result
             except MapFull:
                 env.grow()
-            except Panic:
-                if panicked:
-                    raise
-                panicked = True
-                env.reopen()
 
-    def _require_writable(self) -> None:
-        if not self._write:
+    def require_writable(self) -> None:
+        if not self.writable:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
 
 

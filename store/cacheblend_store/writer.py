@@ -22,7 +22,7 @@ from cacheblend_store.format.records import (
     use_record,
     used_at,
 )
-from cacheblend_store.lmdb_file.pages import PageReader
+from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import footprint, read_state, recount, state_value, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]
@@ -52,7 +52,7 @@ class StoreWriter:
 
     def get(self, database: str, key: bytes) -> bytes | None:
         """A copy of a value."""
-        tree = self._pages.tree(database.encode())
+        tree = self._pages.tree(database)
         if tree:
             self._pages.get(tree, key)  # checked, whatever this transaction has put there since
         value = self._txn.get(key, db=self._dbs[database])
@@ -141,7 +141,7 @@ class StoreWriter:
     def delete_blobs(self, key: bytes) -> bool:
         """Remove all blobs of a chunk; whether there was any."""
         first, last = key, key + b"\xff\xff\xff\xff"
-        tree = self._pages.tree(b"blobs")
+        tree = self._pages.tree("blobs")
         if tree:
             self._check("blobs", first)
             self._check("blobs", last)
@@ -185,7 +185,7 @@ class StoreWriter:
 
     def _by_last_use(self, uses: Mapping[bytes, float]) -> Iterator[bytes]:
         """Keys of all chunks that can have KV, those unused for longest first; then those of which no use is noted."""
-        chunks, lru = self._pages.tree(b"chunks"), self._pages.tree(b"lru")
+        chunks, lru = self._pages.tree("chunks"), self._pages.tree("lru")
         used = (
             {n.key: max(used_at(n.key, n.inline), uses.get(n.key, 0.0)) for n in self._pages.nodes(lru)} if lru else {}
         )
@@ -268,7 +268,7 @@ class StoreWriter:
     # inside
 
     def _check(self, database: str, key: bytes) -> None:
-        tree = self._pages.tree(database.encode())
+        tree = self._pages.tree(database)
         if tree:
             self._pages.check_writable(tree, key)
 
@@ -283,7 +283,7 @@ class StoreWriter:
 
     def _holds(self, manifest: ChunkManifest) -> bool:
         """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
-        tree = self._pages.tree(b"blobs")
+        tree = self._pages.tree("blobs")
         for layer, digest in enumerate(manifest.blob_digests):
             key = blob_key(manifest.key, layer)
             if tree:

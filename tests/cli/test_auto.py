@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 
 Cli = Callable[..., Any]
@@ -125,7 +126,7 @@ def test_a_damaged_chunk_is_computed_and_teaches_nothing(cli: Cli, stored: list[
     )  # a probe may make a full prefill of so short a prompt the faster
 
     def damage() -> None:
-        with ChunkStore.open(tmp_path / "store", mode="write") as store, store._writing() as (txn, dbs):
+        with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (txn, dbs):
             name = bytes.fromhex(stored[1]) + (1).to_bytes(4, "big")
             blob = bytearray(txn.get(name, db=dbs["blobs"]))
             blob[-7] ^= 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
@@ -157,7 +158,7 @@ def test_a_corrupt_blob_is_reported_computed_and_replaced(cli: Cli, stored: list
     ).records[0]
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         key = bytes.fromhex(stored[1])
-        with store._writing() as (txn, dbs):
+        with bare_writing(store) as (txn, dbs):
             name = key + (1).to_bytes(4, "big")
             blob = bytearray(txn.get(name, db=dbs["blobs"]))
             blob[-7] ^= 1
@@ -263,7 +264,7 @@ def test_doctor(cli: Cli, stored: list[str]) -> None:
 
 
 def test_doctor_calls_no_damaged_store_well(cli: Cli, stored: list[str], tmp_path: Path) -> None:
-    with ChunkStore.open(tmp_path / "store", mode="write") as store, store._writing() as (txn, dbs):
+    with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (txn, dbs):
         record = bytearray(txn.get(bytes.fromhex(stored[1]), db=dbs["chunks"]))
         record[len(record) // 2] ^= 1
         txn.put(bytes.fromhex(stored[1]), bytes(record), db=dbs["chunks"])

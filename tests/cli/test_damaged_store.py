@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 from children import Ended, outcomes
 from page_map import page_map
@@ -65,7 +66,7 @@ class Asking:
         path = self._folder / "expected"
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(self._source, path)
-        with ChunkStore.open(path, mode="write") as store, store._writing() as (txn, dbs):
+        with ChunkStore.open(path, mode="write") as store, bare_writing(store) as (txn, dbs):
             for manifest in store.chunks(prefixes=True):
                 if manifest.id in missing or (prefix and manifest.context == "prefix"):
                     txn.delete(manifest.key + bytes(4), db=dbs["blobs"])
@@ -100,7 +101,7 @@ def _flips(path: Path, ids: tuple[str, ...], count: int) -> list[tuple[int, int]
     """(byte, bit): of the blobs that are asked about, and of every kind of page that leads to them."""
     kinds, page_size = page_map(path / "data.mdb")
     with ChunkStore.open(path) as store, store.read() as reader:
-        tree = reader.pages.tree(b"blobs")
+        tree = reader.pages.tree("blobs")
         assert tree is not None
         asked = {bytes.fromhex(i) for i in ids} | {m.key for m in store.chunks(prefixes=True) if m.context == "prefix"}
         nodes = [node for node in reader.pages.nodes(tree) if node.key[:20] in asked and node.pgno]

@@ -118,7 +118,7 @@ def test_repair_of_a_store_that_does_not_open(cli: Cli, stored: list[str], tmp_p
         return
     assert repaired.code == 0, repaired.err
     assert "rebuilt" in repaired.err
-    assert set(repaired.records[0]["rebuilt"]) == {"chunks", "documents", "lost"}
+    assert set(repaired.records[0]["rebuilt"]) == {"chunks", "documents", "lost", "sources"}
     assert repaired.records[0]["rebuilt"]["chunks"] == repaired.records[0]["chunks"]
     assert repaired.records[0]["ok"] is True
     assert cli("chunks", "verify").code == 0
@@ -184,7 +184,7 @@ def test_sizes_and_ages() -> None:
 
 
 def test_a_networks_disk_is_refused_unless_forced(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_store.lmdb_file.filesystem.filesystem_type", lambda path: "nfs4")
+    monkeypatch.setattr("cacheblend_store.lmdb_file.directory.filesystem_type", lambda path: "nfs4")
     refused = cli("chunks", "ls")
     assert refused.code == 4
     assert "network filesystem (nfs4)" in refused.err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cacheblend_store import ChunkManifest, ChunkStore
+from cacheblend_store import ChunkManifest, ChunkStore, verify
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, PrecomputeReport, SamplingParams
@@ -101,7 +101,7 @@ def test_contexts_live_side_by_side_and_the_same_run_again_changes_nothing(corpu
         report = corpus.precompute(context, neighbours=2)
         assert (report.unchanged, report.new, report.replaced, report.removed) == (6, 0, 0, 0)
     assert {m.key: m for m in corpus.store.chunks(prefixes=True)} == before
-    assert corpus.store.verify().ok
+    assert verify(corpus.store).ok
     again = corpus.engine.recheck(corpus.store, 100)
     assert (again.checked, again.mismatches) == (len(before), [])
 
@@ -135,7 +135,7 @@ def test_new_neighbours_are_new_chunks(corpus: Corpus) -> None:
     assert report.replaced == report.removed
     assert corpus.chunks("neighbours")[0].left_context_ids != before[0].left_context_ids
     assert corpus.store.get_chunk(before[0].key) is None
-    assert corpus.store.verify().ok
+    assert verify(corpus.store).ok
 
 
 def test_a_changed_document_takes_its_outdated_chunks_of_other_contexts_along(corpus: Corpus) -> None:
@@ -149,7 +149,7 @@ def test_a_changed_document_takes_its_outdated_chunks_of_other_contexts_along(co
     (corpus.docs / "1.md").unlink()
     corpus.precompute("sink")
     assert {m.source for m in corpus.store.chunks()} == {f"{corpus.docs}/0.md"}
-    assert corpus.store.verify().ok
+    assert verify(corpus.store).ok
 
 
 def test_the_window_ends_at_the_models_context(tmp_path: Path) -> None:

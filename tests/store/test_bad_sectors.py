@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreError
+from cacheblend_store import ChunkStore, StoreError, salvage, verify
 from children import Ended, outcomes
 from page_map import page_map
 from small_chunks import Operation, key_of, make_chunk, read_chunk
@@ -83,7 +83,7 @@ def use(path: Path, *, write: bool) -> str:
     try:
         with ChunkStore.open(path, lock_timeout=2) as store:
             read_all(store)
-            sound = store.verify().ok
+            sound = verify(store).ok
     except StoreError:
         sound = False
     if write:
@@ -97,18 +97,18 @@ def use(path: Path, *, write: bool) -> str:
         try:
             store = ChunkStore.open(path, mode="write", lock_timeout=2)
         except StoreError:
-            ChunkStore.repair(path, lock_timeout=2)
+            salvage(path, lock_timeout=2)
             store = ChunkStore.open(path, mode="write", lock_timeout=2)
     except StoreError:
         return "beyond repair"
     with store:
-        store.verify(repair=True)
-        report = store.verify()
+        verify(store, repair=True)
+        report = verify(store)
         assert report.ok, f"after a repair: {report.findings[:3]}"
         read_all(store)
         store.put_chunks([make_chunk(seed, 0) for seed in SEEDS])
         assert read_all(store) == len(SEEDS)
-        assert store.verify().ok
+        assert verify(store).ok
     return "consistent" if sound else "found and repaired"
 
 

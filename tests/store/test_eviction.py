@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, StoreFull
+from bare_store import bare_writing
+from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, StoreFull, prune, stats, verify
 from cacheblend_store.format.records import decode_manifest, encode_manifest, unseal
 from small_chunks import COLLECTION, key_of, make_chunk
 
@@ -42,8 +43,8 @@ def test_the_quota_takes_the_kv_and_leaves_the_text(store: ChunkStore) -> None:
     assert store.resolve(evicted.id) == evicted.key
     with store.read() as reader, pytest.raises(BadBlob, match="has no KV"):
         reader.layer(evicted, 0)
-    assert store.stats()["live_bytes"] == 3 * SIZE
-    report = store.verify()
+    assert stats(store).live_bytes == 3 * SIZE
+    report = verify(store)
     assert report.ok
     assert (report.chunks, report.without_kv) == (5, 2)
 
@@ -61,13 +62,13 @@ def test_a_quota_holds_from_when_it_is_set(store: ChunkStore) -> None:
     store.touch(keys(SEEDS[0]))
     store.flush_touches()
     store.set_max_bytes(2 * SIZE + 1)
-    assert store.stats()["live_bytes"] == 2 * SIZE
+    assert stats(store).live_bytes == 2 * SIZE
     assert key_of(SEEDS[0]) in with_kv(store)
     assert len(list(store.chunks())) == len(SEEDS)
     store.close()
     with ChunkStore.open(store.path, mode="write", max_bytes=SIZE) as again:
         assert with_kv(again) == keys(SEEDS[0])
-        assert again.verify().ok
+        assert verify(again).ok
 
 
 def test_kv_comes_back_to_an_evicted_chunk_and_is_what_is_read(store: ChunkStore) -> None:
@@ -79,7 +80,7 @@ def test_kv_comes_back_to_an_evicted_chunk_and_is_what_is_read(store: ChunkStore
     assert store.put_chunk(manifest, blobs) == "new"
     assert store.put_chunk(manifest, blobs) == "unchanged"
     assert store.generation == before, "the same chunks with the same texts: no index is stale"
-    assert store.verify().ok
+    assert verify(store).ok
     with store.read() as reader:
         assert [bytes(reader.blob(reader.manifest(manifest.key), n)) for n in range(manifest.num_layers)] == list(blobs)
 
@@ -108,7 +109,7 @@ def test_a_use_of_an_evicted_chunk_is_not_noted(store: ChunkStore) -> None:
     store.flush_touches()
     with store.read() as reader:
         assert list(reader.keys_from(b"", "lru")) == []
-    assert store.verify().ok
+    assert verify(store).ok
 
 
 def test_chunks_can_be_put_before_their_kv(store: ChunkStore) -> None:
@@ -121,8 +122,8 @@ def test_chunks_can_be_put_before_their_kv(store: ChunkStore) -> None:
     assert waiting is not None
     assert not waiting.evicted, "there was no KV to evict"
     assert store.put_chunk(*make_chunk(SEEDS[1])) == "new"
-    assert store.verify().without_kv == 1
-    assert store.verify().ok
+    assert verify(store).without_kv == 1
+    assert verify(store).ok
 
 
 def test_a_record_without_kv_is_one_of_the_format_as_it_was(store: ChunkStore) -> None:
@@ -144,11 +145,11 @@ def test_blobs_that_no_record_counts_are_found_and_the_text_stays(store: ChunkSt
     manifest, blobs = make_chunk(2)
     store.put_chunk(manifest, blobs)
     store.set_max_bytes(1)
-    with store._writing() as (txn, dbs):
+    with bare_writing(store) as (txn, dbs):
         txn.put(blob_key(manifest.key, 0), blobs[0], db=dbs["blobs"])
-    assert {f.kind for f in store.verify().findings} == {"blob", "counter"}
-    store.verify(repair=True)
-    assert store.verify().ok
+    assert {f.kind for f in verify(store).findings} == {"blob", "counter"}
+    verify(store, repair=True)
+    assert verify(store).ok
     assert store.get_chunk(manifest.key).evicted
 
 
@@ -157,10 +158,10 @@ def test_a_repair_drops_the_kv_and_keeps_the_text(store: ChunkStore) -> None:
 
     manifest, _ = make_chunk(2)
     store.put_chunk(*make_chunk(2))
-    with store._writing() as (txn, dbs):
+    with bare_writing(store) as (txn, dbs):
         txn.delete(blob_key(manifest.key, 1), db=dbs["blobs"])
-    assert not store.verify(repair=True).ok
-    assert store.verify().ok
+    assert not verify(store, repair=True).ok
+    assert verify(store).ok
     assert store.get_chunk(manifest.key).evicted
     assert store.put_chunk(*make_chunk(2)) == "new"
 
@@ -168,23 +169,23 @@ def test_a_repair_drops_the_kv_and_keeps_the_text(store: ChunkStore) -> None:
 def test_prune_frees_kv_and_removes_what_nobody_wants(store: ChunkStore) -> None:
     store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
     store.put_document(DocumentRecord("0/a.md", COLLECTION, "d", (DocumentChunk(key_of(SEEDS[0]), 0, 0, 1),), 1.0))
-    freed = store.prune(to_bytes=2 * SIZE)
+    freed = prune(store, to_bytes=2 * SIZE)
     assert (len(freed.evicted), freed.keys, freed.bytes) == (2, (), 2 * SIZE)
     assert len(list(store.chunks())) == 4
     left = with_kv(store)
-    assert set(store.prune(older_than=-1, dry_run=True).evicted) == left == with_kv(store)
-    assert set(store.prune(older_than=-1).evicted) == left
+    assert set(prune(store, older_than=-1, dry_run=True).evicted) == left == with_kv(store)
+    assert set(prune(store, older_than=-1).evicted) == left
     assert with_kv(store) == set()
-    assert store.prune(older_than=-1).evicted == ()
-    assert set(store.prune(orphans=True).keys) == keys(*SEEDS[1:4])
+    assert prune(store, older_than=-1).evicted == ()
+    assert set(prune(store, orphans=True).keys) == keys(*SEEDS[1:4])
     assert {m.key for m in store.chunks()} == keys(SEEDS[0])
-    assert store.verify().ok
+    assert verify(store).ok
 
 
 def test_stats_count_what_has_no_kv(store: ChunkStore) -> None:
     store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
     store.set_max_bytes(SIZE)
-    stats = store.full_stats()
-    assert (stats.chunks, stats.without_kv) == (4, 3)
-    [share] = stats.models.values()
+    found = stats(store, breakdown=True)
+    assert (found.chunks, found.without_kv) == (4, 3)
+    [share] = found.models.values()
     assert (share.chunks, share.bytes) == (4, SIZE)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord
+from bare_store import bare_writing
+from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, stats, verify
 from cacheblend_store.format.blobs import encode_blob, parse_blob
 from cacheblend_store.format.layouts import CODECS, blob_spec
 from cacheblend_store.format.records import (
@@ -199,7 +200,7 @@ def test_fields_of_any_manifest_travel() -> None:
 def test_counters_that_are_none_are_counted_again(tmp_path: Path) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         store.put_chunks([make_chunk(seed) for seed in range(4)])
-        wanted = store.stats()["used_bytes"]
+        wanted = stats(store).used_bytes
         for value in (
             b"[]",
             b"{}x",
@@ -209,7 +210,7 @@ def test_counters_that_are_none_are_counted_again(tmp_path: Path) -> None:
             b"[" * 4000,
             b"\xff",
         ):
-            with store._writing() as (txn, dbs):
+            with bare_writing(store) as (txn, dbs):
                 txn.put(b"state", seal(b"state", value), db=dbs["meta"])
             with store.read() as reader:
                 assert read_state(state_value(reader.meta), reader.pages).used_bytes == wanted
@@ -220,16 +221,16 @@ def test_counters_that_are_none_are_counted_again(tmp_path: Path) -> None:
 def test_a_quota_that_does_not_read_is_told(tmp_path: Path, value: bytes | None) -> None:
     with ChunkStore.open(tmp_path / "store", mode="write", max_bytes=1 << 30) as store:
         store.put_chunk(*make_chunk(1))
-        with store._writing() as (txn, dbs):
+        with bare_writing(store) as (txn, dbs):
             if value is None:
                 txn.delete(b"state", db=dbs["meta"])
             else:
                 txn.put(b"state", value, db=dbs["meta"])
-        [finding] = store.verify().findings
+        [finding] = verify(store).findings
         assert finding.kind == "counter"
         assert "quota" in finding.message
-        assert store.verify(repair=True).repaired == 1
-        assert store.verify().ok
+        assert verify(store, repair=True).repaired == 1
+        assert verify(store).ok
 
 
 @pytest.mark.parametrize(("name", "what"), [("live_bytes", "of blobs"), ("used_bytes", "of the file")])
@@ -239,8 +240,8 @@ def test_the_counter_that_is_wrong_is_named(tmp_path: Path, name: str, what: str
         with store.read() as reader:
             right = reader.state()
         wrong = replace(right, **{name: getattr(right, name) + 7})
-        with store._writing() as (txn, dbs):
+        with bare_writing(store) as (txn, dbs):
             write_state(txn, dbs, wrong)
-        [finding] = store.verify().findings
+        [finding] = verify(store).findings
         assert f"{getattr(wrong, name):,} bytes {what}" in finding.message
         assert f"there are {getattr(right, name):,}" in finding.message

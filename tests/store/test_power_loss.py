@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreError, StoreNotFound
+from cacheblend_store import ChunkStore, StoreError, StoreNotFound, verify
 from children import Ended, outcomes
 from disk_images import POLICIES, Disk, cuts, lay_out
 from disk_shim import Call, Event, build, read_log, run
@@ -20,7 +20,7 @@ NUM_OPERATIONS = 60
 WORKLOAD = f"""
 import ctypes, sys
 import lmdb
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, compact
 from small_chunks import operation
 path, sync = sys.argv[1], sys.argv[2] == "sync"
 note = lambda number: ctypes.CDLL(None).shim_note(ctypes.c_int64(number))
@@ -32,7 +32,7 @@ with ChunkStore.open(path, mode="write") as store:
     for number in range({NUM_OPERATIONS}):
         operation(1, number).perform(store)
         if sync and number % 25 == 24:
-            store.compact()
+            compact(store)
         note(number + 1)
 """
 
@@ -85,7 +85,7 @@ def _check(path: Path, wanted: list[Contents], *, exists: bool, number: int) -> 
     try:
         with ChunkStore.open(path) as store:
             found = read_contents(store)
-            report = store.verify()
+            report = verify(store)
     except StoreNotFound:
         if exists:
             return "the store is gone"

@@ -12,13 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreError, StoreFormat, StoreFull, StoreLocked, StorePermission
-from cacheblend_store.format.records import use_record
-from cacheblend_store.lmdb_file import filesystem as store_filesystem
-from cacheblend_store.lmdb_file.environment import open_environment
-from cacheblend_store.lmdb_file.filesystem import filesystem_type
+from bare_store import bare_writing
+from cacheblend_store import (
+    ChunkStore,
+    StoreError,
+    StoreFormat,
+    StoreFull,
+    StoreLocked,
+    StorePermission,
+    compact,
+    salvage,
+    verify,
+)
+from cacheblend_store.lmdb_file import directory
 from cacheblend_store.lmdb_file.locks import writer_lock
-from cacheblend_store.lmdb_file.pages import Meta
 from children import Child, Ended, limit_memory, outcomes
 from chunk_dataset import ChunkDataset
 from small_chunks import key_of, make_chunk, read_chunk, read_contents
@@ -57,7 +64,6 @@ def test_a_second_open_shares_the_environment(store: ChunkStore) -> None:
     link.symlink_to(store.path)
     with ChunkStore.open(link) as linked:
         assert linked._environment() is store._environment()
-    assert open_environment(store.path) is not None
 
 
 def test_threads_share_a_store(store: ChunkStore) -> None:
@@ -78,14 +84,14 @@ def test_threads_share_a_store(store: ChunkStore) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert store.verify().ok
+    assert verify(store).ok
 
 
 # compaction
 
 
 def test_a_refused_compaction_still_says_that_the_store_is_open(store: ChunkStore) -> None:
-    """The lock is lost when it cannot be made exclusive: another process would swap the file under this one."""
+    """And goes on: another process must not swap the file under this one."""
 
     def stay(acknowledge: Callable[[], None]) -> None:
         with ChunkStore.open(store.path):
@@ -95,16 +101,16 @@ def test_a_refused_compaction_still_says_that_the_store_is_open(store: ChunkStor
     other = Child(stay)
     try:
         other.until(1)
-        store._environment()._timeout = 0.05
-        with pytest.raises(StoreLocked, match="open in other processes"):
-            store.compact()
+        store.lock_timeout = 0.05
+        with pytest.raises(StoreLocked, match=f"open in other processes .*{other.pid}"):
+            compact(store)
     finally:
         other.kill()
     handle = os.open(store.path / "open.lock", os.O_RDWR)
     with pytest.raises(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(handle)
-    store.compact()
+    compact(store)
     assert seed_of(store, 3) == 3
 
 
@@ -113,7 +119,7 @@ def test_a_refused_compaction_still_says_that_the_store_is_open(store: ChunkStor
 
 def hold(path: Path) -> Callable[[Callable[[], None]], None]:
     def work(acknowledge: Callable[[], None]) -> None:
-        with ChunkStore.open(path, mode="write") as store, store._writing():
+        with ChunkStore.open(path, mode="write") as store, bare_writing(store):
             acknowledge()
             time.sleep(60)
 
@@ -121,17 +127,17 @@ def hold(path: Path) -> Callable[[Callable[[], None]], None]:
 
 
 @pytest.mark.parametrize("mode", ["read", "write"])
-def test_opening_beside_a_writer_that_was_stopped_ends(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cacheblend_store.lmdb_file.environment._LEAST_WAIT", 0.2)
+def test_a_store_opens_and_reads_beside_a_writer_that_was_stopped(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "store"
-    ChunkStore.open(path, mode="write").close()
+    with ChunkStore.open(path, mode="write") as store:
+        store.put_chunk(*make_chunk(1))
     writer = Child(hold(path))
 
     def work(_: int) -> str:
-        with pytest.raises(StoreLocked) as refused:
-            ChunkStore.open(path, mode=mode, lock_timeout=0.2)  # type: ignore[arg-type]
+        with ChunkStore.open(path, mode=mode, lock_timeout=0.2) as store:  # type: ignore[arg-type]
+            assert seed_of(store, 1) == 1
+            with pytest.raises((StoreLocked, StorePermission)) as refused:
+                store.put_chunk(*make_chunk(2))
         return refused.value.message
 
     try:
@@ -139,50 +145,14 @@ def test_opening_beside_a_writer_that_was_stopped_ends(
         [(_, message)] = outcomes(work, [0], timeout=10)
     finally:
         writer.kill()
-    assert f"process {writer.pid} " in message
+    assert (f"process {writer.pid} " if mode == "write" else "reading only") in message
 
 
-def test_a_store_opens_once_a_stopped_writer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the process that was refused before, whose first attempt LMDB lets wait still."""
-    monkeypatch.setattr("cacheblend_store.lmdb_file.environment._LEAST_WAIT", 0.2)
-    path = tmp_path / "store"
-    ChunkStore.open(path, mode="write").close()
-    writer = Child(hold(path))
-
-    def work(acknowledge: Callable[[], None]) -> None:
-        for timeout in (0.1, 0.1):
-            with pytest.raises(StoreLocked):
-                ChunkStore.open(path, mode="write", lock_timeout=timeout)
-        acknowledge()
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                ChunkStore.open(path, mode="write", lock_timeout=1).close()
-                return
-            except StoreLocked:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-
-    try:
-        writer.until(1)
-        refused = Child(work)
-        refused.until(1)
-    finally:
-        writer.kill()
-    assert refused.wait(30) == (0, 1)
-
-
-def test_opening_does_not_count_as_waiting(store: ChunkStore) -> None:
-    store.close()
-    with ChunkStore.open(store.path, mode="write", lock_timeout=0) as again:
-        assert seed_of(again, 1) == 1
-
-
-def test_opening_waits_for_transactions_and_not_for_the_lock(store: ChunkStore) -> None:
-    with writer_lock(store.path, 5):  # as `verify` holds it for as long as it reads the file
+def test_opening_does_not_wait_for_the_writer_lock(store: ChunkStore) -> None:
+    with writer_lock(store.path, 5):
 
         def work(_: int) -> str:
-            with ChunkStore.open(store.path, mode="write", lock_timeout=0.5) as again:
+            with ChunkStore.open(store.path, mode="write", lock_timeout=0) as again:
                 with pytest.raises(StoreLocked, match=str(os.getppid())):
                     again.put_chunk(*make_chunk(500))
                 return again.identity
@@ -193,18 +163,22 @@ def test_opening_waits_for_transactions_and_not_for_the_lock(store: ChunkStore) 
 # address space
 
 
+def grow_on(store: ChunkStore) -> None:
+    while True:
+        store._environment().grow()
+
+
 def test_a_map_that_cannot_grow_leaves_a_store_that_reads(tmp_path: Path) -> None:
-    """LMDB unmaps the file before it maps it larger."""
+    """LMDB unmaps the file before it is opened with a larger map."""
 
     def work(_: int) -> list[str]:
-        with ChunkStore.open(tmp_path / "store", mode="write", map_size=1 << 20) as store:
+        with ChunkStore.open(tmp_path / "store", mode="write", map_size=64 << 20) as store:
             store.put_chunk(*make_chunk(1))
             limit_memory()
             said = []
             for _attempt in range(2):
-                environment = store._environment()
                 with pytest.raises(StoreFull) as refused:
-                    environment._remap(1 << 40)
+                    grow_on(store)
                 said.append(refused.value.message)
                 assert seed_of(store, 1) == 1
             store.put_chunk(*make_chunk(2))
@@ -213,7 +187,7 @@ def test_a_map_that_cannot_grow_leaves_a_store_that_reads(tmp_path: Path) -> Non
 
     [(_, said)] = outcomes(work, [0], timeout=30)
     assert not isinstance(said, Ended), said
-    assert all("cannot grow" in message for message in said)
+    assert all("no room in its map" in message for message in said)
 
 
 # forks
@@ -224,95 +198,87 @@ def fork(work: Callable[[], object]) -> None:
     assert child.wait(30)[0] == 0
 
 
-def test_a_child_forked_inside_a_transaction_has_its_own(store: ChunkStore) -> None:
-    """And leaves the parent's as it was: the slot in the reader table, the map and the locks."""
+def test_a_store_used_in_a_forked_child_says_to_open_it_there(store: ChunkStore) -> None:
+    def work() -> None:
+        for use in (lambda: seed_of(store, 3), lambda: store.put_chunk(*make_chunk(700))):
+            with pytest.raises(StoreError, match="was forked from") as refused:
+                use()
+            assert "ChunkStore.open" in str(refused.value.hint)
+        with ChunkStore.open(store.path, mode="write") as own:
+            assert seed_of(own, 3) == 3
+            own.put_chunk(*make_chunk(700))
+            fork(lambda: ChunkStore.open(store.path).close())
+            assert seed_of(own, 700) == 700
+        store.close()
+
+    fork(work)
+    assert seed_of(store, 700) == 700
+    assert store._environment()._lmdb.reader_check() == 0
+    assert verify(store).ok
+
+
+def test_a_child_forked_inside_a_transaction_leaves_it_alone(store: ChunkStore) -> None:
+    """The slot in the reader table, the map and the locks are the parent's, whatever the child does."""
     with store.read() as reader:
         manifest = reader.manifest(key_of(3))
         assert manifest is not None
 
         def work() -> None:
-            assert seed_of(store, 3) == 3
-            store.remove_chunks([key_of(3)])
-            store.put_chunk(*make_chunk(700))
+            with pytest.raises(StoreError, match="forked while") as refused:
+                ChunkStore.open(store.path)
+            assert "spawn" in str(refused.value.hint)
 
-        slots = store._environment().lmdb.readers()
+        slots = store._environment()._lmdb.readers()
         fork(work)
-        assert store._environment().lmdb.readers() == slots, "the child freed its parent's place among the readers"
+        assert store._environment()._lmdb.readers() == slots, "the child freed its parent's place among the readers"
         for version in range(8):  # which would let these take the pages of the snapshot
             store.put_chunks([make_chunk(seed, version + 1) for seed in range(4, COUNT)])
         assert read_chunk(reader, manifest) == (3, 0)
-    assert store.get_chunk(key_of(3)) is None
-    assert seed_of(store, 700) == 700
 
 
-def test_a_fork_waits_for_a_thread_that_writes(store: ChunkStore) -> None:
-    """Its transaction could never be ended in the child."""
-    writing = threading.Event()
-
-    def write() -> None:
-        with store._writing() as (txn, dbs):
-            writing.set()
-            time.sleep(0.2)  # long enough to be forked in, were that possible
-            txn.put(key_of(0), use_record(key_of(0), 1.0), db=dbs["lru"])
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    writing.wait(30)
-    fork(lambda: seed_of(store, 1))
-    fork(lambda: store.put_chunk(*make_chunk(800)))
-    thread.join()
-    assert seed_of(store, 800) == 800
-    assert store.verify().ok
-
-
-def test_a_child_of_a_writer_that_does_not_end_says_so(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_store.lmdb_file.environment._FORK_WAIT", 0.05)
-    writing, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with store._writing():
-            writing.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    writing.wait(30)
-
-    def refused() -> None:
-        with pytest.raises(StoreError, match="forked while a thread") as error:
-            seed_of(store, 1)
-        assert "spawn" in str(error.value.hint)
-
+def test_a_child_that_leaves_its_parents_transaction_does_not_end_it(store: ChunkStore) -> None:
+    child = -1
+    slots = ""
     try:
-        fork(refused)
+        with store.read() as reader:
+            slots = store._environment()._lmdb.readers()
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+                assert store._environment()._lmdb.readers() == slots
+                assert reader.manifest(key_of(3)) is not None
     finally:
-        done.set()
-        thread.join()
-    assert seed_of(store, 1) == 1
+        if child == 0:
+            os._exit(0)
 
 
-def test_a_grandchild_reads_and_the_parents_are_untouched(store: ChunkStore) -> None:
-    def work() -> None:
-        assert seed_of(store, 5) == 5
-        fork(lambda: store.put_chunk(*make_chunk(900)))
-        assert seed_of(store, 900) == 900
+def test_a_child_does_not_hold_its_parents_locks(store: ChunkStore) -> None:
+    def wait(acknowledge: Callable[[], None]) -> None:
+        acknowledge()
+        time.sleep(60)
 
-    fork(work)
-    assert seed_of(store, 900) == 900
-    assert store._environment().lmdb.reader_check() == 0
+    with writer_lock(store.path, 5):
+        child = Child(wait)
+        child.until(1)
+    try:
+        store.put_chunk(*make_chunk(800))
+        compact(store)
+    finally:
+        child.kill()
+    assert seed_of(store, 800) == 800
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_of_a_data_loader_read_what_the_parent_opened(store: ChunkStore, start: str) -> None:
+def test_workers_of_a_data_loader_open_the_store_for_themselves(store: ChunkStore, start: str) -> None:
     loader = DataLoader(
-        ChunkDataset(store, COUNT), batch_size=5, num_workers=2 if start == "fork" else 1, persistent_workers=True,
+        ChunkDataset(store.path, COUNT), batch_size=5, num_workers=2 if start == "fork" else 1, persistent_workers=True,
         multiprocessing_context=start,
     )  # fmt: skip
     for round_ in range(2):
         assert sorted(n for batch in loader for n in batch.tolist()) == list(range(COUNT))
         store.put_chunks([make_chunk(seed, round_ + 1) for seed in range(COUNT)])  # while they live
     del loader
-    assert store.verify().ok
+    assert verify(store).ok
 
 
 # another user
@@ -354,12 +320,12 @@ def test_a_store_of_somebody_else_is_read_and_not_written(foreign: Path) -> None
         before = {f: f.stat().st_mtime_ns for f in foreign.iterdir()}
         with ChunkStore.open(foreign) as store:
             found = read_contents(store).chunks
-            assert store.verify().ok
+            assert verify(store).ok
             store.touch([key_of(1)])
         with pytest.raises(StorePermission) as refused:
             ChunkStore.open(foreign, mode="write")
         with pytest.raises(StorePermission):
-            ChunkStore.repair(foreign)
+            salvage(foreign)
         assert {f: f.stat().st_mtime_ns for f in foreign.iterdir()} == before
         return [len(found), refused.value.message, refused.value.hint]
 
@@ -377,14 +343,14 @@ def test_a_store_that_may_not_be_read_says_so(foreign: Path, file: str) -> None:
         with pytest.raises(StorePermission) as refused:
             ChunkStore.open(foreign)
         with pytest.raises(StorePermission):
-            ChunkStore.repair(foreign)
+            salvage(foreign)
         return refused.value.message
 
     assert "cannot read" in str(as_nobody(work))
 
 
 def test_a_store_of_somebody_else_is_read_while_its_owner_writes(foreign: Path) -> None:
-    """No reader slot protects the snapshots of a user who may not write lock.mdb: never wrong data, never a signal."""
+    """No reader slot protects the snapshots of a user who may not write: never wrong data, never a signal."""
 
     def write(acknowledge: Callable[[], None]) -> None:
         with ChunkStore.open(foreign, mode="write") as store:
@@ -393,13 +359,14 @@ def test_a_store_of_somebody_else_is_read_while_its_owner_writes(foreign: Path) 
 
     def work() -> list[int]:
         good = overtaken = 0
-        with ChunkStore.open(foreign) as store:
-            while good < 40:
-                try:
-                    assert len(read_contents(store).chunks) == COUNT
-                    good += 1
-                except StoreError:
-                    overtaken += 1
+        while good < 40:
+            try:
+                with ChunkStore.open(foreign) as store:
+                    while good < 40:
+                        assert len(read_contents(store).chunks) == COUNT
+                        good += 1
+            except StoreError:
+                overtaken += 1
         return [good, overtaken]
 
     writer = Child(write)
@@ -427,14 +394,14 @@ MOUNTS = """\
 )  # fmt: skip
 def test_the_filesystem_is_that_of_the_nearest_mount(tmp_path: Path, path: str, kind: str) -> None:
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    assert filesystem_type(Path(path), tmp_path / "mountinfo") == kind
+    assert directory.filesystem_type(Path(path), tmp_path / "mountinfo") == kind
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "fuse.sshfs", "lustre"])
 def test_a_networks_disk_is_refused_unless_forced(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(store_filesystem, "filesystem_type", lambda path: kind)
+    monkeypatch.setattr(directory, "filesystem_type", lambda path: kind)
     for mode in ("read", "write"):
         with pytest.raises(StoreFormat, match=f"network filesystem.*{kind}") as refused:
             ChunkStore.open(store.path, mode=mode)  # type: ignore[arg-type]
@@ -443,19 +410,3 @@ def test_a_networks_disk_is_refused_unless_forced(
         ChunkStore.open(store.path.parent / "new", mode="write")
     with ChunkStore.open(store.path, mode="write", force=True) as forced:
         forced.put_chunk(*make_chunk(950))
-
-
-def test_commits_of_others_while_the_file_is_looked_at(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may put other data where the list of databases was, which is no reason to call the file another's."""
-    check, looks = store_filesystem._check_pages, list[int]()
-
-    def overtaken(handle: int, data: Path) -> Meta:
-        looks.append(len(looks))
-        if len(looks) < 4:
-            store.put_chunks([make_chunk(COUNT + len(looks))])
-            raise StoreFormat("what was read is of another commit")
-        return check(handle, data)
-
-    monkeypatch.setattr(store_filesystem, "_check_pages", overtaken)
-    store_filesystem.check_file(store.path / "data.mdb")
-    assert len(looks) == 4

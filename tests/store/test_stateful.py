@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreFull
+from bare_store import bare_writing
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreFull, compact, prune, stats, verify
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.state import footprint
@@ -145,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
         sizes = {s: m.num_bytes for s, m in self._manifests().items()}
         used = self._by_last_use(self.uses)
         stay, gone = used[max(0, len(used) - keep) :], used[: max(0, len(used) - keep)]
-        report = self.store.prune(to_bytes=sum(sizes[s] for s in stay))
+        report = prune(self.store, to_bytes=sum(sizes[s] for s in stay))
         assert (set(report.evicted), report.keys) == ({key_of(s) for s in gone}, ())
         assert report.bytes == sum(sizes[s] for s in gone)
         self._expect(Operation("evict", tuple(gone)))
@@ -154,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
     def prune_orphans(self) -> None:
         owned = {s for seeds in self.expected.documents.values() for s in seeds}
         gone = tuple(s for s in self.expected.chunks if s not in owned)
-        assert set(self.store.prune(orphans=True).keys) == {key_of(s) for s in gone}
+        assert set(prune(self.store, orphans=True).keys) == {key_of(s) for s in gone}
         self._expect(Operation("remove", gone))
 
     # upkeep, other handles, damage
@@ -167,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        before, after = self.store.compact()
+        before, after = compact(self.store)
         assert after <= before
 
     @rule()
@@ -189,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         if seed not in self.uses:
             return
         name = blob_key(key_of(seed), layer)
-        with self.store._writing() as (txn, dbs):
+        with bare_writing(self.store) as (txn, dbs):
             blob = bytearray(txn.get(name, db=dbs["blobs"]))
             blob[-1] ^= 16
             if how == "gone":
@@ -198,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
                 txn.put(name, bytes(blob) if how == "flip" else bytes(blob[:-4]), db=dbs["blobs"])
         with self.store.read() as reader, pytest.raises(BadBlob):
             read_chunk(reader, reader.manifest(key_of(seed)))
-        report = self.store.verify(repair=True)
+        report = verify(self.store, repair=True)
         assert {f.key for f in report.findings if f.kind == "blob"} == {key_of(seed)}
         self._expect(Operation("evict", (seed,)))
 
@@ -224,12 +225,12 @@ class StoreMachine(RuleBasedStateMachine):
     def counts_and_audit_agree(self) -> None:
         if not hasattr(self, "store"):
             return
-        manifests, stats = list(self._manifests().values()), self.store.stats()
-        assert not self.quota or stats["live_bytes"] <= self.quota
-        assert (stats["chunks"], stats["documents"]) == (len(manifests), len(self.expected.documents))
-        assert stats["live_bytes"] == sum(m.num_bytes for m in manifests)
-        assert stats["used_bytes"] == sum(map(cost, manifests))
-        report = self.store.verify()
+        manifests, found = list(self._manifests().values()), stats(self.store)
+        assert not self.quota or found.live_bytes <= self.quota
+        assert (found.chunks, found.documents) == (len(manifests), len(self.expected.documents))
+        assert found.live_bytes == sum(m.num_bytes for m in manifests)
+        assert found.used_bytes == sum(map(cost, manifests))
+        report = verify(self.store)
         assert (report.ok, report.without_kv) == (True, len(self.expected.without_kv))
 
     # the model

@@ -8,9 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat
-from cacheblend_store.lmdb_file.filesystem import read_metas
-from cacheblend_store.lmdb_file.pages import PageReader
+from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat, salvage, verify
+from cacheblend_store.lmdb_file.pages.commits import salvageable
 from children import Ended, outcomes
 from small_chunks import Operation, key_of, make_chunk, read_chunk, read_contents
 from torture import Ledger
@@ -73,7 +72,7 @@ def test_a_cut_file_is_refused_or_rescued(whole: Path, tmp_path: Path, rescued: 
         if items.index(size) % rescued:
             return "refused"
         try:
-            report = ChunkStore.repair(path)
+            report = salvage(path)
         except StoreError:
             assert (path / "data.mdb").stat().st_size == size  # what cannot be rescued is left as it is
             return "beyond repair"
@@ -82,7 +81,7 @@ def test_a_cut_file_is_refused_or_rescued(whole: Path, tmp_path: Path, rescued: 
             ever = {(seed, 0) for seed in SEEDS} | expected.items()  # replaced KV of the same tokens is right, too
             assert found.items() <= ever
             assert report.chunks == len(found)
-            assert store.verify().ok
+            assert verify(store).ok
             store.put_chunks([make_chunk(seed, 1) for seed in SEEDS])
             assert chunks_of(store) == dict.fromkeys(SEEDS, 1)
         return "rescued some" if found else "rescued none"
@@ -130,7 +129,7 @@ def test_a_page_that_is_gone_is_found_before_it_is_read(whole: Path, tmp_path: P
                     except StoreError:
                         lost += 1
             with ChunkStore.open(path) as store:
-                assert found == 20 or not store.verify().ok
+                assert found == 20 or not verify(store).ok
         except StoreError:
             return "refused"
         return "harmless" if found == 20 else "lost some" if found else "lost all"
@@ -145,9 +144,9 @@ def free_tail(path: Path) -> tuple[int, int]:
     """The last page in use, and how many pages there are."""
     data = path / "data.mdb"
     with data.open("rb") as file:
-        meta = max(read_metas(file.fileno(), data), key=lambda m: m.txnid)
-        free = {page for pages in PageReader(file.fileno(), meta, str(path)).free_pages() for page in pages}
-    return max(set(range(meta.next_pgno)) - free), meta.next_pgno
+        newest = salvageable(file.fileno(), path)
+        free = {page for pages in newest.free_pages() for page in pages}
+    return max(set(range(newest.meta.next_pgno)) - free), newest.meta.next_pgno
 
 
 def test_free_pages_need_not_be_in_the_file(tmp_path: Path) -> None:

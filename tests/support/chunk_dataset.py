@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cacheblend_store import ChunkStore
 from small_chunks import key_of, read_chunk
 from torch.utils.data import Dataset
@@ -10,14 +12,16 @@ from torch.utils.data import Dataset
 class ChunkDataset(Dataset[int]):
     """The seeds of the first `count` small chunks, each of which is read and compared."""
 
-    def __init__(self, store: ChunkStore, count: int) -> None:
-        self.store, self.count = store, count
+    def __init__(self, path: Path, count: int) -> None:
+        self.path, self.count = path, count
+        self._store: ChunkStore | None = None
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, seed: int) -> int:
-        with self.store.read() as reader:
+        self._store = self._store or ChunkStore.open(self.path)
+        with self._store.read() as reader:
             manifest = reader.manifest(key_of(seed))
             assert manifest is not None
             return read_chunk(reader, manifest)[0]

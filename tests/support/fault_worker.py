@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, compact, salvage, verify
 from disk_shim import Fault
 from small_chunks import Contents, Operation, read_contents
 
@@ -62,11 +62,11 @@ def _perform(path: Path, name: str, store: ChunkStore | None) -> ChunkStore:
     if name == "create":
         return ChunkStore.open(path, mode="write", lock_timeout=2)
     if name == "salvage":
-        ChunkStore.repair(path, lock_timeout=2)
+        salvage(path, lock_timeout=2)
         return ChunkStore.open(path, mode="write", lock_timeout=2)
     assert store is not None
     if name == "compact":
-        store.compact()
+        compact(store)
     else:
         OPERATIONS[name].perform(store)
     return store
@@ -136,7 +136,7 @@ def _again(path: Path, name: str, store: ChunkStore | None, new: Contents) -> st
     if name not in OPERATIONS:
         Operation("put", (9,)).perform(store)
         new = Operation("put", (9,)).expect(new)
-    report = store.verify()
+    report = verify(store)
     found = read_contents(store)
     rest = sorted({f.name for f in path.iterdir()} - {"data.mdb", "lock.mdb", "writer.lock", "open.lock"})
     store.close()

@@ -6,19 +6,21 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from cacheblend_store.lmdb_file.filesystem import DATABASES, read_meta
-from cacheblend_store.lmdb_file.pages import NO_PAGE, Branch, PageReader, Tree
+from cacheblend_store.lmdb_file.pages.commits import snapshot
+from cacheblend_store.lmdb_file.pages.layout import NO_PAGE, Branch, Tree
+from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
 
 
 def page_map(data: Path) -> tuple[dict[str, list[int]], int]:
     """({"meta" | "branch" | "leaf" | "value" | "free list" | "free": page numbers}, page size)."""
     handle = os.open(data, os.O_RDONLY)
     try:
-        meta = read_meta(handle, data)
-        pages = PageReader(handle, meta, str(data.parent))
+        pages = snapshot(handle, data.parent)
+        assert pages is not None
+        meta = pages.meta
         found: dict[str, list[int]] = defaultdict(list)
         found["meta"] = [0, 1]
-        named = [pages.tree(name.encode()) for name in DATABASES]
+        named = [pages.tree(name) for name in DATABASES]
         for tree in (meta.main, *(t for t in named if t is not None)):
             _walk(pages, tree, found)
         free: dict[str, list[int]] = defaultdict(list)
@@ -34,9 +36,9 @@ def page_map(data: Path) -> tuple[dict[str, list[int]], int]:
 def pages_by_level(data: Path, database: str) -> tuple[list[list[int]], int]:
     """(page numbers of a database's tree, from its root down, level by level; page size)."""
     with data.open("rb") as file:
-        meta = read_meta(file.fileno(), data)
-        pages = PageReader(file.fileno(), meta, str(data.parent))
-        tree = pages.tree(database.encode())
+        pages = snapshot(file.fileno(), data.parent)
+        assert pages is not None
+        meta, tree = pages.meta, pages.tree(database)
         assert tree is not None
         levels, level = list[list[int]](), [tree.root]
         while level:

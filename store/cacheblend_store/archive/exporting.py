@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cacheblend_store.archive.input import MANIFEST, SIGNATURE, SUFFIX
 from cacheblend_store.archive.output import ArchiveOutput, create_archive
@@ -27,9 +27,7 @@ from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.keys import KeyParts, collection_id
 from cacheblend_store.format.records import ChunkManifest
 from cacheblend_store.progress import Progress
-
-if TYPE_CHECKING:
-    from cacheblend_store.store import ChunkStore
+from cacheblend_store.store import ChunkStore
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from dataclasses import replace as renamed
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cacheblend_store.archive.exporting import sign
 from cacheblend_store.archive.input import MANIFEST, SIGNATURE, SUFFIX, ArchiveInput, ArchiveLimits, open_archive
@@ -28,9 +28,7 @@ from cacheblend_store.archive.records import (
 from cacheblend_store.errors import ArchiveError, BadBlob, StoreFull
 from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
-
-if TYPE_CHECKING:
-    from cacheblend_store.store import ChunkStore
+from cacheblend_store.store import ChunkStore
 
 _BATCH_BYTES = 32 << 20  # of chunks a transaction
 Status = Literal["new", "unchanged", "replaced", "rejected", "skipped"]

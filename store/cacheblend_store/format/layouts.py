@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 from cacheblend_store.errors import BadBlob
-from cacheblend_store.format.blobs import BlobSpec, TensorSpec, blob_prefix, parse_blob
+from cacheblend_store.format.blobs import BlobSpec, TensorSpec
 
 GROUP = 32  # tokens that share one K scale in the int codecs
 PLAIN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -37,31 +36,3 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> 
         scales = {"k_scale": k_scale, "k_zero": k_scale, "v_scale": v_scale, "v_zero": v_scale}
         return MappingProxyType({"k": kv, "v": kv, **scales})
     raise BadBlob(f"unknown codec {codec!r}", f"known: {', '.join(CODECS)}")
-
-
-@dataclass(frozen=True)
-class BlobLayout:
-    """A blob as we write it. places: where in it each tensor begins and ends."""
-
-    spec: BlobSpec
-    prefix: bytes
-    places: tuple[tuple[str, int, int], ...]
-    num_bytes: int
-
-    def parse(self, blob: memoryview) -> dict[str, memoryview]:
-        """`parse_blob`, which is only asked when the blob does not begin as ours do."""
-        if len(blob) != self.num_bytes or blob[: len(self.prefix)] != self.prefix:
-            return parse_blob(blob, self.spec)
-        return {name: blob[start:end] for name, start, end in self.places}
-
-
-@lru_cache(maxsize=1024)
-def blob_layout(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> BlobLayout:
-    """Raises BadBlob for an unknown codec."""
-    spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
-    prefix = blob_prefix(spec)
-    places, at = [], len(prefix)
-    for name, tensor in spec.items():
-        places.append((name, at, at + tensor.num_bytes))
-        at += tensor.num_bytes
-    return BlobLayout(spec, prefix, tuple(places), at)

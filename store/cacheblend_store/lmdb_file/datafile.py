@@ -6,80 +6,108 @@ import errno
 import os
 import resource
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
+from cacheblend_store.errors import StoreFull
 from cacheblend_store.lmdb_file import locks
-from cacheblend_store.lmdb_file.filesystem import DATA, DATABASES, sync_file, system_errors
-from cacheblend_store.lmdb_file.translation import MAX_READERS, translated
-from cacheblend_store.state import write_identity
+from cacheblend_store.lmdb_file.directory import DATA, MAKING, check_space, sync_file
+from cacheblend_store.lmdb_file.pages.reader import DATABASES
+from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 
 MAP_SIZE = 4 << 40  # sparse: address space, not disk
-MAKING = "making.tmp"
 _FIRST_MAP, _LEAST_MAP = 1 << 30, 64 << 20
+Fill = Callable[[Any, dict[str, Any]], None]
+"""Writes a new store's first records: (py-lmdb's transaction, database handles by name)."""
 
 
-def open_lmdb(path: Path, map_size: int, *, readonly: bool = False) -> Any:
+def open_lmdb(store: Path, map_size: int) -> Any:
     """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format."""
-    data = path / DATA
-    size = max(map_size, data.stat().st_size if data.exists() else 0)
+    data, most = store / DATA, MAP_SIZE * 16
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        size = max(min(size, limit // 2), _LEAST_MAP)
-    while True:
+        most = max(limit // 2, _LEAST_MAP)
+    for _ in range(64):
+        size = min(max(map_size, 2 * data.stat().st_size if data.exists() else 0), most)
         try:
             return lmdb.open(
-                str(path), map_size=size, max_dbs=len(DATABASES), max_readers=MAX_READERS, readonly=readonly,
-                create=not readonly, mode=0o600, sync=True, metasync=True, writemap=False, readahead=True,
-                lock=not readonly or os.access(path / "lock.mdb", os.W_OK), lib_version=0,
+                str(store), map_size=size, max_dbs=len(DATABASES), max_readers=MAX_READERS, mode=0o600,
+                sync=True, metasync=True, writemap=False, readahead=True, lib_version=0,
             )  # fmt: skip
+        except lmdb.MapResizedError:
+            continue  # others have made it larger meanwhile
         except lmdb.Error as error:
             tight = isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
             if tight and size > _LEAST_MAP:
-                size //= 2
+                most = size // 2
                 continue
-            with translated(path):
+            with translated(store):
                 raise
+    raise StoreFull(f"the store at {store} outgrows the address space of this process", "raise the limit (ulimit -v)")
 
 
-def make_store(path: Path, lock_timeout: float) -> None:
-    """An empty store: made aside and renamed into place, so that a crash never leaves half a one."""
-    with locks.writer_lock(path, lock_timeout):
-        if (path / DATA).exists():
-            return
-        folder = fresh_folder(path / MAKING)
+def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
+    """A new data.mdb, where somebody else has not made one meanwhile."""
+
+    def make(folder: Path) -> None:
+        with translated(store):
+            made = open_lmdb(folder, _FIRST_MAP)
+            dbs = {name: made.open_db(name.encode()) for name in DATABASES}
+            with made.begin(write=True) as transaction:
+                fill(transaction, dbs)
+            made.close()
+
+    with locks.writer_lock(store, lock_timeout):
+        if not (store / DATA).exists():
+            with made_aside(store) as folder:
+                make(folder)
+
+
+def compact_copy(store: Path, folder: Path) -> None:
+    """The store's data.mdb without its free pages, into an empty directory. For a store that nobody has open."""
+    with translated(store):
+        source = open_lmdb(store, MAP_SIZE)
         try:
-            with translated(path):
-                made = open_lmdb(folder, _FIRST_MAP)
-                dbs = {name: made.open_db(name.encode()) for name in DATABASES}
-                with made.begin(write=True) as transaction:
-                    write_identity(transaction, dbs)
-                made.close()
-            put_in_place(folder, path)
+            source.copy(str(folder), compact=True)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            source.close()
 
 
-def put_in_place(folder: Path, path: Path) -> None:
-    """Rename a finished data.mdb into the store's directory, where it replaces the old one in one step."""
-    with system_errors(path):
-        os.chmod(folder / DATA, 0o600)  # LMDB's copies go by the umask
-        sync_file(folder / DATA)
-        os.rename(folder / DATA, path / DATA)
-        sync_file(path)
-    shutil.rmtree(folder, ignore_errors=True)
+@contextmanager
+def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path]:
+    """An empty directory; the data.mdb that is made in it takes the place of the store's, which nobody has open.
+
+    num_bytes: what it may take. Safe against a crash at any point: a rename is the switch. Raises StoreLocked when
+    somebody does not leave, StoreNoSpace.
+    """
+    locked = locks.writer_lock(store, lock_timeout), locks.nobody_else(store, lock_timeout)
+    with locked[0], locked[1], made_aside(store, num_bytes) as folder:
+        yield folder
 
 
-def clear_making(path: Path) -> None:
+@contextmanager
+def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
+    """An empty directory in the store, whose data.mdb is renamed into place at the end. The writer lock is held."""
+    folder = store / MAKING
+    clear_making(store)
+    check_space(store, num_bytes)
+    with system_errors(store):
+        folder.mkdir(mode=0o700)
+    try:
+        yield folder
+        with system_errors(store):
+            os.chmod(folder / DATA, 0o600)  # LMDB's copies go by the umask
+            sync_file(folder / DATA)
+            os.rename(folder / DATA, store / DATA)
+            sync_file(store)
+    finally:
+        clear_making(store)
+
+
+def clear_making(store: Path) -> None:
     """Remove what somebody who was killed left half made. For the holder of the writer lock."""
-    shutil.rmtree(path / MAKING, ignore_errors=True)
-
-
-def fresh_folder(path: Path) -> Path:
-    """An empty directory in a store."""
-    shutil.rmtree(path, ignore_errors=True)
-    with system_errors(path.parent):
-        path.mkdir(mode=0o700)
-    return path
+    shutil.rmtree(store / MAKING, ignore_errors=True)

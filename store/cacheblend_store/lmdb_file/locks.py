@@ -1,4 +1,7 @@
-"""Lock files: one writer at a time, and nobody else when the file is swapped."""
+"""Lock files: one writer at a time, and nobody else when the file is swapped.
+
+Both are flocks, which a forked child shares with its parent: a child closes its copies at once.
+"""
 
 from __future__ import annotations
 
@@ -14,84 +17,63 @@ from pathlib import Path
 from cacheblend_store.errors import StoreIOError, StoreLocked, StorePermission
 
 WRITER, OPEN = "writer.lock", "open.lock"
-_held: set[int] = set()  # descriptors of exclusive locks, which a forked child must let go of
+_held: set[int] = set()
 
 
 @contextmanager
-def writer_lock(path: Path, timeout: float) -> Iterator[None]:
+def writer_lock(store: Path, timeout: float) -> Iterator[None]:
     """Hold the store's writer lock, which names its holder. Raises StoreLocked after `timeout` seconds."""
-    handle = _open(path / WRITER, os.O_RDWR | os.O_CREAT)
-    pid = os.getpid()
-    _held.add(handle)
+    handle = _open(store / WRITER)
     try:
         if not _wait(handle, fcntl.LOCK_EX, timeout):
-            raise being_written(path)
-        note = f"process {pid} on {os.uname().nodename} ({_command()})".encode()[:300]
+            holder = ""
+            with suppress(OSError):
+                holder = (store / WRITER).read_bytes()[:300].decode(errors="replace").strip()
+            raise StoreLocked(
+                f"the store at {store} is being written by {holder or 'another process'}",
+                "wait for it, or raise --lock-timeout",
+            )
+        note = f"process {os.getpid()} on {os.uname().nodename} ({_command()})".encode()[:300]
         with suppress(OSError):  # the name of the holder is a courtesy: a full disk must not stop the lock
             os.pwrite(handle, note, 0)
             os.ftruncate(handle, len(note))
         yield
     finally:
-        if pid == os.getpid():  # a child forked in here has let go already
-            _held.discard(handle)
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
+        close(handle)
 
 
-@contextmanager
-def unwritten(path: Path) -> Iterator[bool]:
-    """Whether nobody holds the writer lock just now; when nobody does, nobody gets it meanwhile."""
-    try:
-        handle = _open(path / WRITER, os.O_RDWR | os.O_CREAT)
-    except StorePermission:
-        yield False
-        return
-    pid = os.getpid()
-    _held.add(handle)
-    try:
-        yield _wait(handle, fcntl.LOCK_SH, 0.0)
-    finally:
-        if pid == os.getpid():
-            _held.discard(handle)
-            os.close(handle)
+def share(store: Path, timeout: float) -> int | None:
+    """A descriptor that says "open here" until `close`; None where this user cannot have one.
 
-
-def being_written(path: Path) -> StoreLocked:
-    """What to raise for whoever waited too long for the writer, whose name is in the lock file."""
-    holder = ""
-    with suppress(OSError):
-        holder = (path / WRITER).read_bytes()[:300].decode(errors="replace").strip()
-    return StoreLocked(
-        f"the store at {path} is being written by {holder or 'another process'}", "wait for it, or raise --lock-timeout"
-    )
-
-
-def share(path: Path, timeout: float, *, create: bool) -> int | None:
-    """A descriptor that says "open here" for as long as it is open; None where this user cannot have one.
-
-    Raises StoreLocked when the store is being compacted for longer than `timeout` seconds.
+    Raises StoreLocked when the store is being rewritten for longer than `timeout` seconds.
     """
     try:
-        handle = os.open(path / OPEN, (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
-    except OSError:
+        handle = _open(store / OPEN)
+    except StorePermission:
         return None
-    try:
-        if not _wait(handle, fcntl.LOCK_SH, timeout):
-            raise StoreLocked(f"the store at {path} is being compacted", "wait for it, or raise --lock-timeout")
-    except BaseException:
-        os.close(handle)
-        raise
+    if not _wait(handle, fcntl.LOCK_SH, timeout):
+        close(handle)
+        raise StoreLocked(f"the store at {store} is being compacted", "wait for it, or raise --lock-timeout")
     return handle
 
 
-def make_exclusive(handle: int, timeout: float) -> bool:
-    """Turn a shared descriptor into the only one. False when others stay for longer than `timeout` seconds."""
-    return _wait(handle, fcntl.LOCK_EX, timeout)
+@contextmanager
+def nobody_else(store: Path, timeout: float) -> Iterator[None]:
+    """While nobody has the store open. Raises StoreLocked when others do not leave within `timeout` seconds."""
+    handle = _open(store / OPEN)
+    try:
+        if not _wait(handle, fcntl.LOCK_EX, timeout):
+            raise StoreLocked(f"the store at {store} is open in {_holders(store / OPEN)}", "end them, then try again")
+        yield
+    finally:
+        close(handle)
 
 
-def make_shared(handle: int) -> None:
-    fcntl.flock(handle, fcntl.LOCK_SH)
+def close(handle: int) -> None:
+    """Let go of a lock. Does nothing in a forked child, which has let go already."""
+    if handle in _held:
+        _held.discard(handle)
+        os.close(handle)
 
 
 def _wait(handle: int, kind: int, timeout: float) -> bool:
@@ -106,25 +88,43 @@ def _wait(handle: int, kind: int, timeout: float) -> bool:
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
         except OSError as error:
+            close(handle)
             raise StoreIOError(f"locking the store failed: {error}", "use a local disk") from error
 
 
-def _open(path: Path, flags: int) -> int:
+def _open(path: Path) -> int:
+    """The file, made when it is not there; opened for reading only where it may not be written."""
     try:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            if path.name != OPEN:
+                raise
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise StorePermission(f"cannot open {path}: {error.strerror}", "use a store of your own") from error
+    _held.add(handle)
+    return handle
+
+
+def _holders(path: Path) -> str:
+    """Who holds a lock on the file, as far as the system says."""
+    pids, inode = set[str](), path.stat().st_ino
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, *_, pid, file, _, _ = line.split()
+            if kind == "FLOCK" and file.endswith(f":{inode}"):
+                pids.add(pid)
+    return f"other processes ({', '.join(sorted(pids)[:8])})" if pids else "other processes"
 
 
 def _command() -> str:
     return shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:2]])[:80] if sys.argv else "python"
 
 
-def _forget_after_fork() -> None:
-    for handle in _held:
-        with suppress(OSError):
-            os.close(handle)
-    _held.clear()
+def _close_in_child() -> None:
+    for handle in list(_held):
+        close(handle)
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_close_in_child)

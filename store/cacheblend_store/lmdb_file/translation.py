@@ -1,4 +1,4 @@
-"""LMDB's errors as the store's."""
+"""LMDB's and the system's errors as the store's."""
 
 from __future__ import annotations
 
@@ -10,53 +10,91 @@ from pathlib import Path
 
 import lmdb
 
-from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFull, StoreIOError
-from cacheblend_store.lmdb_file.filesystem import bad_disk, full_disk
+from cacheblend_store.errors import (
+    StoreCorrupt,
+    StoreError,
+    StoreFormat,
+    StoreFull,
+    StoreIOError,
+    StoreNoSpace,
+    StorePermission,
+)
 
 MAX_READERS = 2048
 _FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError, lmdb.CursorFullError)
 
 
 class MapFull(StoreFull):
-    """The map is full, which `grow` mends."""
+    """The map is full, which a larger one mends."""
 
 
-class Panic(StoreIOError):
-    """LMDB refuses the environment after a failed commit, which `reopen` mends."""
+class Reopen(StoreIOError):
+    """The environment has to be opened again: after a failed commit, or when the file has outgrown its map."""
 
-
-class MapOutgrown(Exception):
-    """Another process grew the file beyond this process's map."""
+    def __init__(self, why: object) -> None:
+        super().__init__(f"the store has to be opened again: {why}", "check the disk, then try again")
 
 
 @contextmanager
-def translated(path: Path) -> Iterator[None]:
+def translated(store: Path) -> Iterator[None]:
     """LMDB's errors as ours."""
     try:
         yield
-    except StoreError:
-        raise
-    except lmdb.MapResizedError as error:
-        raise MapOutgrown from error
+    except (lmdb.MapResizedError, lmdb.PanicError) as error:
+        raise Reopen(error) from error
     except lmdb.MapFullError as error:
         raise MapFull(
-            f"the store at {path} has no room in its map", "remove chunks: cacheblend chunks prune"
+            f"the store at {store} has no room in its map", "remove chunks: cacheblend chunks prune"
         ) from error
     except lmdb.ReadersFullError as error:
-        raise StoreIOError(f"the store at {path} has {MAX_READERS} readers already", "end some of them") from error
-    except (
-        lmdb.CorruptedError,
-        lmdb.PageNotFoundError,
-        lmdb.InvalidError,
-        lmdb.BadTxnError,
-        lmdb.CursorFullError,
-    ) as error:
-        raise StoreCorrupt(
-            f"the store at {path} is damaged: {error}", "run: cacheblend chunks verify --repair"
-        ) from error
-    except lmdb.PanicError as error:
-        raise Panic(f"an earlier write to the store at {path} failed", "check the disk, then try again") from error
+        raise StoreIOError(f"the store at {store} has {MAX_READERS} readers already", "end some of them") from error
+    except _DAMAGE as error:
+        raise damaged(store, str(error)) from error
     except lmdb.Error as error:
+        if "already open in this process" in str(error):
+            raise StoreError(f"this process has {store} open by other means than ChunkStore", "close it") from error
         if any(text in str(error) for text in _FULL_DISK):
-            raise full_disk(path) from error
-        raise bad_disk(path, error) from error
+            raise full_disk(store) from error
+        raise bad_disk(store, error) from error
+
+
+@contextmanager
+def system_errors(store: Path) -> Iterator[None]:
+    """The system's errors as ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise full_disk(store) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorePermission(f"cannot write {store}: {error.strerror}", "use a store of your own") from error
+        raise bad_disk(store, error) from error
+
+
+def damaged(store: Path, what: str) -> StoreCorrupt:
+    return StoreCorrupt(
+        f"the store at {store} is damaged: {what}",
+        f"rescue what reads: cacheblend chunks verify --repair; or {again_hint(store)}",
+    )
+
+
+def no_store(store: Path) -> StoreFormat:
+    return StoreFormat(f"{store} is an LMDB file, and no cacheblend store", "name another --store")
+
+
+def full_disk(store: Path) -> StoreNoSpace:
+    return StoreNoSpace(
+        f"the disk of {store} is full: nothing of this write was kept",
+        "free some space, remove chunks (cacheblend chunks prune), or name another --store",
+    )
+
+
+def bad_disk(store: Path, error: Exception) -> StoreIOError:
+    return StoreIOError(
+        f"reading or writing the store at {store} failed: {error}", "check the disk (dmesg names bad sectors)"
+    )
+
+
+def again_hint(store: Path) -> str:
+    return f"compute the KV again: move {store} away and run cacheblend precompute"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import used_at
 from cacheblend_store.reader import StoreReader
-
-if TYPE_CHECKING:
-    from cacheblend_store.store import ChunkStore
+from cacheblend_store.store import ChunkStore
 
 _BATCH = 512  # chunks a transaction
 

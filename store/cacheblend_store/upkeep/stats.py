@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.records import ChunkManifest
-from cacheblend_store.lmdb_file.filesystem import DATA, DATABASES
-from cacheblend_store.lmdb_file.pages import PageReader
+from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.reader import StoreReader
+from cacheblend_store.store import ChunkStore
 
 
 @dataclass
@@ -50,42 +49,32 @@ class StoreStats:
         return {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
 
 
-def collect_stats(path: Path, reader: StoreReader, *, breakdown: bool = False) -> StoreStats:
-    """The numbers of one snapshot."""
-    state, page_size = reader.state(), reader.pages.meta.page_size
-    file_bytes = (path / DATA).stat().st_size
-    stats = StoreStats(
-        chunks=reader.entries("chunks"),
-        documents=reader.entries("documents"),
-        live_bytes=state.live_bytes,
-        used_bytes=state.used_bytes,
-        max_bytes=state.max_bytes,
-        file_bytes=file_bytes,
-        free_bytes=max(0, reader.pages.meta.next_pgno - used_pages(reader.pages)) * page_size,
-    )
-    if breakdown:
-        _break_down(reader, stats)
-    return stats
+def stats(store: ChunkStore, *, breakdown: bool = False) -> StoreStats:
+    """The numbers of one snapshot. breakdown: also what each model and each source has, for which every manifest is read."""
+    with store.read() as reader:
+        state, file_bytes = reader.state(), (store.path / DATA).stat().st_size
+        found = StoreStats(
+            chunks=reader.entries("chunks"),
+            documents=reader.entries("documents"),
+            live_bytes=state.live_bytes,
+            used_bytes=state.used_bytes,
+            max_bytes=state.max_bytes,
+            file_bytes=file_bytes,
+            free_bytes=reader.pages.free_bytes,
+        )
+        if breakdown:
+            _break_down(reader, found)
+    return found
 
 
-def used_pages(pages: PageReader) -> int:
-    """Pages that some tree of the snapshot holds, by LMDB's own counters."""
-    trees = [pages.meta.main, pages.meta.free]
-    for name in DATABASES:
-        tree = pages.tree(name.encode())
-        if tree is not None:
-            trees.append(tree)
-    return 2 + sum(tree.num_pages for tree in trees)
-
-
-def _break_down(reader: StoreReader, stats: StoreStats) -> None:
+def _break_down(reader: StoreReader, found: StoreStats) -> None:
     for key in reader.keys_from(b""):
         try:
             manifest = reader.manifest(key)
         except BadBlob:
-            stats.damaged += 1
+            found.damaged += 1
             continue
         if manifest is not None:
-            stats.without_kv += not manifest.has_kv
+            found.without_kv += not manifest.has_kv
             who = (manifest.model_name, manifest.model, manifest.codec)
-            stats.models.setdefault(who, Share()).add(manifest)
+            found.models.setdefault(who, Share()).add(manifest)

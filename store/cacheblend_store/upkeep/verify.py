@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import lmdb.verify
 
@@ -12,15 +11,13 @@ from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import decode_document
 from cacheblend_store.lmdb_file import locks
-from cacheblend_store.lmdb_file.filesystem import DATA
+from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader, bad_blob
 from cacheblend_store.state import decode_state, recount, state_value
+from cacheblend_store.store import ChunkStore
 from cacheblend_store.upkeep.salvage import salvage
 from cacheblend_store.writer import StoreWriter
-
-if TYPE_CHECKING:
-    from cacheblend_store.store import ChunkStore
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,9 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
     A chunk without KV is a hole: it is computed again when it is needed. Damaged pages cannot be mended in place:
     what reads is copied into a new file, which takes the old one's place (see `salvage`).
     """
-    store._environment()  # a store that is closed has no findings
     report = VerifyReport()
+    with store.read():  # a store that is closed has no findings
+        pass
     _check_pages(store, report)
     if not report.findings:
         try:
@@ -66,9 +64,10 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
         except StoreError as error:
             report.findings.append(Finding("page", error.message))
     if repair and report.findings:
-        store._require_writable()
+        store.require_writable()
         if any(f.kind == "page" for f in report.findings):
-            salvage(store.path, store._lock_timeout, progress)
+            with store.set_aside():
+                salvage(store.path, store.lock_timeout, progress)
         else:
             _repair(store, report)
         report.repaired = len(report.findings)
@@ -77,7 +76,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
 
 def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
     """py-lmdb's own structural audit, of a file that no writer changes meanwhile where this user can hold them off."""
-    held = locks.writer_lock(store.path, store._lock_timeout) if store.writable else nullcontext()
+    held = locks.writer_lock(store.path, store.lock_timeout) if store.writable else nullcontext()
     with held:
         try:
             found = lmdb.verify.verify(str(store.path / DATA))
@@ -181,5 +180,5 @@ def _repair(store: ChunkStore, report: VerifyReport) -> None:
         writer.rebuild_references()
         writer.changed()
 
-    store._transact(work)
-    store._transact(lambda writer: writer.recount())
+    store.transact(work)
+    store.transact(lambda writer: writer.recount())

@@ -1,0 +1,127 @@
+"""What must hold of the store's directory and disk before LMDB touches them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from cacheblend_store.errors import StoreCorrupt, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
+from cacheblend_store.lmdb_file.translation import again_hint, system_errors
+
+DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
+OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
+_MIN_FREE_BYTES = 64 << 20
+_TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
+_NETWORK = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "beegfs", "ncpfs",
+    "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "gfs2", "ocfs2", "gpfs", "orangefs",
+}  # fmt: skip
+
+
+def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> None:
+    """Refuse what is no store or is not ours to write. Makes the directory (0700) when asked to."""
+    try:
+        there = _is_there(path, create=write and create)
+        if write:
+            _check_private(path, there=there, force=force)
+    except PermissionError as error:
+        raise unreadable(path, error) from error
+    kind = filesystem_type(path)
+    if kind in _NETWORK and not force:
+        raise StoreFormat(
+            f"{path} is on a network filesystem ({kind}), where LMDB's locks do not hold",
+            "use a local disk; or, where no other machine opens it, set CACHEBLEND_FORCE_STORE=1",
+        )
+
+
+def _is_there(path: Path, *, create: bool) -> bool:
+    """Whether there is a data.mdb; when not, whether one may be made is checked."""
+    if path.exists() and not path.is_dir():
+        raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
+    if (path / DATA).exists():
+        return True
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if LOCK in names:  # LMDB made it when it opened a data.mdb
+        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
+    if not create:
+        raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
+    others = sorted(names - set(OWN_FILES))
+    if others:
+        raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
+    with system_errors(path):
+        try:
+            _make_directory(path)
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            raise StorePermission(f"cannot create the store at {path}: {error}", "name another --store") from error
+    return False
+
+
+def _check_private(path: Path, *, there: bool, force: bool) -> None:
+    """Nobody else can have put into the store what this user is about to add to."""
+    for part, mode in ((path, "700"), (path / DATA, "600"))[: 1 + there] if not force else ():
+        info = part.stat()
+        if info.st_mode & stat.S_IWOTH:
+            raise StorePermission(f"the store at {path} is writable by everyone", f"run: chmod {mode} {part}")
+        if info.st_uid != os.geteuid():
+            raise StorePermission(f"the store at {path} belongs to another user", "use a store of your own")
+    if not os.access(path, os.W_OK):
+        raise StorePermission(f"the store at {path} is read-only for this user", "use a store of your own")
+
+
+def _make_directory(path: Path, mode: int = 0o700) -> None:
+    """Make the directory and those above it, durably: a store that is there after a power cut needs its path, too."""
+    if not path.parent.is_dir():
+        _make_directory(path.parent, 0o777)
+    path.mkdir(mode=mode, exist_ok=True)
+    with suppress(PermissionError):  # a directory above that may be entered and not read
+        sync_file(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """fsync a file or directory."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unreadable(path: Path, error: OSError) -> StorePermission:
+    return StorePermission(f"cannot read {path}: {error.strerror}", "use a store of your own")
+
+
+def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the filesystem `path` is on, "" where the system does not say."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    resolved = str(path.resolve())
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = left.split(" ")[4].replace("\\040", " ")
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, right.split(" ")[0]
+    return kind
+
+
+def has_space(path: Path, num_bytes: int) -> bool:
+    """Whether the disk has room for num_bytes more and a margin."""
+    return shutil.disk_usage(path).free >= num_bytes + num_bytes // 4 + _MIN_FREE_BYTES
+
+
+def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
+    """Raises StoreNoSpace when the disk has no room for num_bytes more and a margin. reusable: bytes of the file that
+    are free to be written."""
+    beyond = num_bytes + num_bytes // 4 - max(0, reusable - _TREE_BYTES)
+    free, needed = shutil.disk_usage(path).free, beyond + _MIN_FREE_BYTES
+    if beyond > 0 and free < needed:
+        raise StoreNoSpace(
+            f"the disk of {path} has {free >> 20} MiB free, and {needed >> 20} MiB are needed",
+            "free some space, remove chunks (cacheblend chunks prune), or name another --store",
+        )

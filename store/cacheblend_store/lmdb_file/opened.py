@@ -1,0 +1,64 @@
+"""The stores that this process has open: one environment a file, since LMDB forbids a second one in a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from cacheblend_store.errors import StoreError
+from cacheblend_store.lmdb_file.datafile import Fill, make_store
+from cacheblend_store.lmdb_file.directory import DATA
+from cacheblend_store.lmdb_file.environment import Environment
+
+_shared: dict[str, Environment] = {}
+_inherited: dict[str, Environment] = {}  # the parent's; kept, since LMDB would close them when they are collected
+_registry = threading.RLock()
+
+
+def acquire(store: Path, map_size: int, lock_timeout: float, fill: Fill) -> Environment:
+    """The environment of the store, this process's own or a new one, its file made when there is none. The directory
+    must have been checked. Raises a StoreError."""
+    with _registry:
+        key = str(store.resolve())
+        if key in _shared:
+            _shared[key].users += 1
+            return _shared[key]
+        if key in _inherited:
+            _close_inherited(key)
+        if not (store / DATA).exists():
+            make_store(store, lock_timeout, fill)
+        _shared[key] = Environment(store, map_size, lock_timeout)
+        return _shared[key]
+
+
+def release(environment: Environment) -> None:
+    """Give one `acquire` back; the last one closes."""
+    with _registry:
+        if environment.pid != os.getpid():
+            return
+        environment.users -= 1
+        if environment.users == 0:
+            for key in [k for k, e in _shared.items() if e is environment]:
+                del _shared[key]
+            environment.close()
+
+
+def _close_inherited(key: str) -> None:
+    """py-lmdb opens a file once a process, and counts the parent's environment as the child's."""
+    if _inherited[key].transactions:
+        raise StoreError(
+            f"this process was forked while its parent read or wrote the store at {_inherited[key].store}",
+            "fork when nothing is read or written, or start workers with spawn or forkserver",
+        )
+    _inherited.pop(key).close_lmdb()
+
+
+def _forget_after_fork() -> None:
+    global _registry
+    _registry = threading.RLock()
+    _inherited.update(_shared)
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,137 @@
+"""The two meta pages: which commit a file is at, and whether they can be believed."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from cacheblend_store.errors import StoreCorrupt, StoreFormat
+from cacheblend_store.lmdb_file.pages.layout import NO_PAGE, PAGE_SIZES, Meta, parse_meta
+from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
+from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, damaged, no_store
+
+
+def read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
+    """The older and the newer of the two meta pages, which commits write in turn. Raises StoreCorrupt, StoreFormat.
+
+    LMDB believes what is in them as soon as it opens the file, so they are checked before.
+    """
+    try:
+        return _read_metas(handle, store)
+    except StoreCorrupt:
+        time.sleep(0.001)  # others may have committed between the reads of the two
+        return _read_metas(handle, store)
+
+
+def _read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
+    size = os.fstat(handle).st_size
+    if size < 2 * PAGE_SIZES[0]:
+        raise damaged(store, f"its file was truncated to {size} bytes")
+    first = _meta_at(handle, 0, store)
+    second = _meta_at(handle, first.page_size if first else PAGE_SIZES[0], store)
+    if first is None and second is None:
+        raise StoreFormat(f"{store / 'data.mdb'} is not an LMDB file", "name another --store")
+    if first is None or second is None or first.page_size != second.page_size:
+        raise damaged(store, "a meta page does not read")
+    new_file = first.txnid in (0, 1) and second.txnid in (0, 1)
+    in_turn = abs(first.txnid - second.txnid) == 1 and first.txnid % 2 == 0
+    if not (new_file or in_turn):
+        raise damaged(store, "the two meta pages do not belong together")
+    return (first, second) if first.txnid < second.txnid else (second, first)
+
+
+def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader | None:
+    """The pages as a commit left them, the newest by default; None when later commits have taken its meta page.
+
+    Raises StoreCorrupt when the meta pages are damaged, or the file ends before pages that are in use.
+    """
+    older, newest = read_metas(handle, store)
+    pages, size = PageReader(handle, newest, store), os.fstat(handle).st_size
+    needed = newest.next_pgno * newest.page_size
+    if newest.next_pgno > 2 and needed > size and not _ends_in_free_pages(pages, size):
+        raise damaged(store, f"its file has {size} bytes, and its index names {needed}: it was truncated")
+    if txnid in (None, newest.txnid):
+        return pages
+    return PageReader(handle, older, store) if txnid == older.txnid else None
+
+
+def check_index(handle: int, pages: PageReader) -> None:
+    """What is looked at once an open file: the meta pages are of the commits they name, and all databases are there."""
+    older, newest = read_metas(handle, pages.store)
+    _check_unused(PageReader(handle, older, pages.store), newest.txnid)
+    _check_commit(pages)
+    if pages.meta.main.root == NO_PAGE:
+        return
+    names = [node.key.decode(errors="replace") for node in pages.nodes(pages.meta.main)]
+    if not any(name in names for name in DATABASES):
+        raise no_store(pages.store)
+    for name in names:
+        pages.tree(name)
+
+
+def salvageable(handle: int, store: Path) -> PageReader:
+    """The newest commit of a damaged file, or the one before it where of the newest not even the roots read.
+
+    Where the file ends is not asked: what lies behind its end does not read. Raises StoreCorrupt without a meta page.
+    """
+    found = []
+    for meta in filter(None, (_meta_at(handle, offset, store) for offset in (0, *PAGE_SIZES))):
+        pages, freed, num_roots = PageReader(handle, meta, store), 0, 0
+        with suppress(StoreCorrupt):
+            freed = pages.last_freed()
+        for name in DATABASES:
+            with suppress(StoreCorrupt):
+                tree = pages.tree(name)
+                num_roots += tree is not None and (tree.root == NO_PAGE or bool(pages.page_at(tree.root, tree)))
+        found.append((num_roots, freed, meta.txnid, pages))
+    if not found:
+        raise StoreCorrupt(f"of the store at {store} nothing reads, and nothing can be rescued", again_hint(store))
+    return max(found, key=lambda entry: entry[:3])[3]
+
+
+def _check_commit(pages: PageReader) -> None:
+    """A meta page is of the commit it says it is of.
+
+    Every commit frees the pages it replaced, under its own number, so that is the last key of the free list. A meta
+    page whose number is damaged can pass for the newest, or let the other pass for it, and a commit would be lost.
+    """
+    number = pages.meta.txnid
+    if number > 2 and pages.last_freed() != number:
+        raise damaged(pages.store, f"page {number & 1}: it is not of the commit it says it is of")
+
+
+def _check_unused(older: PageReader, newest: int) -> None:
+    """The older meta page is not the newest one with a damaged number, which would hide the last commit.
+
+    A commit that failed leaves an older page that is sound though its number is not that of its trees: LMDB puts the
+    number of the commit before the last over a page that names the failed commit's trees already, and these may not
+    have reached the disk. Its number is then more than one bit away from the failed commit's, which no flip does.
+    """
+    try:
+        freed = older.last_freed()
+    except StoreCorrupt:
+        return  # nobody reads from it, so what it leads to may be gone
+    failed, number = newest + 1, older.meta.txnid
+    if not (freed == failed and number == newest - 1 and (failed ^ number).bit_count() > 1):
+        _check_commit(older)
+
+
+def _ends_in_free_pages(pages: PageReader, size: int) -> bool:
+    """Whether all that lies behind the end of the file are free pages. A commit does not write pages that it took at the
+    end and gave back itself; nothing reads them, and who takes one again writes it."""
+    end, free = size // pages.meta.page_size, set[int]()
+    try:
+        for freed in pages.free_pages():
+            free.update(page for page in freed if page >= end)
+    except StoreCorrupt:
+        return False
+    return all(page in free for page in range(end, pages.meta.next_pgno))  # ends at the first that is not
+
+
+def _meta_at(handle: int, offset: int, store: Path) -> Meta | None:
+    try:
+        return parse_meta(os.pread(handle, PAGE_SIZES[0], offset))
+    except OSError as error:
+        raise bad_disk(store, error) from error

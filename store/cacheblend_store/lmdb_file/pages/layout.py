@@ -1,0 +1,193 @@
+"""What the bytes of a page mean. Nothing is believed: whatever does not fit is a ValueError that says what."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from bisect import bisect_right
+from typing import NamedTuple
+
+HEADER = 16  # bytes of a page before its node pointers
+NO_PAGE = (1 << 64) - 1
+MAX_DEPTH = 32
+PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_BIG, _SUBTREE = 1, 2  # node flags
+_INTEGER_KEYS = 8  # the free list's flags
+_NODE = struct.Struct("<HHHH")
+_PAGE = struct.Struct("<QHHHH")
+_TREE = struct.Struct("<IHHQQQQQ")
+_NUMBER = struct.Struct("<Q")
+
+
+class Tree(NamedTuple):
+    """One B+tree: an MDB_db record."""
+
+    root: int
+    depth: int
+    entries: int
+    flags: int
+    num_pages: int
+
+
+class Meta(NamedTuple):
+    """A meta page: what one commit left. next_pgno: pages of the file, the free ones among them."""
+
+    txnid: int
+    next_pgno: int
+    page_size: int
+    free: Tree
+    main: Tree
+
+
+class Node(NamedTuple):
+    """Where a value is: inline bytes, or, when it is big, the first of its overflow pages."""
+
+    key: bytes
+    size: int
+    inline: bytes
+    pgno: int
+    flags: int
+
+    @property
+    def big(self) -> bool:
+        return self.flags == _BIG
+
+
+class Bounds(NamedTuple):
+    """The keys that a page may hold: from `low` on, up to but not including `high` (None: no end)."""
+
+    low: bytes = b""
+    high: bytes | None = None
+
+    def hold(self, key: bytes) -> bool:
+        return self.low <= key and (self.high is None or key < self.high)
+
+
+class Branch(NamedTuple):
+    keys: list[bytes]
+    children: list[int]
+
+    def at(self, key: bytes) -> int:
+        """Which child holds the key."""
+        return max(0, bisect_right(self.keys, key) - 1)
+
+    def bounds(self, at: int, outer: Bounds) -> Bounds:
+        """What the child at `at` may hold, when this page may hold `outer`."""
+        high = self.keys[at + 1] if at + 1 < len(self.keys) else outer.high
+        return Bounds(self.keys[at] if at else outer.low, high)
+
+
+class Leaf(NamedTuple):
+    keys: list[bytes]
+    nodes: list[Node]
+
+
+def parse_meta(page: bytes) -> Meta | None:
+    """A meta page's fields, None when it is not one of an LMDB 0.9 file."""
+    if len(page) < HEADER + 136:
+        return None
+    _, _, flags, _, _ = _PAGE.unpack_from(page)
+    magic, version, _, _ = struct.unpack_from("<IIQQ", page, HEADER)
+    if magic != _MAGIC or version != _VERSION or not flags & _META:
+        return None
+    page_size, free_flags = struct.unpack_from("<IH", page, HEADER + 24)  # the first word of `free` is the page size
+    last, txnid = struct.unpack_from("<QQ", page, HEADER + 24 + 96)
+    free, main = _tree(page, HEADER + 24), _tree(page, HEADER + 72)
+    if page_size not in PAGE_SIZES or free_flags != _INTEGER_KEYS or main.flags != 0:
+        return None
+    return Meta(txnid, last + 1, page_size, free, main)
+
+
+def parse_tree(node: Node) -> Tree:
+    """The tree of a named database."""
+    if node.flags != _SUBTREE or node.size != _TREE.size:
+        raise ValueError("it is no record of a database")
+    tree = _tree(node.inline, 0)
+    if tree.flags != 0 or tree.depth > MAX_DEPTH or (tree.root == NO_PAGE) != (tree.entries == 0):
+        raise ValueError("the record of a database is damaged")
+    return tree
+
+
+def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) -> Branch | Leaf:
+    """A page of a tree. num_pages: of the file. integer_keys: it is of the free list, whose keys are little-endian."""
+    number, _, flags, lower, upper = _PAGE.unpack_from(data)
+    size, count, is_branch = len(data), (lower - HEADER) >> 1, flags == _BRANCH
+    if number != pgno or flags not in (_BRANCH, _LEAF) or lower & 1 or not HEADER < lower <= upper <= size:
+        raise ValueError("its header is damaged")
+    if is_branch and count < 2 and not integer_keys:
+        raise ValueError("it is a branch of one")
+    pointers = struct.unpack_from(f"<{count}H", data, HEADER)
+    if min(pointers) < upper or max(pointers) + _NODE.size > size:
+        raise ValueError("a node lies outside of it")
+    page, ends = (_parse_branch if is_branch else _parse_leaf)(data, pointers, num_pages)
+    nodes = sorted(zip(pointers, ends, strict=True))
+    if [start for start, _ in nodes] + [size] != [upper, *(end + (end & 1) for _, end in nodes)]:
+        raise ValueError("its nodes overlap or leave a gap")  # which LMDB relies on when it moves them
+    keys = page.keys[1:] if is_branch else page.keys
+    order = [key[::-1] for key in keys] if integer_keys else keys
+    if any(a >= b for a, b in itertools.pairwise(order)):
+        raise ValueError("its keys are out of order")
+    return page
+
+
+def _parse_branch(data: bytes, pointers: tuple[int, ...], num_pages: int) -> tuple[Branch, list[int]]:
+    """The page, and where each node ends."""
+    keys: list[bytes] = []
+    children: list[int] = []
+    ends: list[int] = []
+    for at in pointers:
+        low, middle, high, key_size = _NODE.unpack_from(data, at)
+        end = at + _NODE.size + key_size
+        keys.append(data[at + _NODE.size : end])
+        children.append(low | middle << 16 | high << 32)
+        ends.append(end)
+    if min(children) < 2 or max(children) >= num_pages:
+        raise ValueError("a node names a page that is not there")
+    return Branch([b"", *keys[1:]], children), ends
+
+
+def _parse_leaf(data: bytes, pointers: tuple[int, ...], num_pages: int) -> tuple[Leaf, list[int]]:
+    """The page, and where each node ends."""
+    nodes: list[Node] = []
+    ends: list[int] = []
+    for at in pointers:
+        low, high, flags, key_size = _NODE.unpack_from(data, at)
+        body = at + _NODE.size + key_size
+        value_size = low | high << 16
+        end = body + (_NUMBER.size if flags == _BIG else value_size)
+        if end > len(data) or not 1 <= key_size <= 511 or flags not in (0, _BIG, _SUBTREE):
+            raise ValueError("a node of it is damaged")
+        inline, first = data[body:end], 0
+        if flags == _BIG:
+            inline, (first,) = b"", _NUMBER.unpack(inline)
+            if not 2 <= first < num_pages:
+                raise ValueError("a node names a page that is not there")
+        nodes.append(Node(data[at + _NODE.size : body], value_size, inline, first, flags))
+        ends.append(end)
+    return Leaf([node.key for node in nodes], nodes), ends
+
+
+def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:
+    """header: of the first overflow page of a big value."""
+    pgno, _, flags, low, high = _PAGE.unpack(header)
+    pages, wanted = low | high << 16, (HEADER - 1 + node.size) // page_size + 1
+    if pgno != node.pgno or flags != _OVERFLOW or pages < wanted or node.pgno + pages > num_pages:
+        raise ValueError("it does not begin the value it should")
+
+
+def parse_free(key: bytes, value: memoryview, num_pages: int) -> tuple[int, ...]:
+    """Page numbers of a record of the free list, in falling order."""
+    count = int.from_bytes(value[:8], "little")
+    if len(key) == 8 and 8 * (count + 1) <= len(value):
+        pages: tuple[int, ...] = struct.unpack_from(f"<{count}Q", value, 8)
+        ordered = all(a > b for a, b in itertools.pairwise(pages))
+        if not pages or (ordered and pages[-1] >= 2 and pages[0] < num_pages):
+            return pages
+    raise ValueError("a record of the free list is damaged")
+
+
+def _tree(data: bytes, at: int) -> Tree:
+    _, flags, depth, branches, leaves, overflow, entries, root = _TREE.unpack_from(data, at)
+    return Tree(root, depth, entries, flags, branches + leaves + overflow)

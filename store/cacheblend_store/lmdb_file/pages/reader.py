@@ -1,0 +1,211 @@
+"""Look-ups in one snapshot of data.mdb."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+
+from cacheblend_store.errors import StoreCorrupt
+from cacheblend_store.lmdb_file.pages.layout import (
+    HEADER,
+    MAX_DEPTH,
+    NO_PAGE,
+    Bounds,
+    Branch,
+    Leaf,
+    Meta,
+    Node,
+    Tree,
+    check_big,
+    parse_free,
+    parse_page,
+    parse_tree,
+)
+from cacheblend_store.lmdb_file.translation import bad_disk, damaged
+
+DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
+
+
+class PageReader:
+    """The pages as one commit left them. Every page is read and checked once, before anything in it is followed.
+
+    store: the directory, for messages. Raises StoreCorrupt, naming the page. Not thread-safe: one a transaction.
+    """
+
+    def __init__(self, handle: int, meta: Meta, store: Path) -> None:
+        self._handle, self.meta, self.store = handle, meta, store
+        self._pages: dict[int, Branch | Leaf] = {}
+        self._trees: dict[str, Tree] = {}
+        self._found: dict[tuple[int, int], tuple[Leaf, Bounds]] = {}
+
+    def tree(self, name: str) -> Tree | None:
+        """A named database's tree, None when there is none of that name."""
+        if name not in self._trees:
+            node = self.get(self.meta.main, name.encode())
+            if node is None:
+                return None
+            try:
+                self._trees[name] = parse_tree(node)
+            except ValueError as error:
+                raise self._bad(self.meta.main.root, str(error)) from error
+        return self._trees[name]
+
+    def get(self, tree: Tree, key: bytes) -> Node | None:
+        """Where the key's value is, all pages on the way and its extent checked."""
+        if tree.root == NO_PAGE:
+            return None
+        leaf = self._leaf_of(tree, key)
+        at = bisect_right(leaf.keys, key) - 1
+        if at < 0 or leaf.keys[at] != key:
+            return None
+        self.check_extent(leaf.nodes[at])
+        return leaf.nodes[at]
+
+    def nodes(self, tree: Tree, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
+        """All nodes from `start` on, in key order. skip_damaged: pages that do not read, and what is below them, are
+        passed over."""
+        if tree.root != NO_PAGE:
+            yield from self._nodes_below(tree, tree.root, Bounds(), start, skip_damaged, 1)
+
+    def _nodes_below(
+        self, tree: Tree, pgno: int, bounds: Bounds, start: bytes, skip_damaged: bool, depth: int
+    ) -> Iterator[Node]:
+        try:
+            page = self._page_within(pgno, tree, bounds)
+            if depth > MAX_DEPTH:
+                raise self._bad(pgno, "the tree is deeper than any tree")
+        except StoreCorrupt:
+            if skip_damaged:
+                return
+            raise
+        if isinstance(page, Leaf):
+            yield from (node for node in page.nodes if node.key >= start or tree is self.meta.free)
+            return
+        for at in range(page.at(start), len(page.children)):
+            below = page.children[at], page.bounds(at, bounds)
+            yield from self._nodes_below(tree, *below, start, skip_damaged, depth + 1)
+
+    def check_extent(self, node: Node) -> None:
+        """A big value lies where its node says, within the file. For nodes of `nodes`; `get` has done it."""
+        if node.big:
+            header = self._read(node.pgno, HEADER)
+            try:
+                check_big(header, node, self.meta.page_size, self.meta.next_pgno)
+            except ValueError as error:
+                raise self._bad(node.pgno, str(error)) from error
+
+    def value(self, node: Node) -> memoryview:
+        """A copy of a node's value, whose extent was checked."""
+        if not node.big:
+            return memoryview(node.inline)
+        buffer = memoryview(bytearray(node.size))
+        self.read_into(node, 0, buffer)
+        return buffer
+
+    def read_into(self, node: Node, start: int, buffer: memoryview) -> None:
+        """Fill the buffer with bytes of a node's value, whose extent was checked, from `start` on."""
+        if node.big:
+            self._fill(buffer, node.pgno, HEADER + start)
+        else:
+            buffer[:] = node.inline[start : start + len(buffer)]
+
+    @property
+    def free_bytes(self) -> int:
+        """Of pages that no tree holds, by LMDB's own counters."""
+        trees = [self.meta.main, self.meta.free, *filter(None, map(self.tree, DATABASES))]
+        used = 2 + sum(tree.num_pages for tree in trees)
+        return max(0, self.meta.next_pgno - used) * self.meta.page_size
+
+    # what LMDB will walk when it writes
+
+    def check_writable(self, tree: Tree, key: bytes) -> None:
+        """The path to `key` and, on every level, the two pages on each side, which LMDB merges with or borrows from."""
+        if tree.root != NO_PAGE:
+            self._leaf_of(tree, key, near=2)
+
+    def free_pages(self) -> Iterator[tuple[int, ...]]:
+        """Each record of the list of free pages, from which a write takes its pages."""
+        tree, seen = self.meta.free, 0
+        for node in self.nodes(tree):
+            self.check_extent(node)
+            try:
+                pages = parse_free(node.key, self.value(node), self.meta.next_pgno)
+            except ValueError as error:
+                raise self._bad(tree.root, str(error)) from error
+            seen += len(pages)
+            yield pages
+        if seen > self.meta.next_pgno:
+            raise self._bad(tree.root, "the free list names more pages than there are")
+
+    def last_freed(self) -> int:
+        """The commit that freed pages last, 0 when none has."""
+        tree = self.meta.free
+        pgno, depth = tree.root, 0
+        while pgno != NO_PAGE and depth < MAX_DEPTH:
+            page, depth = self.page_at(pgno, tree), depth + 1
+            if isinstance(page, Leaf):
+                return int.from_bytes(page.keys[-1], "little")
+            pgno = page.children[-1]
+        return 0
+
+    # pages
+
+    def page_at(self, pgno: int, tree: Tree) -> Branch | Leaf:
+        page = self._pages.get(pgno)
+        if page is None:
+            data = self._read(pgno, self.meta.page_size)
+            try:
+                page = parse_page(data, pgno, self.meta.next_pgno, integer_keys=tree is self.meta.free)
+            except ValueError as error:
+                raise self._bad(pgno, str(error)) from error
+            self._pages[pgno] = page
+        return page
+
+    def _leaf_of(self, tree: Tree, key: bytes, near: int = 0) -> Leaf:
+        """The leaf that holds the key if the tree does. near: so many pages on each side of the path are checked, too."""
+        found = self._found.get((tree.root, near))
+        if found is not None and found[1].hold(key):
+            return found[0]  # the leaf that was asked for last: a chunk's blobs follow one another
+        pgno, bounds = tree.root, Bounds()
+        for depth in range(1, MAX_DEPTH + 1):
+            page = self._page_within(pgno, tree, bounds)
+            if isinstance(page, Leaf):
+                if depth != tree.depth:
+                    raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
+                self._found[tree.root, near] = page, bounds
+                return page
+            at = page.at(key)
+            for beside in range(max(0, at - near), min(at + near + 1, len(page.children))):
+                self._page_within(page.children[beside], tree, page.bounds(beside, bounds))
+            pgno, bounds = page.children[at], page.bounds(at, bounds)
+        raise self._bad(pgno, "the tree is deeper than any tree")
+
+    def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
+        """The page, its keys where the branches above it say: else a look-up would pass a record by."""
+        page = self.page_at(pgno, tree)
+        keys = page.keys[1:] if isinstance(page, Branch) else page.keys
+        (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
+        if keys and (keys[0][::flip] < low[::flip] or (high is not None and keys[-1][::flip] >= high[::flip])):
+            raise self._bad(pgno, "it holds keys that are not looked for in it")
+        return page
+
+    def _read(self, pgno: int, size: int) -> bytes:
+        if not 2 <= pgno < self.meta.next_pgno:
+            raise self._bad(pgno, "there is no such page")
+        buffer = bytearray(size)
+        self._fill(memoryview(buffer), pgno, 0)
+        return bytes(buffer)
+
+    def _fill(self, buffer: memoryview, pgno: int, start: int) -> None:
+        """Read what lies in the file from `start` bytes into a page on."""
+        try:
+            count = os.preadv(self._handle, [buffer], pgno * self.meta.page_size + start)
+        except OSError as error:
+            raise bad_disk(self.store, error) from error
+        if count != len(buffer):
+            raise self._bad(pgno, "it lies behind the end of the file")
+
+    def _bad(self, pgno: int, reason: str) -> StoreCorrupt:
+        return damaged(self.store, f"page {pgno}: {reason}")

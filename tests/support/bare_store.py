@@ -1,0 +1,16 @@
+"""What a test does to a store behind its back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cacheblend_store import ChunkStore
+
+
+@contextmanager
+def bare_writing(store: ChunkStore) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """py-lmdb's write transaction and its database handles."""
+    with store._environment().writing(store.lock_timeout) as (transaction, dbs, _):
+        yield transaction, dbs
