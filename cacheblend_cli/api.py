@@ -23,7 +23,7 @@ from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.plan import AskPlan, plan
-from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, resolve
+from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, fitting, resolve
 from cacheblend_cli.runtime.runtime import Runtime, Say
 from cacheblend_cli.runtime.sampling import SamplingParams
 
@@ -120,6 +120,16 @@ class Engine:
     def plan(self, store: ChunkStore | None, question: Question, *, auto: bool = False) -> AskPlan:
         """What `ask` would do, without doing it. Raises as it does for what it would refuse."""
         return plan(self.runtime, resolve(self.runtime, store, question), auto=auto)
+
+    def fitting(self, store: ChunkStore, question: Question) -> Question:
+        """The question with those of its chunks, the first before the others, that fit the model's context, and a note of
+        how many that leaves out."""
+        return fitting(self.runtime, store, question)
+
+    def prompt_differences(self, store: ChunkStore, question: Question, answer: Answer) -> list[str]:
+        """Where the ids of an answer's prompt say other text than the template renders with the chunks in it, in words."""
+        texts = [manifest.text for key in question.keys if (manifest := chunk_of(store, key))]
+        return self.runtime.template.differences(texts, question.text, answer.prompt_ids)
 
     def prefer_exact(self, store: ChunkStore, keys: Sequence[bytes], salt: str = "") -> list[bytes]:
         """The chunks with these keys, each from the context that makes it exact at its place, where that is stored."""

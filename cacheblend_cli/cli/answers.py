@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby, zip_longest
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +12,29 @@ from cacheblend_cli.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
+    from cacheblend_cli.runtime.answer import ChunkUse
     from cacheblend_cli.runtime.controller import AutoReport
 
 
-def show_answer(answer: Answer, output: Output, *, json: bool, ids: bool, explain: bool, extra: dict[str, Any]) -> None:
-    """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before."""
+def show_answer(
+    answer: Answer, output: Output, *, json: bool, ids: bool, explain: Sequence[str] | None, extra: dict[str, Any]
+) -> None:
+    """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before.
+
+    explain: what to tell of the prompt's text when layers and chunks are told of, None to tell of none of it.
+    """
+    if not json:
+        output.text("")
     for note in answer.notes:
         output.warn(note)
     if json:
-        output.json({**extra, **answer.to_dict(ids=ids, explain=explain)})
+        record = answer.to_dict(ids=ids, explain=explain is not None)
+        output.json({**extra, **record, "notes": [*answer.notes, *(explain or ())]})
         return
-    output.text("")
-    if explain:
+    if explain is not None:
         _explain(answer, output)
+        for line in explain:
+            output.note(line)
     output.note(summary_line(answer))
     if answer.verify:
         v = answer.verify
@@ -57,6 +69,8 @@ def summary_line(answer: Answer) -> str:
 
 def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
     """`ask --dry-run`: data, so on stdout."""
+    for note in plan.notes:
+        output.warn(note)
     if json:
         output.json({**extra, **vars(plan)})
         return
@@ -78,16 +92,54 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
 
 
 def _explain(answer: Answer, output: Output) -> None:
-    for layer in answer.layers:
-        output.note(
-            f"layer {layer.layer:>2}  {layer.status.name:<11} {layer.rows} rows, {layer.fresh} of them reusable"
-        )
+    told = [_chunk_words(chunk) for chunk in answer.chunks]
+    width = max(map(len, told), default=0)
+    for chunk, words in zip(answer.chunks, told, strict=True):
+        output.note(f"chunk {chunk.id[:12]}  {words:<{width}}  {chunk.source}")
+    for line in layer_lines(answer):
+        output.note(line)
     if answer.auto:
         _explain_auto(answer.auto, answer, output)
-    for chunk in answer.chunks:
-        output.note(
-            f"chunk {chunk.id[:12]}  {chunk.status:<8} {chunk.recomputed}/{chunk.tokens} recomputed  {chunk.source}"
-        )
+
+
+def _chunk_words(chunk: ChunkUse) -> str:
+    match chunk.status:
+        case "exact":
+            how = "as stored, exact here"
+        case "computed":
+            how = "computed"
+        case _:
+            how = "as stored" + (f", {chunk.recomputed} recomputed" if chunk.recomputed else "")
+    return f"{chunk.tokens} tokens {how}"
+
+
+def layer_lines(answer: Answer) -> list[str]:
+    """What the layers computed, in words: a line for those that did the same."""
+    same = [list(group) for _, group in groupby(answer.layers, key=lambda r: (r.status, r.rows, r.fresh))]
+    lines = []
+    for group, after in zip_longest(same, same[1:]):
+        first, name = group[0], _layers(group[0].layer, group[-1].layer, len(answer.layers))
+        verb = "computes" if len(group) == 1 else "compute"
+        doubtful = answer.cached_tokens - answer.exact_tokens
+        if first.rows == answer.prompt_tokens and not first.fresh:
+            what = f"the whole prompt, {first.rows} tokens"
+        else:
+            some = f"all {doubtful}" if first.fresh == doubtful else f"{first.fresh} of the {doubtful}"
+            again = f"{some} cached tokens that may be wrong here, and " if first.fresh else ""
+            what = f"{again}{first.rows - first.fresh} tokens that are not cached"
+        if first.status.name == "CHECK":
+            kept = after[0].fresh if after else answer.recomputed_tokens
+            what += f"; the {kept} that differ most from what is stored go on"
+        lines.append(f"{name} {verb} {what}")
+    return lines
+
+
+def _layers(first: int, last: int, count: int) -> str:
+    if last - first + 1 == count:
+        return f"all {count} layers" if count > 1 else "the only layer"
+    if first == last:
+        return f"layer {first}"
+    return f"layers {first} {'and' if last == first + 1 else 'to'} {last}"
 
 
 def _explain_auto(auto: AutoReport, answer: Answer, output: Output) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.inputs import read_ids
+from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
@@ -115,7 +116,11 @@ def import_(
 
     from cacheblend_cli.corpus.places import landed, shown
 
-    with options.open_store(settings, write=True) as kv_store, output.progress("import") as bar:
+    with (
+        on_interrupt("the chunks that were taken stay; the same command takes the rest"),
+        options.open_store(settings, write=True) as kv_store,
+        output.progress("import") as bar,
+    ):
 
         def on_chunk(chunk: ImportedChunk, done: int, total: int) -> None:
             bar(done, total, "chunks")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.corpus.places import Scope
+    from cacheblend_cli.corpus.search import Hit
 
 
 @options.with_settings(
@@ -101,26 +103,33 @@ def ask(
     def answer(item: Asked) -> None:
         extra = {} if batch is None else {"question": item.question}
         keys = _keys(kv_store, item)
+        what = Question(item.question, keys or (), blend, sampling, settings.salt)
         if keys is None:
             collections = engine.collection_ids(settings.salt)
-            keys = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context, scope)
-            if not keys and find_chunks(kv_store, item.question, 1, collections):
+            hits = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context, scope)
+            if not hits and find_chunks(kv_store, item.question, 1, collections):
                 raise options.found_elsewhere()
-            if not keys:
+            if not hits:
                 raise engine.nothing_found(kv_store, settings.salt)
-            keys = engine.prefer_exact(kv_store, keys, settings.salt)
-        what = Question(item.question, keys, blend, sampling, settings.salt)
+            what = engine.fitting(kv_store, replace(what, keys=[hit.key for hit in hits]))
+            keys = engine.prefer_exact(kv_store, in_reading_order(hits, what.keys), settings.salt)
+            what = replace(what, keys=keys)
         if dry_run:
             show_plan(engine.plan(kv_store, what, auto=auto), output, json=json, extra=extra)
             return
         on_text = None if json else lambda piece: output.text(piece, end="")
         found = engine.ask(kv_store, what, on_text=on_text, verify=verify, save_holes=save, auto=auto)
-        show_answer(found, output, json=json, ids=ids, explain=explain, extra=extra)
+        told = engine.prompt_differences(kv_store, what, found) if explain else None
+        show_answer(found, output, json=json, ids=ids, explain=told, extra=extra)
+        sources.extend(chunk.source for chunk in found.chunks)
 
+    sources: list[str] = []
     with _store_in_use(settings, dry_run) as kv_store:
         searched = any(item.chunks is None for item in asked)
         scope = options.scope_of(kv_store, source, everywhere, output) if searched else None
         failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]
+    if not dry_run:
+        options.about_demo(settings, output, sources)
     if failed:
         raise typer.Exit(failed[0])
 
@@ -168,12 +177,15 @@ def find_chunks(
     collections: list[str],
     context: str = "document",
     scope: Scope | None = None,
-) -> list[bytes]:
-    """The k best chunks of the scope's documents (None: of all) in reading order: documents by their best hit, chunks of
-    one document by their place."""
+) -> list[Hit]:
+    """The k best chunks of the scope's documents (None: of all), best first."""
     from cacheblend_cli.corpus.places import EVERYTHING
     from cacheblend_cli.corpus.search import search
 
-    hits = search(store, question, k, collections, context, scope or EVERYTHING)
+    return search(store, question, k, collections, context, scope or EVERYTHING)
+
+
+def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[bytes]:
+    """Those of the keys, documents by their best hit, chunks of one document by their place."""
     rank = {hit.source: i for i, hit in reversed(list(enumerate(hits)))}
-    return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index))]
+    return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index)) if hit.key in keys]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
 from cacheblend_cli.errors import UsageError
@@ -119,7 +120,13 @@ def evaluate(
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
-        with _store(settings, store) as kv_store, output.progress("questions") as bar:
+        options.about_demo(settings, output, map(str, data))
+        told = (
+            on_interrupt(f"what was measured is in {path}; go on from there: --resume {path}")
+            if path
+            else nullcontext()
+        )
+        with told, _store(settings, store) as kv_store, output.progress("questions") as bar:
             results = run(
                 engine, kv_store, samples, asked, max_tokens=max_tokens, records=records, keep_chunks=store is not None, collecting=collecting,
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),

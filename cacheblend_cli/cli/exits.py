@@ -19,7 +19,7 @@ def report(error: BaseException, output: Output) -> int:
     if hasattr(error, "exit_code") and hasattr(error, "message") and hasattr(error, "hint"):
         return _say(output, error.message, error.hint, error.exit_code)  # an error of ours, of any package
     if isinstance(error, KeyboardInterrupt):
-        return _say(output, "interrupted", "what was stored stays; the same command goes on from there", 130)
+        return _say(output, "interrupted", None, ExitCode.INTERRUPTED)
     if isinstance(error, BrokenPipeError):
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: no complaint at exit

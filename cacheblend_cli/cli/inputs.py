@@ -26,7 +26,8 @@ class Asked:
 
 
 def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> list[Asked]:
-    """The questions of the command line. Only one of question, --chunks and --batch can be "-", for stdin."""
+    """The questions of the command line. Only one of question, --chunks and --batch can be "-", for stdin; the question is
+    read from a pipe without it, too."""
     if [question, chunks, str(batch) if batch else None].count("-") > 1:
         raise UsageError(
             "stdin can be read once, and - was given twice", "write the question as an argument, or ids to a file"
@@ -34,8 +35,10 @@ def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> 
     if batch is not None and question is not None:
         raise UsageError("a question and --batch were both given", "give one of them")
     if batch is None and question is None:
-        raise UsageError("there is no question", _EXAMPLE)
-    if question == "-":
+        question = read_stdin("the question").strip() if chunks != "-" and _is_piped() else ""
+        if not question:
+            raise UsageError("there is no question", _EXAMPLE)
+    elif question == "-":
         question = read_stdin("the question").strip()
     if question is not None and not question.strip():
         raise UsageError("the question is empty", _EXAMPLE)
@@ -103,6 +106,10 @@ def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> Asked:
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UsageError(f"{place} has chunks that are no list of ids", _LINE)
     return Asked(question, tuple(named))
+
+
+def _is_piped() -> bool:
+    return sys.stdin is not None and not sys.stdin.isatty()
 
 
 def read_stdin(what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -129,13 +129,21 @@ def found_elsewhere() -> NotFoundError:
 
 
 def load_engine(settings: Settings, output: Output) -> Engine:
-    """The engine the settings name; says so when that is the demo model."""
+    """The engine the settings name."""
     from cacheblend_cli.api import Engine, EngineConfig
 
-    if not settings.model:
-        output.note("no --model given: using the bundled demo model, which knows the demo handbook's kind of text only")
     config = of_settings(EngineConfig, settings, model=settings.model or None)
     return Engine.load(config, output.note if output.err_tty else None, output.note)
+
+
+def about_demo(settings: Settings, output: Output, sources: Iterable[str]) -> None:
+    """Where no model was named, and not all of these files are the handbook's: say what the bundled model can be used for."""
+    from cacheblend_cli.corpus.places import is_below, place_of
+    from cacheblend_cli.demo import handbook_dir
+
+    places, handbook = [place_of(source) for source in sources], place_of(str(handbook_dir()))
+    if not settings.model and not (places and all(p == handbook or is_below(p, handbook) for p in places)):
+        output.note("no --model given: using the bundled demo model, which knows the demo handbook's kind of text only")
 
 
 def open_store(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size
 from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
@@ -56,8 +57,10 @@ def precompute(
     check_paths(paths)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     engine = options.load_engine(settings, output)
+    options.about_demo(settings, output, paths)
     opened = nullcontext() if dry_run else options.open_store(settings, write=True, max_bytes=quota)
-    with opened as kv_store, output.progress("precompute") as bar:
+    told = nullcontext() if dry_run else on_interrupt("what was stored stays; the same command goes on from there")
+    with told, opened as kv_store, output.progress("precompute") as bar:
         report = engine.precompute(kv_store, paths, wanted, _View(output, bar, json, quiet).on_event)
     _summary(report, output, str(settings.store_path), dry_run, json)
     _check_named(paths, report)

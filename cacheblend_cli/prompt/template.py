@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend_cli.errors import UsageError
@@ -18,6 +19,7 @@ class PromptTemplate:
 
     tokenizer: Tokenizer
     prefix_ids: tuple[int, ...]
+    before_chunks: str
     before_question: str
     after_question: str
 
@@ -35,6 +37,32 @@ class PromptTemplate:
         plain = self.tokenizer.encode_text(question)
         return (*encode(self.before_question), *plain, *encode(self.after_question))
 
+    def differences(self, chunks: Sequence[str], question: str, prompt_ids: Sequence[int]) -> list[str]:
+        """Where the prompt's ids decode to other text than the template renders with these chunks in it: in words, the first
+        place where the tokenizer reads its own text otherwise, and the first where that comes from encoding it in parts."""
+        rendered = self.before_chunks + "".join(chunks) + self.before_question + question.strip() + self.after_question
+        decoded = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        if decoded == rendered:
+            return []
+        whole = self.tokenizer.decode(self.tokenizer.encode_template(rendered), skip_special_tokens=False)
+        told = []
+        if whole != rendered:
+            read, written = _first_difference(whole, rendered)
+            told.append(f"the tokenizer reads {read!r} where {written!r} is written, also when nothing is cut")
+        if decoded != whole:
+            read, written = _first_difference(decoded, whole)
+            told.append(
+                f"the prompt reads {read!r} where it is cut into chunks, and {written!r} when it is encoded as a whole"
+            )
+        return told
+
+
+def _first_difference(a: str, b: str) -> tuple[str, str]:
+    """What stands around the first difference, in each."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    around = slice(max(0, at - 12), at + 12)
+    return a[around], b[around]
+
 
 def split_template(tokenizer: Tokenizer) -> PromptTemplate:
     """Render the chat template around sentinels and split it there.
@@ -50,4 +78,4 @@ def split_template(tokenizer: Tokenizer) -> PromptTemplate:
         )
     prefix, rest = rendered.split(CHUNKS)
     before, after = rest.split(QUESTION)
-    return PromptTemplate(tokenizer, tuple(tokenizer.encode_template(prefix)), before, after)
+    return PromptTemplate(tokenizer, tuple(tokenizer.encode_template(prefix)), prefix, before, after)

@@ -95,6 +95,7 @@ class Answer:
             "chunks": [vars(c) for c in self.chunks],
             "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
             "kv_bytes_loaded": self.kv_bytes_loaded,
+            "notes": self.notes,
         }
         if self.auto:
             out["auto"] = self.auto.to_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_cli.runtime.controller import controller_of, decided, kv_bytes
@@ -12,7 +12,7 @@ from cacheblend_cli.runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class AskPlan:
-    """Tokens by kind, bytes of KV to load, and what --ratio auto decides (see AutoReport)."""
+    """Tokens by kind, bytes of KV to load, what --ratio auto decides (see AutoReport), and messages for people."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -21,6 +21,7 @@ class AskPlan:
     kv_bytes: int
     chunks: list[dict[str, Any]]
     auto: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
@@ -47,4 +48,5 @@ def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
         kv_bytes(request),
         uses,
         told,
+        request.notes,
     )

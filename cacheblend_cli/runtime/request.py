@@ -21,13 +21,14 @@ from cacheblend_cli.runtime.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked, over the stored chunks with these keys, in this order."""
+    """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already."""
 
     text: str
     keys: Sequence[bytes]
     blend: BlendConfig = field(default_factory=BlendConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     salt: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def resolve(
     Raises NotFoundError for a chunk whose record is not there or damaged, UsageError for an empty question and for named
     chunks without a store.
     """
-    started, notes = time.perf_counter(), list[str]()
+    started, notes = time.perf_counter(), list(question.notes)
     collection = collection_of(runtime, store, question.keys, question.salt)
     chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
@@ -105,6 +106,29 @@ def resolve(
         notes=notes,
         started=started,
     )
+
+
+def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question:
+    """The question with those of its chunks, in their order, that fit the model's context together with the answer, and a
+    note of how many that leaves out. The first one stays when none fits, to be refused as a chunk that was named is."""
+    room = question.sampling.max_tokens
+    used = len(runtime.template.prefix_ids) + len(runtime.template.suffix_ids(question.text))
+    kept: list[bytes] = []
+    for key in question.keys:
+        manifest = chunk_of(store, key)
+        size = manifest.num_tokens if manifest else 0
+        if runtime.fits(used + size, room):
+            used += size
+            kept.append(key)
+    kept = kept or list(question.keys[:1])
+    left = len(question.keys) - len(kept)
+    if not left:
+        return question
+    note = (
+        f"{left} of the {len(question.keys)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
+        f"{runtime.model.name} is {runtime.context:,} tokens, {room:,} of them for the answer"
+    )
+    return replace(question, keys=kept, notes=(*question.notes, note))
 
 
 def collection_of(runtime: Runtime, store: ChunkStore | None, keys: Sequence[bytes], salt: str) -> Collection:

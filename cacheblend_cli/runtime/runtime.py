@@ -101,13 +101,21 @@ class Runtime:
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
         return [self.collection(salt, codec) for codec in names]
 
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+        return self.model.spec.max_position_embeddings
+
+    def fits(self, num_tokens: int, room: int) -> bool:
+        """Whether a prompt and the answer's `room` fit the model's context."""
+        return num_tokens + room <= self.context
+
     def check_length(self, num_tokens: int, room: int) -> None:
         """Raises UsageError when a prompt and the answer's `room` do not fit the model's context."""
-        limit = self.model.spec.max_position_embeddings
-        if num_tokens + room > limit:
+        if not self.fits(num_tokens, room):
             raise UsageError(
                 f"the prompt has {num_tokens} tokens and the answer up to {room}, "
-                f"and the context of {self.model.name} is {limit}",
+                f"and the context of {self.model.name} is {self.context}",
                 "ask with fewer chunks, a shorter question or a smaller --max-tokens",
             )
 

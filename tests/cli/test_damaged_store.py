@@ -24,7 +24,7 @@ from cacheblend_cli.demo import handbook_dir
 
 QUESTION = "What does Bruno Brandt drink?"
 SOURCES = ("clara-janssen.md", "bruno-brandt.md", "dora-rossi.md")
-OF_A_RUN = ("timing", "model")
+OF_A_RUN = ("timing", "model", "notes")
 
 
 def command(*arguments: str) -> tuple[int, str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cacheblend_cli.model.tokenizer import Tokenizer
 
@@ -97,6 +97,14 @@ def _gemma() -> tokenizers.Tokenizer:
     )
 
 
+def _joins_lines() -> tokenizers.Tokenizer:
+    """What it writes for two empty lines depends on whether they come together."""
+    stages = [normalizers.Replace(Regex("\n{2,}"), "\n"), normalizers.Replace(" ", MARK)]
+    return _with_bytes(
+        _bpe(unk_token="<unk>")(normalizer=normalizers.Sequence(stages), decoder=_llama2_decoder(strip=False))
+    )
+
+
 def _unigram() -> tokenizers.Tokenizer:
     """As T5 and XLM-R: no bytes to fall back to, and the Metaspace decoder."""
     marks = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(MARK, prepend_scheme="always")])
@@ -145,6 +153,7 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "metaspace-first": lambda: _metaspace("first"),
     "metaspace-always": lambda: _metaspace("always"),
     "gemma": _gemma,
+    "joins-lines": _joins_lines,
     "unigram-metaspace": _unigram,
     "word-piece": _word_piece,
     "bpe-word-ends": _bpe_with_ends,

@@ -1,0 +1,220 @@
+"""What `ask` says beside the answer: notes, --explain, what it left out, and which model answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheblend_store import ChunkStore
+from checkpoints import write_checkpoint
+from text_tokenizers import write_text_tokenizer
+
+from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir
+
+Cli = Callable[..., Any]
+
+
+def spoil(store: Path, key: str) -> None:
+    """Overwrite a chunk's first layer with other bytes of the same length."""
+    with ChunkStore.open(store, mode="write") as opened, opened._writing() as (transaction, dbs):
+        manifest = opened.get_chunk(bytes.fromhex(key))
+        assert manifest is not None
+        from cacheblend_store.format.keys import blob_key
+
+        name = blob_key(manifest.key, 0)
+        blob = bytearray(transaction.get(name, db=dbs["blobs"]))
+        blob[-1] ^= 1
+        transaction.put(name, bytes(blob), db=dbs["blobs"])
+
+
+def test_a_chunk_with_bad_kv_is_named_in_the_json(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    ask = ("ask", "who leads?", "--chunks", ",".join(stored[:2]), "--max-tokens", "2", "--json")
+    assert cli(*ask).records[0]["notes"] == []
+    spoil(tmp_path / "store", stored[1])
+    [answer] = cli(*ask).records
+    assert [c["status"] for c in answer["chunks"]] == ["exact", "computed"]
+    assert answer["notes"][0].startswith(f"stored KV {stored[1][:12]} is not used, it is computed:")
+    assert answer["notes"][1] == "stored the KV of 1 computed chunk"
+
+
+def test_hits_that_do_not_fit_are_left_out_and_counted(cli: Cli, stored: list[str]) -> None:
+    """The context is 1,024 tokens. What was named is not touched, but refused with the numbers."""
+    ask = ("ask", "alpha beta lead?", "--top-k", "6", "--json")
+    [everything] = cli(*ask, "--max-tokens", "2").records
+    count = len(everything["chunks"])
+    assert count > 2
+    assert everything["notes"] == []
+    room = str(1024 - everything["prompt_tokens"] + sum(c["tokens"] for c in everything["chunks"][:-2]))
+    result = cli(*ask, "--max-tokens", room, "--stop", "e")
+    assert result.code == 0, result.err
+    [answer] = result.records
+    assert answer["prompt_tokens"] + int(room) <= 1024
+    left = count - len(answer["chunks"])
+    assert left >= 1
+    told = f"{left} of the {count} chunks found {'is' if left == 1 else 'are'} left out"
+    assert answer["notes"][0].startswith(told)
+    assert "1,024 tokens" in answer["notes"][0]
+    assert told in result.err
+    [plan] = cli(*ask, "--max-tokens", room, "--dry-run").records
+    assert [c["id"] for c in plan["chunks"]] == [c["id"] for c in answer["chunks"]]
+    assert plan["notes"] == answer["notes"][:1]
+    assert told in cli("ask", "alpha beta lead?", "--top-k", "6", "--max-tokens", room, "--dry-run").err
+    named = ",".join(c["id"] for c in everything["chunks"])
+    refused = cli("ask", "alpha beta lead?", "--chunks", named, "--max-tokens", room)
+    assert refused.code == 2
+    assert "tokens and the answer up to" in refused.err
+
+
+def test_the_best_hits_are_kept(cli: Cli, stored: list[str]) -> None:
+    best = cli("search", "alpha beta lead?", "-q").out.split()
+    for count in (1, 2, 3):
+        [answer] = cli("ask", "alpha beta lead?", "--top-k", str(count), "--max-tokens", "2", "--json").records
+        room = 1024 - answer["prompt_tokens"]
+        [kept] = cli("ask", "alpha beta lead?", "--max-tokens", str(room), "--stop", "e", "--json").records
+        assert {c["id"] for c in kept["chunks"]} >= set(best[:count])
+
+
+def test_an_answer_without_room_for_any_hit_is_refused_with_the_numbers(cli: Cli, stored: list[str]) -> None:
+    result = cli("ask", "alpha?", "--max-tokens", "1010")
+    assert result.code == 2
+    assert "the context of" in result.err
+
+
+def explained(cli: Cli, stored: list[str], *flags: str) -> list[str]:
+    result = cli("ask", "who leads?", "--chunks", ",".join(stored[:3]), "--max-tokens", "2", "--explain", *flags)
+    assert result.code == 0, result.err
+    return result.err.splitlines()
+
+
+def test_layers_that_do_the_same_are_one_line(cli: Cli, stored: list[str]) -> None:
+    lines = explained(cli, stored, "--ratio", "0.5")
+    [layers] = [line for line in lines if "layer" in line]
+    assert layers.startswith("all 4 layers compute ")
+    [full] = [line for line in explained(cli, stored, "--mode", "full") if "layer" in line]
+    assert full.startswith("all 4 layers compute the whole prompt, ")
+    [reuse] = [line for line in explained(cli, stored, "--mode", "reuse") if "layer" in line]
+    assert reuse.endswith(" that are not cached")
+    assert "wrong here" not in reuse
+
+
+def test_layers_that_differ_are_told_in_words(cli: Cli, stored: list[str]) -> None:
+    lines = [line for line in explained(cli, stored, "--selector", "hkvd", "--ratio", "0.5") if "layer" in line]
+    assert [line.split(" ", 2)[:2] for line in lines] == [["layer", "0"], ["layer", "1"], ["layers", "2"]]
+    assert lines[1].endswith(" that differ most from what is stored go on")
+    assert lines[2].startswith("layers 2 and 3 compute ")
+    assert not any(word in line for line in lines for word in ("PREFILL", "CHECK", "rows"))
+
+
+def test_each_chunk_is_told_in_words(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    spoil(tmp_path / "store", stored[2])
+    lines = explained(cli, stored, "--ratio", "0.5", "--no-save")
+    found = {line.split()[1]: line for line in lines if line.startswith("chunk ")}
+    assert "exact here" in found[stored[0][:12]]
+    assert "recomputed" in found[stored[1][:12]]
+    assert "tokens computed" in found[stored[2][:12]]
+
+
+def test_explain_tells_what_a_tokenizer_reads_otherwise_than_it_is_written(
+    cli: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that writes a space behind a control token, whatever is cut where; and one that joins empty lines, if not those
+    on the two sides of a cut."""
+    monkeypatch.setenv("CACHEBLEND_MODEL", str(tmp_path / "piece"))
+    write_checkpoint(tmp_path / "piece", "llama-gqa", vocab_size=512, max_position_embeddings=2048)
+    told: dict[str, list[str]] = {}
+    for kind in ("gemma", "llama2-legacy", "joins-lines"):
+        template = "{{ bos_token }}[INST]{{ messages[0]['content'] }} [/INST]"
+        write_text_tokenizer(tmp_path / "piece", kind, template)
+        ids = cli("precompute", "docs/alpha.md", "--chunk-tokens", "40", "--json").records
+        assert len(ids) > 1
+        ask = ("ask", "who leads?", "--chunks", ",".join(r["id"] for r in ids), "--max-tokens", "2", "--explain")
+        told[kind] = [line for line in cli(*ask).err.splitlines() if "reads" in line]
+        [answer] = cli(*ask, "--json").records
+        assert [note for note in answer["notes"] if "reads" in note] == told[kind]
+    assert told["gemma"] == []
+    [legacy] = told["llama2-legacy"]
+    assert "'<s>[INST] Documents:" in legacy
+    assert "'<s>[INST]Documents:" in legacy
+    assert "also when nothing is cut" in legacy
+    assert any("where it is cut into chunks" in line for line in told["joins-lines"])
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Cli:
+    """Commands with the bundled model."""
+    monkeypatch.delenv("CACHEBLEND_MODEL")
+    return cli
+
+
+def test_the_bundled_model_is_named_where_it_cannot_know_the_text(demo: Cli, docs: Path) -> None:
+    line = "using the bundled demo model"
+    own = demo("precompute", str(handbook_dir()), "--chunk-tokens", str(CHUNK_TOKENS))
+    assert line not in own.err
+    assert line not in demo("ask", "Who leads billing?", "--max-tokens", "4").err
+    other = demo("precompute", "docs")
+    assert other.err.count(line) == 1
+    chunk = demo("search", "alpha", "-q", "-k", "1").out.strip()
+    asked = demo("ask", "alpha?", "--chunks", chunk, "--max-tokens", "4")
+    assert asked.err.count(line) == 1
+    assert line not in demo("ask", "alpha?", "--chunks", chunk, "--max-tokens", "4", "-q").err
+    assert line not in demo("chunks", "verify", "--recheck", "1").err
+
+
+def test_a_question_comes_through_a_pipe_without_a_dash(cli: Cli, stored: list[str]) -> None:
+    plain = cli("ask", "who leads?", "--chunks", stored[0], "--max-tokens", "4", "--ids", "--json").records[0]
+    piped = cli("ask", "--chunks", stored[0], "--max-tokens", "4", "--ids", "--json", stdin="who leads?\n").records[0]
+    assert piped["prompt_ids"] == plain["prompt_ids"]
+    silent = cli("ask", "--chunks", stored[0])
+    assert (silent.code, "there is no question" in silent.err) == (2, True)
+
+
+def test_an_interrupt_says_what_is_true_of_the_command(
+    cli: Cli, docs: Path, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_cli.api import Engine
+    from cacheblend_cli.evaluation import evaluate
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(*arguments: str) -> str:
+        result = cli(*arguments)
+        assert result.code == 130, result.err
+        assert "error: interrupted" in result.err
+        return result.err.partition("hint: ")[2].strip()
+
+    for name in ("ask", "precompute"):
+        monkeypatch.setattr(Engine, name, stop)
+    assert "the same command goes on from there" in interrupted("precompute", "docs")
+    assert interrupted("precompute", "docs", "--dry-run") == ""
+    assert interrupted("ask", "alpha?") == ""
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    (tmp_path / "d.jsonl").write_text('{"question": "q?", "ctxs": [{"text": "alpha"}]}\n')
+    assert interrupted("eval", "d.jsonl") == ""
+    assert interrupted("eval", "d.jsonl", "--out", "o") == "what was measured is in o; go on from there: --resume o"
+    monkeypatch.setattr(ChunkStore, "chunks", stop)
+    assert interrupted("chunks", "ls") == ""
+
+
+def test_an_interrupted_import_keeps_what_it_took(
+    cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("chunks", "export", "kept.tar").code == 0
+    count = 0
+
+    def stop(*args: object) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("cacheblend_store.archive.importing._BATCH_BYTES", 1)  # a transaction a chunk
+    monkeypatch.setattr("cacheblend_cli.cli.archive._tell", stop)
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
+    result = cli("chunks", "import", "kept.tar")
+    assert result.code == 130
+    assert "hint: the chunks that were taken stay; the same command takes the rest" in result.err
+    with ChunkStore.open(tmp_path / "other") as store:
+        assert len(list(store.chunks(prefixes=True))) == 2
