@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
@@ -18,7 +19,7 @@ Cli = Callable[..., Any]
 
 def spoil(store: Path, key: str) -> None:
     """Overwrite a chunk's first layer with other bytes of the same length."""
-    with ChunkStore.open(store, mode="write") as opened, opened._writing() as (transaction, dbs):
+    with ChunkStore.open(store, mode="write") as opened, bare_writing(opened) as (transaction, dbs):
         manifest = opened.get_chunk(bytes.fromhex(key))
         assert manifest is not None
         from cacheblend_store.format.keys import blob_key
