@@ -13,7 +13,7 @@ from cacheblend_cli.model.spec import ModelSpec
 
 MLP_ROWS = 256
 
-GPU_MLP_ROWS = 4096  # every block reads all weights: with few rows a GPU waits for its memory
+GPU_MLP_ROWS = 4096  # every turn reads all weights: with few rows a GPU waits for its memory
 
 
 class DecoderLayer:
@@ -57,11 +57,11 @@ class DecoderLayer:
         return F.linear(attended.reshape(attended.shape[0], -1), self.o_weight, self.o_bias)
 
     def mlp(self, h: Tensor) -> Tensor:
-        """Gate, up, activation and down, in blocks of rows: the widest activations of a prefill stay small."""
+        """Gate, up, activation and down, some rows at a time: the widest activations of a prefill stay small."""
         most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
         if h.shape[0] <= most:
             return self._mlp(h)
-        step = -(-h.shape[0] // -(-h.shape[0] // most))  # blocks of about one size: a small last one costs the most
+        step = -(-h.shape[0] // -(-h.shape[0] // most))  # turns of about one size: a small last one costs the most
         out = torch.empty_like(h)
         for start in range(0, h.shape[0], step):
             out[start : start + step] = self._mlp(h[start : start + step])

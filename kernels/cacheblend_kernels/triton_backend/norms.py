@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cacheblend_kernels.interface import KernelError
-from cacheblend_kernels.triton_backend.checks import FLOATS, check, check_device, device_guard
+from cacheblend_kernels.triton_backend.checks import FLOATS, check, check_device, device_guard, once
 from cacheblend_kernels.triton_backend.configs import padded
 
 MAX_WIDTH = 32768
@@ -67,12 +66,9 @@ def norm_tile(width: int) -> tuple[int, int, int]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., width] of 2 or 3 dimensions, the last one packed; weight [width]. A new, packed tensor of x's dtype."""
-    check(x.dim() in (2, 3), f"x has {x.dim()} dimensions", "2 or 3 are taken")
-    check(x.numel() == 0 or x.stride(-1) == 1, f"x has strides {x.stride()}", "call .contiguous()")
     _check_norm(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads = x.shape[1] if x.dim() == 3 else 1
-    _launch_norm(x, x, weight, out, eps, heads, x.stride(0), x.stride(1) if x.dim() == 3 else 0, add=False)
+    _launch_norm(x, x, weight, out, eps)
     return out
 
 
@@ -81,45 +77,43 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     x: [num_rows, width], rows may be strided; residual: [num_rows, width] packed, x's dtype.
     """
-    check(x.dim() == 2 and x.shape == residual.shape, f"x is {list(x.shape)}, the residual {list(residual.shape)}")
-    check(x.dtype == residual.dtype, f"x is {x.dtype}, the residual {residual.dtype}")
-    check(residual.is_contiguous(), "the residual is not contiguous")
-    check(x.numel() == 0 or x.stride(-1) == 1, f"x has strides {x.stride()}", "call .contiguous()")
+    _check_residual(x, residual)
     _check_norm(x, weight)
-    check_device(x, residual)
     out = torch.empty_like(residual)
-    _launch_norm(x, residual, weight, out, eps, 1, x.stride(0), 0, add=True)
+    _launch_norm(x, residual, weight, out, eps)
     return out, residual
 
 
+@once
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    check(x.dim() == 2 and x.shape == residual.shape, f"x is {list(x.shape)}, the residual {list(residual.shape)}")
+    check(x.dtype == residual.dtype, f"x is {x.dtype}, the residual {residual.dtype}")
+    check(residual.is_contiguous(), "the residual is not contiguous")
+    check_device(x, residual)
+
+
+@once
 def _check_norm(x: Tensor, weight: Tensor) -> None:
+    check(x.dim() in (2, 3), f"x has {x.dim()} dimensions", "2 or 3 are taken")
+    check(x.numel() == 0 or x.stride(-1) == 1, f"x has strides {x.stride()}", "call .contiguous()")
     check(x.dtype in FLOATS, f"x is {x.dtype}", f"known: {', '.join(map(str, FLOATS))}")
     check(weight.shape == x.shape[-1:] and weight.is_contiguous(), f"weight is {list(weight.shape)}, x {list(x.shape)}")
     check(x.shape[-1] <= MAX_WIDTH, f"rows of {x.shape[-1]} numbers", f"at most {MAX_WIDTH}")
     check_device(x, weight)
 
 
-def _launch_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    eps: float,
-    heads: int,
-    row_stride: int,
-    head_stride: int,
-    *,
-    add: bool,
-) -> None:
+def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    """residual: x itself where nothing is added."""
     width = x.shape[-1]
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     num_rows = x.numel() // max(1, width)
     if num_rows == 0:
         return
     block, rows, warps = norm_tile(width)
     with device_guard(x):
         rms_norm_kernel[(-(-num_rows // rows),)](
-            x, residual, weight, out, num_rows, row_stride, head_stride, eps,
-            HEADS=heads, WIDTH=width, BLOCK=block, ROWS=rows, ADD=add, num_warps=warps,
+            x, residual, weight, out, num_rows, x.stride(0), head_stride, eps,
+            HEADS=heads, WIDTH=width, BLOCK=block, ROWS=rows, ADD=residual is not x, num_warps=warps,
         )  # fmt: skip
 
 
@@ -142,12 +136,7 @@ def act_and_mul_kernel(x_ptr, out_ptr, width, row_stride, ACTIVATION: tl.constex
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu (erf), gelu_pytorch_tanh."""
-    if activation not in ACTIVATIONS:
-        raise KernelError(f"unknown activation {activation!r}", f"known: {', '.join(ACTIVATIONS)}")
-    check(gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {list(gate_up.shape)}")
-    check(gate_up.dtype in FLOATS, f"gate_up is {gate_up.dtype}", f"known: {', '.join(map(str, FLOATS))}")
-    check(gate_up.numel() == 0 or gate_up.stride(1) == 1, f"gate_up has strides {gate_up.stride()}")
-    check_device(gate_up)
+    _check_gate(gate_up, activation)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
@@ -157,3 +146,12 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
             gate_up, out, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=ACTIVATION_BLOCK, num_warps=4
         )
     return out
+
+
+@once
+def _check_gate(gate_up: Tensor, activation: str) -> None:
+    check(activation in ACTIVATIONS, f"unknown activation {activation!r}", f"known: {', '.join(ACTIVATIONS)}")
+    check(gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {list(gate_up.shape)}")
+    check(gate_up.dtype in FLOATS, f"gate_up is {gate_up.dtype}", f"known: {', '.join(map(str, FLOATS))}")
+    check(gate_up.numel() == 0 or gate_up.stride(1) == 1, f"gate_up has strides {gate_up.stride()}")
+    check_device(gate_up)
