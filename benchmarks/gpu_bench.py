@@ -16,13 +16,12 @@ import torch
 from cacheblend_store import ChunkStore
 from gpu_budget import Budget
 from gpu_cost import Ceilings
-from gpu_model import transformers_model
+from gpu_model import RandomModel, transformers_model
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.kv.loading import make_loader
-from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
@@ -71,7 +70,7 @@ class Bench:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: RandomModel,
         memory: DeviceMemory,
         scenario: Scenario,
         ceilings: Ceilings,

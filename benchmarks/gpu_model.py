@@ -4,6 +4,7 @@ same weights."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,14 @@ def read_config(name: str) -> dict[str, Any]:
     return TINY_CONFIG if name == "tiny" else dict(json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8")))
 
 
-def random_model(name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> LoadedModel:
+@dataclass(frozen=True)
+class RandomModel(LoadedModel):
+    """weights: the decoder's tensors, under the names of `load_weights`."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def random_model(name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> RandomModel:
     """Normal weights of standard deviation 1 / sqrt(inputs), norms of 1, with the demo model's tokenizer: only ids matter."""
     spec = spec_from_config(config)
     generator = torch.Generator(device).manual_seed(0)
@@ -61,17 +69,18 @@ def random_model(name: str, config: dict[str, Any], device: torch.device, dtype:
                 weights[target].normal_(0, shape[1] ** -0.5, generator=generator)
     if spec.tied:
         weights["lm_head"] = weights["embed"]
-    return LoadedModel(
+    return RandomModel(
         name=name,
         path=model_dir(),
-        decoder=Decoder(spec, weights, select_backend("auto", device)),
+        decoder=Decoder(spec, dict(weights), select_backend("auto", device)),
         tokenizer=Tokenizer(model_dir()),
         fingerprint=f"random weights of seed 0, {name}, {dtype}",
         eos_ids=frozenset(),
+        weights=weights,
     )
 
 
-def transformers_model(model: LoadedModel) -> Any:
+def transformers_model(model: RandomModel) -> Any:
     """transformers' model with SDPA whose parameters are views of the decoder's: nothing is held twice."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,24 +89,13 @@ def transformers_model(model: LoadedModel) -> Any:
     twin_config = AutoConfig.for_model(config.pop("model_type"), **config)
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(twin_config, dtype=decoder.dtype, attn_implementation="sdpa")
-    ours = _by_target(decoder)
+    ours = model.weights
     state = {}
     for name, (shape, target, start, _) in expected_shapes(spec).items():
         state[name] = ours[target][start : start + shape[0]]
     if spec.tied:
-        state["lm_head.weight"] = decoder.lm_head
+        state["lm_head.weight"] = ours["lm_head"]
     twin.load_state_dict(state, strict=True, assign=True)
     with decoder.device:  # frequencies are no parameters: they are made where the model is made, and that was nowhere
         twin.model.rotary_emb = type(twin.model.rotary_emb)(twin_config)
     return twin.eval()
-
-
-def _by_target(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's tensors under the names of `load_weights`."""
-    found = {"embed": decoder.embedding, "norm": decoder.norm, "lm_head": decoder.lm_head}
-    names = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
-    for i, layer in enumerate(decoder.layers):
-        for full, short in names.items():
-            found[f"{i}.{full}.weight"] = getattr(layer, f"{short}_weight")
-        found[f"{i}.input_layernorm"], found[f"{i}.post_attention_layernorm"] = layer.input_norm, layer.post_norm
-    return found

@@ -8,6 +8,7 @@ from cacheblend_kernels import AttentionParams, KernelBackend
 from torch import Tensor
 
 from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.linear import Linear
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -25,11 +26,14 @@ class DecoderLayer:
 
     def __init__(self, index: int, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend) -> None:
         self.index, self.spec, self.kernels = index, spec, kernels
-        get = {name.split(".", 1)[1]: t for name, t in weights.items() if name.startswith(f"{index}.")}
-        self.qkv_weight, self.qkv_bias = get["qkv_proj.weight"], get.get("qkv_proj.bias")
-        self.o_weight, self.o_bias = get["o_proj.weight"], get.get("o_proj.bias")
-        self.gate_up_weight, self.gate_up_bias = get["gate_up_proj.weight"], get.get("gate_up_proj.bias")
-        self.down_weight, self.down_bias = get["down_proj.weight"], get.get("down_proj.bias")
+        own = [name for name in weights if name.startswith(f"{index}.")]
+        get = {
+            name.split(".", 1)[1]: weights.pop(name) for name in own
+        }  # taken out: once packed, a weight is not held twice
+        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), spec.q_size)
+        self._o = Linear(get["o_proj.weight"], get.get("o_proj.bias"))
+        self._gate_up = Linear(get["gate_up_proj.weight"], get.get("gate_up_proj.bias"))
+        self._down = Linear(get["down_proj.weight"], get.get("down_proj.bias"))
         self.input_norm, self.post_norm = get["input_layernorm"], get["post_attention_layernorm"]
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         self.sliding_window = spec.sliding_windows[index]
@@ -37,24 +41,22 @@ class DecoderLayer:
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
-        fused = F.linear(h, self.qkv_weight, self.qkv_bias)
-        q, k, v = fused.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=-1)
+        q, kv = self._qkv.both(h)
+        k, v = kv.split(self.spec.kv_size, dim=-1)
         return self._q_heads(q), self._k_heads(k), self._heads(v)
 
     def project_q(self, h: Tensor) -> Tensor:
         """q of the rows."""
-        rows = slice(0, self.spec.q_size)
-        return self._q_heads(F.linear(h, self.qkv_weight[rows], self._bias(rows)))
+        return self._q_heads(self._qkv.first(h))
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of the rows."""
-        rows = slice(self.spec.q_size, None)
-        k, v = F.linear(h, self.qkv_weight[rows], self._bias(rows)).split(self.spec.kv_size, dim=-1)
+        k, v = self._qkv.rest(h).split(self.spec.kv_size, dim=-1)
         return self._k_heads(k), self._heads(v)
 
     def attention_output(self, attended: Tensor) -> Tensor:
         """o_proj of [num_rows, num_heads, head_dim] -> [num_rows, hidden_size]."""
-        return F.linear(attended.reshape(attended.shape[0], -1), self.o_weight, self.o_bias)
+        return self._o(attended.reshape(attended.shape[0], -1))
 
     def mlp(self, h: Tensor) -> Tensor:
         """Gate, up, activation and down, some rows at a time: the widest activations of a prefill stay small."""
@@ -68,8 +70,7 @@ class DecoderLayer:
         return out
 
     def _mlp(self, h: Tensor) -> Tensor:
-        gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
-        return F.linear(self.kernels.act_and_mul(gate_up, self.spec.activation), self.down_weight, self.down_bias)
+        return self._down(self.kernels.act_and_mul(self._gate_up(h), self.spec.activation))
 
     def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Everything after attention. Returns (what the next layer adds to the residual, residual)."""
@@ -78,8 +79,12 @@ class DecoderLayer:
         )
         return self.mlp(h), residual
 
-    def _bias(self, rows: slice) -> Tensor | None:
-        return None if self.qkv_bias is None else self.qkv_bias[rows]
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights."""
+        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
+        small = sum(t.numel() * t.itemsize for t in norms if t is not None)
+        return small + sum(part.num_bytes for part in (self._qkv, self._o, self._gate_up, self._down))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.spec.head_dim)
@@ -94,11 +99,16 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and the kernels they run on."""
+    """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and the kernels they run on.
+
+    weights: as `load_weights` gives them; they are taken out of it.
+    """
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend) -> None:
         self.spec, self.kernels = spec, kernels
-        self.embedding, self.norm, self.lm_head = weights["embed"], weights["norm"], weights["lm_head"]
+        self.embedding, self.norm = weights["embed"], weights["norm"]
+        tied = weights["lm_head"].data_ptr() == self.embedding.data_ptr()
+        self._head = Linear(weights["lm_head"], pack=not tied)  # a packed copy of the embedding would be a second one
         self.layers = [DecoderLayer(i, spec, weights, kernels) for i in range(spec.num_layers)]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.rope = RotaryEmbedding(spec, self.device)
@@ -117,15 +127,33 @@ class Decoder:
     def logits(self, delta: Tensor, residual: Tensor) -> Tensor:
         """fp32 logits [num_rows, vocab_size] from the last layer's output."""
         h, _ = self.kernels.add_rms_norm(delta, residual, self.norm, self.spec.rms_norm_eps)
-        return F.linear(h, self.lm_head).float()
+        return self._head(h).float()
 
     @property
     def num_bytes(self) -> int:
-        tensors = {t.data_ptr(): t for t in self._tensors()}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+        """Of all weights; a tied head is the embedding."""
+        own = self.embedding.numel() * self.embedding.itemsize + self.norm.numel() * self.norm.itemsize
+        head = 0 if self._head.weight is self.embedding else self._head.num_bytes
+        return own + head + sum(layer.num_bytes for layer in self.layers)
 
-    def _tensors(self) -> list[Tensor]:
-        found = [self.embedding, self.norm, self.lm_head]
-        for layer in self.layers:
-            found += [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
-        return found
+
+class _ByRows:
+    """A projection whose first rows and whose rest are also asked for alone. Packed weights cannot be cut: they are two."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, count: int) -> None:
+        cut = None if bias is None else (bias[:count], bias[count:])
+        self.first = Linear(weight[:count], None if cut is None else cut[0])
+        self.rest = Linear(weight[count:], None if cut is None else cut[1])
+        self._whole = None if self.first.packed else Linear(weight, bias)
+        self._sizes = (count, weight.shape[0] - count)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first.num_bytes + self.rest.num_bytes
+
+    def both(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The first rows of the product, and the rest."""
+        if self._whole is None:
+            return self.first(h), self.rest(h)
+        first, rest = self._whole(h).split(self._sizes, dim=-1)
+        return first, rest

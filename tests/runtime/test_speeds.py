@@ -14,6 +14,7 @@ from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend.cost import Speeds
+from cacheblend_cli.model.weights import load_weights
 from cacheblend_cli.runtime.controller import kv_bytes, workload
 from cacheblend_cli.runtime.request import Question, resolve
 from cacheblend_cli.runtime.speeds import SpeedFile, fit, kv_share, measure_compute, measure_loading
@@ -58,10 +59,11 @@ def test_every_depth_can_be_probed(tmp_path: Path, layers: int) -> None:
 
 
 def test_kv_share_is_that_of_the_weights(engine: Engine) -> None:
-    layer = engine.model.decoder.layers[0]
-    weights = [layer.qkv_weight, layer.o_weight, layer.gate_up_weight, layer.down_weight]
-    kv = layer.qkv_weight[engine.model.spec.q_size :]
-    assert kv_share(engine.model.spec) == pytest.approx(kv.numel() / sum(w.numel() for w in weights))
+    spec = engine.model.spec
+    weights = load_weights(spec, engine.model.path, torch.float32, torch.device("cpu"))
+    products = [t for name, t in weights.items() if name.startswith("0.") and t.dim() == 2]
+    kv = weights["0.qkv_proj.weight"][spec.q_size :]
+    assert kv_share(spec) == pytest.approx(kv.numel() / sum(w.numel() for w in products))
 
 
 def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunks(
