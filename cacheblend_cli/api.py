@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.precompute import (
+    Difference,
     PrecomputeEvent,
     PrecomputeOptions,
     PrecomputeReport,
@@ -31,6 +33,7 @@ __all__ = [
     "Answer",
     "AskPlan",
     "BlendConfig",
+    "Difference",
     "Engine",
     "EngineConfig",
     "PrecomputeEvent",
@@ -78,11 +81,17 @@ class Engine:
         paths: Sequence[str],
         options: PrecomputeOptions,
         on_event: Callable[[PrecomputeEvent], None],
+        confirm: Callable[[Difference], bool] | None = None,
     ) -> PrecomputeReport:
-        """Bring the store up to date with the documents under `paths`. store None: a dry run."""
-        self.runtime.check_chunk_tokens(options.chunk_tokens)
-        collection = self.runtime.collection(options.salt, options.kv_dtype if options.kv_dtype != "auto" else None)
-        return precompute(collection, store, read_documents(paths), options, on_event, [place_of(p) for p in paths])
+        """Bring the store up to date with the documents under `paths`. store None: a dry run.
+
+        What `options` leaves open is as the store remembers it of the paths. confirm: asked before documents are computed
+        again because they are stored with other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
+        """
+        if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
+            options = replace(options, kv_dtype=self.config.kv_dtype)
+        collection, names = self.runtime.collection(options.salt), [place_of(path) for path in paths]
+        return precompute(collection, store, read_documents(paths), options, on_event, names, confirm)
 
     def recheck(
         self,

@@ -88,7 +88,7 @@ def evaluate(
     output = Output(quiet=quiet)
     path = _record_path(out, resume)
     from cacheblend_cli.blend.selectors import make_selector
-    from cacheblend_cli.collect.precompute import PrecomputeOptions
+    from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.evaluation.evaluate import evaluate as run
     from cacheblend_cli.evaluation.grid import grid
     from cacheblend_cli.evaluation.plot import check_plot
@@ -102,7 +102,7 @@ def evaluate(
         check_plot(plot)
     for name in selector or ():
         make_selector(name)
-    collecting = PrecomputeOptions(window=settings.window, neighbours=settings.neighbours)
+    collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
     for name in context or ():
         replace(collecting, context=name)
     ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]

@@ -47,8 +47,12 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "sample_top_k", "min_p", "seed
 
 def settings_of(**flags: Any) -> Settings:
     """Flags (None: not given) over environment, files and defaults."""
-    resolved: Resolved = resolve(flags)
-    return resolved.settings
+    return resolved_of(**flags).settings
+
+
+def resolved_of(**flags: Any) -> Resolved:
+    """As settings_of, and where each value is from."""
+    return resolve(flags)
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,20 +17,21 @@ from cacheblend_cli.cli.sizes import format_size, parse_size
 from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
 from cacheblend_cli.corpus.places import text_of
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Settings, of_settings
+from cacheblend_cli.settings import Resolved
 
 if TYPE_CHECKING:
-    from cacheblend_cli.api import PrecomputeEvent, PrecomputeReport
+    from cacheblend_store import ChunkStore
+
+    from cacheblend_cli.api import Difference, PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.settings import Settings
+
+_REMEMBERED = ("chunk_tokens", "context", "window", "neighbours", "kv_dtype")
 
 
 @options.with_settings(
     "model",
     "store",
-    "chunk_tokens",
-    "context",
-    "window",
-    "neighbours",
-    "kv_dtype",
+    *_REMEMBERED,
     *options.MACHINE,
     "salt",
     "max_size",
@@ -36,11 +39,17 @@ if TYPE_CHECKING:
     context="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
 )
 def precompute(
-    settings: Settings,
+    resolved: Resolved,
     paths: Annotated[list[str], typer.Argument(help="Files and directories; - is stdin.", metavar="PATH...")],
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say tokens, bytes and time, as if nothing were stored yet, and store nothing."),
+        typer.Option(
+            "--dry-run", help="Say what would be computed and removed, in tokens, bytes and time, and do none of it."
+        ),
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="Compute documents again that are stored with other settings; do not ask."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
     json: options.Json = False,
@@ -48,36 +57,87 @@ def precompute(
 ) -> None:
     """Compute the KV cache of every chunk of the documents once, and keep it in the store.
 
-    A second run does only what changed. Ctrl-C keeps what is done. Contexts live side by side: ask --context chooses.
+    A second run does only what changed, and cuts and collects documents as they were before: --chunk-tokens, --context,
+    --window, --neighbours and --kv-dtype are remembered for each PATH. Ctrl-C keeps what is done. Contexts live side by
+    side: ask --context chooses.
     """
     output = Output(quiet=quiet)
     from cacheblend_cli.api import PrecomputeOptions
 
-    wanted = of_settings(PrecomputeOptions, settings, force=force, dry_run=dry_run)
+    settings = resolved.settings
+    given = {name: getattr(settings, name) for name in _REMEMBERED if resolved.origin[name] != "default"}
+    wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt)
     check_paths(paths)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     engine = options.load_engine(settings, output)
     options.about_demo(settings, output, paths)
-    opened = nullcontext() if dry_run else options.open_store(settings, write=True, max_bytes=quota)
+    opened = _store_there(settings) if dry_run else options.open_store(settings, write=True, max_bytes=quota)
     told = nullcontext() if dry_run else on_interrupt("what was stored stays; the same command goes on from there")
-    with told, opened as kv_store, output.progress("precompute") as bar:
-        report = engine.precompute(kv_store, paths, wanted, _View(output, bar, json, quiet).on_event)
+
+    def confirm(difference: Difference) -> bool:
+        return _confirm(difference, output, yes)
+
+    with told, opened as kv_store, _View(output, json, quiet) as view:
+        report = engine.precompute(kv_store, paths, wanted, view.on_event, confirm)
     _summary(report, output, str(settings.store_path), dry_run, json)
     _check_named(paths, report)
 
 
-class _View:
-    """Turns events into lines and the bar."""
+def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
+    """The store for a dry run, which makes none."""
+    from cacheblend_store import StoreNotFound
 
-    def __init__(self, output: Output, bar: object, json: bool, quiet: bool) -> None:
+    try:
+        return options.open_store(settings, write=False)
+    except StoreNotFound:
+        return nullcontext()
+
+
+def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
+    """Say what other settings cost, and ask whether that is meant. Raises UsageError where nobody can be asked."""
+    for change in _changes(difference):
+        output.warn(change)
+    amount = format_size(difference.new.bytes + difference.replaced.bytes)
+    told = (
+        f"{difference.computed_tokens:,} tokens are computed for it, {amount} of KV, about {difference.seconds:,.1f} s"
+    )
+    if yes:
+        output.note(told)
+        return True
+    if not (sys.stdin.isatty() and output.err_tty):
+        raise UsageError(f"documents are stored with other settings: {told}", "give --yes to go on, or see --dry-run")
+    output.err.write(f"{told}. Go on? [y/N] ")
+    output.err.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _changes(difference: Difference) -> Iterator[str]:
+    for (name, stored, now), count in sorted(difference.changes.items()):
+        flag, documents = f"--{name.replace('_', '-')}", "1 document is" if count == 1 else f"{count} documents are"
+        yield f"{documents} stored with {flag} {stored}, and this run has {flag} {now}"
+
+
+class _View:
+    """Turns events into lines and the bar, which begins with the plan: before it, something may be asked."""
+
+    def __init__(self, output: Output, json: bool, quiet: bool) -> None:
         import time
 
-        self.output, self.bar, self.json, self.quiet = output, bar, json, quiet
+        self.output, self.json, self.quiet = output, json, quiet
+        self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
+        self._stack = ExitStack()
         self.done = self.total = self.computed = 0
         self._clock, self._start = time.perf_counter, time.perf_counter()
 
+    def __enter__(self) -> _View:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "plan":
+            self._bar = self._stack.enter_context(self.output.progress("precompute"))
             self.total, self._start = event.tokens_total, self._clock()
         elif event.kind == "skipped":
             self.output.warn(f"skipped {event.message}")
@@ -87,7 +147,7 @@ class _View:
             self.done += event.chunk.tokens
             self.computed += event.chunk.tokens * (event.chunk.status != "unchanged")
             rate = self.computed / max(1e-9, self._clock() - self._start)
-            self.bar(self.done, self.total, f"{rate:,.0f} tokens/s")  # type: ignore[operator]
+            self._bar(self.done, self.total, f"{rate:,.0f} tokens/s")
             if self.json:
                 self.output.json(vars(event.chunk))
             elif self.quiet:
@@ -129,12 +189,18 @@ def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool
 
 
 def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:
-    seconds = report.estimated_seconds or 0.0
+    difference = report.difference
+    amounts = {name: getattr(difference, name) for name in ("new", "replaced", "unchanged", "removed")}
     if json:
         facts = {"documents": report.documents, "tokens": report.tokens, "bytes": report.bytes}
-        output.json({**facts, "seconds": round(seconds, 3), "skipped": len(report.skipped)})
-    else:
-        output.text(
-            f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV, "
-            f"about {seconds:,.1f} s on this machine if nothing is stored yet"
-        )
+        facts |= {name: vars(amount) for name, amount in amounts.items()}
+        output.json({**facts, "seconds": round(difference.seconds, 3), "skipped": len(report.skipped)})
+        return
+    rows = [(name, f"{a.chunks:,}", f"{a.tokens:,}", format_size(a.bytes)) for name, a in amounts.items()]
+    output.table(("", "chunks", "tokens", "KV"), rows, right=(1, 2, 3))
+    output.text(
+        f"{report.documents} documents, {report.tokens:,} tokens: {format_size(report.bytes)} of KV; "
+        f"{difference.computed_tokens:,} tokens to compute, about {difference.seconds:,.1f} s on this machine"
+    )
+    for change in _changes(difference):
+        output.note(change)

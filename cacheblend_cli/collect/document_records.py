@@ -5,32 +5,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection as Names
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord
+from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import is_below, is_on_disk, is_settled, is_stdin, known_as, place_of, settle
 
 if TYPE_CHECKING:
-    from cacheblend_cli.collect.precompute import PlannedChunk, PrecomputeOptions
+    from cacheblend_cli.collect.collector import PlannedChunk
+    from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.prompt.collection import Collection
 
 
 def document_record(
-    collection: Collection, document: Document, chunks: list[PlannedChunk], options: PrecomputeOptions
+    collection: Collection, document: Document, chunks: list[PlannedChunk], settings: CollectSettings
 ) -> DocumentRecord:
     """The record of a document that was cut and collected so."""
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
-    settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens}
-    if options.context != "sink":
-        settings["window"] = options.window
-    if options.context == "neighbours":
-        settings["neighbours"] = options.neighbours
     return DocumentRecord(
-        document.source, collection.id, document.digest, places, time.time(), settings, options.context
+        document.source, collection.id, document.digest, places, time.time(), settings.of_record(), settings.context
     )
 
 
@@ -40,11 +37,14 @@ def is_news(store: ChunkStore, record: DocumentRecord) -> bool:
     return old is None or replace(old, updated=record.updated) != record
 
 
-def stored_documents(store: ChunkStore) -> list[DocumentRecord]:
-    """All records under the names that their documents have now: an earlier version's names are as they were typed, and a
-    path can lead through a link that was not there when it was stored."""
+def stored_documents(store: ChunkStore) -> dict[bytes, DocumentRecord]:
+    """All records, by their keys in the store, under the names that their documents have now: an earlier version's names
+    are as they were typed, and a path can lead through a link that was not there when it was stored."""
     folders: dict[str, str] = {}
-    return [replace(record, source=_name_now(record, folders)) for record in store.documents()]
+    return {
+        document_key(r.collection, r.source, r.context): replace(r, source=_name_now(r, folders))
+        for r in store.documents()
+    }
 
 
 def rename_documents(store: ChunkStore) -> None:
@@ -75,12 +75,12 @@ def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
 
 
 def gone_documents(
-    stored: Sequence[DocumentRecord], kept: Mapping[str, str], no_documents: Names[str], roots: Names[str]
+    stored: Iterable[DocumentRecord], kept: Mapping[str, str], no_documents: Names[str], roots: Names[str]
 ) -> list[DocumentRecord]:
     """Those of the stored documents that are gone, in any collection and context.
 
-    kept: the documents this run found, name -> digest. no_documents: files it found that are none any more. roots: paths
-    it looked below. Gone is what lay below one of them and is on disk no more. A file that the walk passed over, since only
+    kept: the documents this run found, name -> digest. no_documents: names that are of none any more. roots: paths it
+    looked below. Gone is what lay below one of them and is on disk no more. A file that the walk passed over, since only
     its name brings it in, is not. Gone is also what is on disk no more anywhere, and turned up under another name: it was
     moved.
     """
@@ -97,10 +97,9 @@ def gone_documents(
     return [record for record in stored if is_gone(record)]
 
 
-def renamed(store: ChunkStore, gone: Sequence[DocumentRecord], kept: Mapping[str, str]) -> list[DocumentRecord]:
+def renamed(store: ChunkStore, gone: Sequence[DocumentRecord], names: Mapping[str, str]) -> list[DocumentRecord]:
     """Records for the names under which what gone documents said has turned up, where the store has none yet: in contexts
-    and codecs that this run did not look at, their chunks stay so."""
-    names = {digest: name for name, digest in kept.items() if digest}
+    and codecs that this run did not look at, their chunks stay so. names: by digest."""
     moved = (replace(r, source=names[r.content_digest]) for r in gone if r.content_digest in names)
     places = {(r.collection, r.source, r.context): r for r in moved}
     return [r for place, r in places.items() if store.get_document(*place) is None]

@@ -3,56 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
-from cacheblend_store.format.layouts import CODECS
+from cacheblend_store import ChunkStore, DocumentRecord
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
-from cacheblend_cli.collect.document_records import (
-    document_record,
-    gone_documents,
-    is_news,
-    rename_documents,
-    renamed,
-    stored_documents,
-)
+from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
+from cacheblend_cli.collect.plan import Amount, Difference, Part, Planned, compare, manifest_or_none, plan_parts
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
-from cacheblend_cli.corpus.chunker import Chunk, cut
-from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.survey import Survey, survey
 from cacheblend_cli.corpus.documents import Document, Skipped
 from cacheblend_cli.corpus.places import shown
-from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.prompt.collection import Collection, check_kv_dtype
+from cacheblend_cli.prompt.collection import Collection
+
+__all__ = ["Amount", "Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
 OnEvent = Callable[["PrecomputeEvent"], None]
+Confirm = Callable[[Difference], bool]
 
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """context: what a chunk is collected behind, see corpus/contexts.py. window: tokens of a chunk and its left context
-    at most. neighbours: how many similar chunks `neighbours` takes."""
+    """The first five as in CollectSettings; None is what the store remembers of the documents' root, and the default where
+    it remembers nothing. force: compute what is stored, too."""
 
-    chunk_tokens: int = 512
-    context: str = "document"
-    window: int = 2048
-    neighbours: int = 3
-    kv_dtype: str = "auto"
+    chunk_tokens: int | None = None
+    context: str | None = None
+    window: int | None = None
+    neighbours: int | None = None
+    kv_dtype: str | None = None
     force: bool = False
     dry_run: bool = False
     salt: str = ""
 
     def __post_init__(self) -> None:
-        check_context(self.context)
-        if self.chunk_tokens < 1:
-            raise UsageError(f"--chunk-tokens {self.chunk_tokens} is not 1 or more", "512 is the default")
-        if self.window < 1 or self.neighbours < 1:
-            name, value = ("window", self.window) if self.window < 1 else ("neighbours", self.neighbours)
-            raise UsageError(f"--{name} {value} is not 1 or more", "see: cacheblend precompute --help")
-        check_kv_dtype(self.kv_dtype)
+        CollectSettings(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that were asked for."""
+        return {name: value for name in vars(CollectSettings()) if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class PrecomputeEvent:
 @dataclass
 class PrecomputeReport:
     """gone: documents that are no more. removed: chunks that went. evicted: chunks of these documents that the quota had
-    no room for. skipped: (path, reason)."""
+    no room for. skipped: (path, reason). difference: what the run was to change, as it was found before it."""
 
     documents: int = 0
     gone: int = 0
@@ -93,16 +87,19 @@ class PrecomputeReport:
     computed_tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    estimated_seconds: float | None = None
+    difference: Difference = field(default_factory=Difference)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def plan(self, parts: Sequence[Part], difference: Difference) -> None:
+        """Note what is there before anything is done."""
+        self.documents = sum(len(part.planned) for part in parts)
+        self.tokens = sum(len(c.chunk.token_ids) for part in parts for c in part.chunks)
+        self.bytes = sum(p.collection.chunk_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks)
+        self.difference = difference
 
     @property
     def tokens_per_s(self) -> float:
         return self.computed_tokens / self.seconds if self.seconds else 0.0
-
-
-Planned = list[tuple[Document, list[PlannedChunk]]]
-"""Documents in order, with their chunks."""
 
 
 def precompute(
@@ -111,104 +108,105 @@ def precompute(
     documents: Iterable[Document | Skipped],
     options: PrecomputeOptions,
     on_event: OnEvent,
-    roots: Sequence[str] = (),
+    paths: Sequence[str] = (),
+    confirm: Confirm | None = None,
 ) -> PrecomputeReport:
     """Bring the store up to date with the documents. Each chunk is committed before it is reported.
 
-    store None: a dry run. roots: the names of the paths that were looked at: documents below them that are gone from disk
-    are removed from the store. Safe to interrupt and to run again: what is there is `unchanged`.
+    collection: of any codec. store None: a dry run. paths: the names of the paths that led to the documents: what is gone
+    from disk below them is removed from the store. confirm: asked before documents are computed again because they are
+    stored with other settings. Safe to interrupt and to run again: what is there is `unchanged`.
+
+    Raises UsageError when it is not confirmed, and for settings that do not fit the model.
     """
     start, report = time.perf_counter(), PrecomputeReport()
-    found: list[tuple[Document, list[Chunk]]] = []
-    kept, no_documents = dict[str, str](), set[str]()
-    for document in documents:
-        if isinstance(document, Skipped):
-            if document.unread:
-                kept[document.source] = ""
-            else:
-                no_documents.add(document.source)
-            report.skipped.append((document.typed, document.reason))
-            on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}"))
-            continue
-        kept[document.source] = document.digest
-        found.append((document, cut(document.text, collection.model.tokenizer.encode_text, options.chunk_tokens)))
+
+    def skip(document: Skipped) -> None:
+        report.skipped.append((document.typed, document.reason))
+        on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}"))
+
     if store is not None and not options.dry_run:
         rename_documents(store)
-    codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
-    stored = [r for r in stored_documents(store) if r.collection in codecs] if store else []
-    gone = gone_documents(stored, kept, no_documents, roots)
-    planned = plan_documents(collection, found, options, _stored_passages(collection, store, found, gone, options))
-    report.documents = len(planned)
-    report.tokens = sum(len(p.chunk.token_ids) for _, chunks in planned for p in chunks)
-    report.bytes = sum(collection.chunk_bytes(len(p.chunk.token_ids)) for _, chunks in planned for p in chunks)
-    on_event(PrecomputeEvent("plan", tokens_total=report.tokens))
+    found = survey(collection, store, documents, paths, skip)
+    parts = plan_parts(store, found, options.given)
+    report.plan(parts, compare(store, found, parts, force=options.force))
     if options.dry_run or store is None:
-        report.estimated_seconds = _estimate(Collector(collection), planned)
+        report.difference.seconds = _estimate(report.difference)
         return report
-    run = _Run(collection, store, options, on_event, report)
-    run.store(planned)
-    run.remove(gone, kept)
-    run.remove_outdated(stored, kept, codecs)
+    start += _confirm(report.difference, confirm)
+    on_event(PrecomputeEvent("plan", tokens_total=report.tokens))
+    run = _Run(found, store, options, on_event, report)
+    settings = {path: replace(found.settings_of(path, path), **options.given) for path in paths} if parts else {}
+    found.roots.remember(store, settings, options.given, found.linked, done=False)
+    for part in parts:
+        run.store(part)
+    run.remove_gone()
+    run.remove_outdated()
+    found.roots.remember(store, settings, options.given, found.linked, done=True)
     if store.max_bytes:
-        report.evicted = sum(not store.has_kv(k) for k in {p.key for _, chunks in planned for p in chunks})
+        report.evicted = sum(not store.has_kv(key) for key in {c.key for part in parts for c in part.chunks})
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _confirm(difference: Difference, confirm: Confirm | None) -> float:
+    """Ask where something is to be asked. Returns the seconds that took."""
+    start = time.perf_counter()
+    if confirm is not None and difference.changes:
+        difference.seconds = _estimate(difference)
+        if not confirm(difference):
+            raise UsageError("nothing was computed", "without the flag, documents are cut and collected as they were")
+    return time.perf_counter() - start
 
 
 class _Run:
     """One precompute, once it is known what the documents' chunks are."""
 
     def __init__(
-        self,
-        collection: Collection,
-        store: ChunkStore,
-        options: PrecomputeOptions,
-        on_event: OnEvent,
-        report: PrecomputeReport,
+        self, found: Survey, store: ChunkStore, options: PrecomputeOptions, on_event: OnEvent, report: PrecomputeReport
     ) -> None:
-        self._collection, self._store, self._options = collection, store, options
+        self._found, self._store, self._options = found, store, options
         self._on_event, self._report = on_event, report
-        self._collector = Collector(collection, store)
 
-    def store(self, planned: Planned) -> None:
+    def store(self, part: Part) -> None:
         """Collect and commit what the store lacks, batch by batch, and each document's record behind its chunks."""
-        self._collector.store_prefix()
-        for batch in _batches(planned, 4 * pack_tokens(self._collection.model.decoder.device)):
-            self._store_batch(batch)
+        collector = Collector(part.collection, self._store)
+        collector.store_prefix()
+        for batch in _batches(part.planned, 4 * pack_tokens(part.collection.model.decoder.device)):
+            self._store_batch(part, collector, batch)
 
-    def remove(self, gone: Sequence[DocumentRecord], kept: Mapping[str, str]) -> None:
+    def remove_gone(self) -> None:
         """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
-        another name; kept: name -> digest of what was found."""
-        self._report.removed += sum(map(len, self._store.put_documents(renamed(self._store, gone, kept), gone)))
-        names = {digest: name for name, digest in kept.items() if digest}
+        another name."""
+        gone, names = self._found.gone, self._found.names
+        self._report.removed += sum(map(len, self._store.put_documents(renamed(self._store, gone, names), gone)))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone):
             self._report.gone += 1
             what = f"is {shown(names[digest])} now" if digest in names else "is gone: its chunks were removed"
             self._on_event(PrecomputeEvent("removed", message=f"{shown(source)} {what}"))
 
-    def remove_outdated(
-        self, stored: Sequence[DocumentRecord], kept: Mapping[str, str], codecs: Mapping[str, str]
-    ) -> None:
+    def remove_outdated(self) -> None:
         """A document's chunks in other contexts and codecs say what it said then. When it says something else now, they
-        go. stored: from before this run. codecs: by collection."""
-        for old in stored:
-            now = self._store.get_document(old.collection, old.source, old.context) if kept.get(old.source) else None
-            if now is not None and now.content_digest != kept[old.source]:
+        go."""
+        for old in self._found.stored.values():
+            digest = self._found.kept.get(old.source)
+            now = self._store.get_document(old.collection, old.source, old.context) if digest else None
+            if now is not None and now.content_digest != digest:
                 [removed] = self._store.put_documents((), [now])
                 self._report.removed += len(removed)
-                what = f"its chunks of context {old.context} in {codecs[old.collection]} were removed"
+                what = f"its chunks of context {old.context} in {self._found.codecs[old.collection]} were removed"
                 self._on_event(PrecomputeEvent("removed", message=f"{shown(old.source)} has changed: {what}"))
 
-    def _store_batch(self, batch: Planned) -> None:
-        collection, store, options, report = self._collection, self._store, self._options, self._report
+    def _store_batch(self, part: Part, collector: Collector, batch: Planned) -> None:
+        collection, store, options, report = part.collection, self._store, self._options, self._report
         wanted = {p.key: p for _, chunks in batch for p in chunks}
         with store.read() as reader:
-            present = {key: m for key in wanted if (m := _manifest_or_none(reader, key)) is not None and m.has_kv}
+            present = {key: m for key in wanted if (m := manifest_or_none(reader, key)) is not None and m.has_kv}
         missing = [p for key, p in wanted.items() if options.force or key not in present]
         results: dict[bytes, ChunkResult] = {}
-        own = options.context
+        own = part.settings.context
         replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
-        for key, status, size in self._collector.store(missing):
+        for key, status, size in collector.store(missing):
             planned = wanted[key]
             if planned.source in replaced_sources and status == "new":
                 status = "replaced"
@@ -224,35 +222,8 @@ class _Run:
                     result = _result(planned, size, "unchanged")
                     self._on_event(PrecomputeEvent("chunk", result))
                 setattr(report, result.status, getattr(report, result.status) + 1)
-            records.append(document_record(collection, document, chunks, options))
+            records.append(document_record(collection, document, chunks, part.settings))
         report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
-
-
-def plan_documents(
-    collection: Collection,
-    documents: Sequence[tuple[Document, Sequence[Chunk]]],
-    options: PrecomputeOptions,
-    stored: Iterable[Passage] = (),
-) -> Planned:
-    """The documents' chunks with their keys and left contexts. stored: passages of other documents, for `neighbours`."""
-    window = collection.window(options.window)
-    near: Neighbours | None = None
-    if options.context == "neighbours":
-        own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
-        near = Neighbours((*own, *stored), options.neighbours, window)
-    out = []
-    for document, chunks in documents:
-        lefts: list[Ids] = [()] * len(chunks)
-        if near is not None:
-            lefts = [near.left(c.token_ids) for c in chunks]
-        elif options.context == "document":
-            lefts = document_contexts([c.token_ids for c in chunks], window)
-        planned = [
-            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, options.context)
-            for chunk, left in zip(chunks, lefts, strict=True)
-        ]
-        out.append((document, planned))
-    return out
 
 
 def _batches(planned: Planned, most: int) -> Iterable[Planned]:
@@ -269,60 +240,28 @@ def _batches(planned: Planned, most: int) -> Iterable[Planned]:
         yield batch
 
 
-def _stored_passages(
-    collection: Collection,
-    store: ChunkStore | None,
-    found: Sequence[tuple[Document, Sequence[Chunk]]],
-    gone: Sequence[DocumentRecord],
-    options: PrecomputeOptions,
-) -> Iterator[Passage]:
-    """What `neighbours` may take from the store: the documents that are not of this run, each in one context.
-
-    A run's own documents are taken from the run, so that the same run again finds the same neighbours.
-    """
-    if store is None or options.context != "neighbours":
-        return
-    not_these = {d.source for d, _ in found} | {r.source for r in gone}
-    records: dict[str, DocumentRecord] = {}
-    for record in store.documents(collection.id):
-        if record.source not in not_these:
-            known = records.setdefault(record.source, record)
-            if CONTEXTS.index(record.context) > CONTEXTS.index(known.context):
-                records[record.source] = record
-    for record in records.values():
-        for place in record.chunks:
-            with store.read() as reader:
-                manifest = _manifest_or_none(reader, place.key)
-            if manifest is not None:
-                yield Passage(manifest.text, manifest.token_ids)
+def _estimate(difference: Difference) -> float:
+    """Seconds to collect what is missing, from a measured prefill of as many tokens as go together, in one sequence."""
+    total = 0.0
+    for collection, chunks in difference.missing:
+        if chunks:
+            tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
+            total += _seconds_a_token(collection, tokens, chunks[0].chunk.token_ids[0]) * tokens
+    return total
 
 
-def _estimate(collector: Collector, planned: Planned) -> float:
-    """Seconds to collect everything, from a measured prefill of as many tokens as go together, in one sequence."""
-    chunks = [p for _, found in planned for p in found]
-    if not chunks:
-        return 0.0
-    decoder = collector.collection.model.decoder
-    tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
-    size = max(1, collector.collection.window(min(pack_tokens(decoder.device), tokens)))
-    probe = CollectSequence(tuple(chunks[0].chunk.token_ids[:1] * size), (Kept(b"", 0, size),))
-    prefix, best = collector.prefix, float("inf")
+def _seconds_a_token(collection: Collection, tokens: int, token_id: int) -> float:
+    decoder, prefix = collection.model.decoder, Collector(collection).prefix
+    size = max(1, collection.window(min(pack_tokens(decoder.device), tokens)))
+    probe, best = CollectSequence((token_id,) * size, (Kept(b"", 0, size),)), float("inf")
     for _ in range(2):
         start = time.perf_counter()
         for _ in collect(decoder, prefix, [probe]):
             pass
         best = min(best, time.perf_counter() - start)
-    return best * tokens / size
+    return best / size
 
 
 def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:
     chunk = planned.chunk
     return ChunkResult(planned.key.hex(), shown(planned.source), chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]
-
-
-def _manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:
-    """A damaged manifest is a miss."""
-    try:
-        return reader.manifest(key)
-    except BadBlob:
-        return None

@@ -18,13 +18,15 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """source: its name, see corpus/places.py. digest: blake2b-128 of the text, hex.
+    """source: its name, see corpus/places.py. root: the name of the path that led to it. digest: blake2b-128 of the text,
+    hex.
 
     Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
     """
 
     source: str
     text: str
+    root: str = ""
 
     @property
     def digest(self) -> str:
@@ -50,13 +52,14 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
     check_paths(paths)
     seen: set[str] = set()
     for name in paths:
+        root = place_of(name)
         for file in [Path(STDIN)] if name == STDIN else _walk(Path(name), ()):
-            source = place_of(name if name == STDIN else str(file))
+            source = root if name == STDIN else place_of(str(file))
             if source in seen:
                 continue
             seen.add(source)
             try:
-                yield Document(source, _decode(sys.stdin.buffer.read() if name == STDIN else _read(file)))
+                yield Document(source, _decode(sys.stdin.buffer.read() if name == STDIN else _read(file)), root)
             except _NoDocument as found:
                 yield Skipped(source, found.reason, text_of(str(file)), found.unread)
 

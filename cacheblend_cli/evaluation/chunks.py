@@ -11,7 +11,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Engine
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
-from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
 from cacheblend_cli.evaluation.samples import Context, Sample
@@ -31,14 +31,14 @@ class SampleChunks:
         engine: Engine,
         store: ChunkStore,
         corpus: Sequence[Sample] = (),
-        collecting: PrecomputeOptions | None = None,
+        collecting: CollectSettings | None = None,
     ) -> None:
         self._engine, self._store, self._corpus = engine, store, corpus
         self._collection: Collection = engine.runtime.collection()
         self._collector = Collector(self._collection, store)
         self._ids: dict[str, tuple[int, ...]] = {}
         self._planned: dict[tuple[Context, str], PlannedChunk] = {}
-        self._options = collecting or PrecomputeOptions()
+        self._options = collecting or CollectSettings()
         self._window = self._collection.window(self._options.window)
 
     def keys(self, sample: Sample, context: str) -> list[bytes]:

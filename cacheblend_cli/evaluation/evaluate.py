@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine
-from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import Measured, Reference, prefill_in_pieces, run_full, run_setting
@@ -54,7 +54,7 @@ def evaluate(
     max_tokens: int = 32,
     records: RecordFile | None = None,
     keep_chunks: bool = True,
-    collecting: PrecomputeOptions | None = None,
+    collecting: CollectSettings | None = None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Results:
     """Collect the samples' chunks and measure every setting on every sample.
@@ -89,7 +89,7 @@ class _Run:
         settings: list[Setting],
         max_tokens: int,
         records: RecordFile,
-        collecting: PrecomputeOptions | None,
+        collecting: CollectSettings | None,
     ) -> None:
         self._runtime, self._store, self._settings = engine.runtime, store, settings
         self._max_tokens, self._records = max_tokens, records

@@ -35,6 +35,20 @@ class Collection:
             raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
         return cls(model, tuple(prefix_ids), codec, salt)
 
+    def in_codec(self, kv_dtype: str) -> Collection:
+        """The same prompts' collection in another codec; auto is what is computed."""
+        return Collection.of(self.model, self.prefix_ids, kv_dtype, self.salt)
+
+    def check_chunk_tokens(self, chunk_tokens: int) -> None:
+        """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""
+        room = self.model.spec.max_position_embeddings - len(self.prefix_ids)
+        if chunk_tokens > room:
+            raise UsageError(
+                f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that the context of {self.model.name} has "
+                "room for behind the prompt's prefix",
+                f"use --chunk-tokens {min(512, room)}",
+            )
+
     @property
     def id(self) -> str:
         return collection_id(self._parts(self.prefix_ids, ()))

@@ -119,16 +119,6 @@ class Runtime:
                 "ask with fewer chunks, a shorter question or a smaller --max-tokens",
             )
 
-    def check_chunk_tokens(self, chunk_tokens: int) -> None:
-        """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""
-        room = self.model.spec.max_position_embeddings - len(self.template.prefix_ids)
-        if chunk_tokens > room:
-            raise UsageError(
-                f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that the context of {self.model.name} has "
-                "room for behind the prompt's prefix",
-                f"use --chunk-tokens {min(512, room)}",
-            )
-
     def describe(self) -> dict[str, Any]:
         """Facts for `doctor`."""
         spec, decoder = self.model.spec, self.decoder

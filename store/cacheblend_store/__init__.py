@@ -20,6 +20,7 @@ from cacheblend_store.errors import (
     StorePermission,
 )
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
+from cacheblend_store.format.memos import Memo
 from cacheblend_store.format.records import ChunkManifest, DocumentChunk, DocumentRecord
 from cacheblend_store.store import ChunkStore, StoreReader
 from cacheblend_store.upkeep.compaction import compact
@@ -45,6 +46,7 @@ __all__ = [
     "ImportReport",
     "ImportedChunk",
     "KeyParts",
+    "Memo",
     "PruneReport",
     "SalvageReport",
     "Share",

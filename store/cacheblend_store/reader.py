@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, parse_blob
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.format.memos import MEMO_KEYS, Memo, decode_memo
 from cacheblend_store.format.records import (
     ChunkManifest,
     DocumentRecord,
@@ -125,6 +127,21 @@ class StoreReader:
             if not name.startswith(key):
                 return
             yield name[KEY_BYTES:]
+
+    def memos(self) -> Iterator[Memo]:
+        """All that are not damaged, and of a version that is known."""
+        for key in self.memo_keys():
+            value = self.get("meta", key)
+            with suppress(BadBlob):
+                memo = None if value is None else decode_memo(key, value)
+                if memo is not None:
+                    yield memo
+
+    def memo_keys(self) -> Iterator[bytes]:
+        for key in self.keys_from(MEMO_KEYS, "meta"):
+            if not key.startswith(MEMO_KEYS):
+                return
+            yield key
 
     def meta(self, name: bytes) -> bytes | None:
         value = self.get("meta", name)

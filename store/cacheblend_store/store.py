@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.format.keys import KEY_BYTES
+from cacheblend_store.format.memos import Memo, encode_memo
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.lmdb_file.datafile import MAP_SIZE
 from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
@@ -298,6 +299,21 @@ class ChunkStore:
         """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.evict(key) for key in wanted))
+
+    def memos(self, kind: str) -> list[Memo]:
+        """The memos of a kind, by name. Damaged ones are passed over."""
+        with self.read() as reader:
+            return sorted((m for m in reader.memos() if m.kind == kind), key=lambda m: m.name)
+
+    def put_memos(self, memos: Sequence[Memo]) -> None:
+        """Store memos, each in place of the one of its kind and name, in one transaction."""
+
+        def put(writer: StoreWriter) -> None:
+            for memo in memos:
+                writer.put("meta", memo.key, encode_memo(memo))
+
+        if memos:
+            self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove chunks in one transaction; how many were there. Documents that had them are precomputed again."""

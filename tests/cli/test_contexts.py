@@ -19,7 +19,7 @@ def ids(cli: Cli, docs: Path) -> dict[str, set[str]]:
     """The ids of each context's chunks that are of no other."""
     found = {}
     for context in ("sink", "document", "neighbours"):
-        result = cli("precompute", "docs", *SMALL, "--context", context, "--json")
+        result = cli("precompute", "docs", *SMALL, "--context", context, "--yes", "--json")
         assert result.code == 0, result.err
         found[context] = {r["id"] for r in result.records}
     return {c: own - set().union(*(o for d, o in found.items() if d != c)) for c, own in found.items()}

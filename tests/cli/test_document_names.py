@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheblend_store import ChunkStore
+from projects import JONAS, MARA, as_an_earlier_version_wrote_it, listed, write
 
 Cli = Callable[..., Any]
-MARA = "# Billing\n\nThe lead of billing is Mara.\n"
-JONAS = "# Billing\n\nThe lead of billing is Jonas.\n"
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def listed(cli: Cli, *arguments: str) -> set[str]:
-    return {r["source"] for r in cli("chunks", "ls", "--json", *arguments).records}
 
 
 def found(cli: Cli, *arguments: str) -> set[str]:
@@ -182,7 +168,7 @@ def test_a_document_that_two_projects_share_is_cited_by_its_own_name_in_each(cli
 def test_a_changed_document_leaves_nothing_of_its_old_text_in_another_codec(cli: Cli, tmp_path: Path) -> None:
     file = write(tmp_path / "a.md", MARA)
     assert cli("precompute", "a.md", "--kv-dtype", "float32").code == 0
-    assert cli("precompute", "a.md", "--kv-dtype", "int8").code == 0
+    assert cli("precompute", "a.md", "--kv-dtype", "int8", "--yes").code == 0
     write(file, JONAS)
     assert cli("precompute", "a.md").code == 0
     assert all("Jonas" in r["snippet"] for r in cli("search", "billing lead", "--json").records)
@@ -206,23 +192,6 @@ def test_stdin_is_a_document_of_the_project_it_is_piped_in(cli: Cli, projects: t
     assert "-" in listed(cli), "nobody said that it is gone"
     assert cli("chunks", "rm", "--source", "-").code == 0
     assert listed(cli) == {"docs/a.md", "../one/docs/a.md", "../one/-"}
-
-
-def as_an_earlier_version_wrote_it(store: Path, folder: Path) -> None:
-    """Sources as they were typed in that directory, beside a digest of it."""
-    digest = hashlib.blake2b(os.fsencode(folder), digest_size=16).hexdigest()
-    with ChunkStore.open(store, mode="write") as opened:
-        records = opened.documents()
-        typed = [
-            replace(r, source=os.path.relpath(r.source, folder), settings={**r.settings, "directory": digest})
-            for r in records
-        ]
-        opened.put_documents(typed, records)
-        for manifest in list(opened.chunks()):
-            with opened.read() as reader:
-                blobs = [bytes(reader.blob(manifest, layer)) for layer in range(manifest.num_layers)]
-            opened.remove_chunks([manifest.key])
-            opened.put_chunk(replace(manifest, source=os.path.relpath(manifest.source, folder)), blobs)
 
 
 def test_a_store_of_an_earlier_version_is_read_and_renamed(

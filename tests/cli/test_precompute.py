@@ -123,7 +123,7 @@ def test_dry_run_stores_nothing(cli: Cli, docs: Path, tmp_path: Path) -> None:
     assert facts["tokens"] > 0
     assert facts["seconds"] > 0
     assert not (tmp_path / "store").exists()
-    assert "if nothing is stored yet" in cli("precompute", "docs", "--dry-run").out
+    assert "160 tokens to compute" in cli("precompute", "docs", "--dry-run").out
 
 
 def test_chunks_larger_than_the_context_are_refused_by_name(cli: Cli, docs: Path) -> None:

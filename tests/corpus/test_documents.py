@@ -130,7 +130,7 @@ def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:
 
 def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
-    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n")]
+    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n", place_of("-"))]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-")]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
+from cacheblend_store.format.memos import MEMO_KEYS, Memo, decode_memo
 from cacheblend_store.format.records import DocumentRecord
 from cacheblend_store.lmdb_file.datafile import replacing
 from cacheblend_store.lmdb_file.directory import DATA, unreadable
@@ -65,6 +66,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
         with suppress(StoreCorrupt):
             documents += filter(None, [source.document(key)])
     target.put_documents(documents)
+    target.put_memos(list(_memos(source)))
     with suppress(StoreCorrupt):
         state = decode_state(state_value(source.meta))
         target.set_max_bytes(state.max_bytes if state else 0)
@@ -90,6 +92,15 @@ def _copy_chunk(source: StoreReader, target: ChunkStore, key: bytes) -> bool:
         whole = False
     target.put_records(filter(None, [manifest]))
     return whole
+
+
+def _memos(source: StoreReader) -> Iterator[Memo]:
+    for key in _keys(source, "meta"):
+        if key.startswith(MEMO_KEYS):
+            with suppress(BadBlob, StoreCorrupt):
+                memo = decode_memo(key, source.get("meta", key) or b"")
+                if memo is not None:
+                    yield memo
 
 
 def _keys(source: StoreReader, database: str) -> Iterator[bytes]:

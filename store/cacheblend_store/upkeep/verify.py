@@ -9,6 +9,7 @@ import lmdb.verify
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
+from cacheblend_store.format.memos import decode_memo
 from cacheblend_store.format.records import decode_document
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
@@ -22,7 +23,7 @@ from cacheblend_store.writer import StoreWriter
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "use". key: the chunk, if any."""
+    """kind: "page", "manifest", "blob", "stray-blob", "document", "reference", "counter", "memo", "use". key: the chunk, if any."""
 
     kind: str
     message: str
@@ -98,6 +99,7 @@ def _check_records(store: ChunkStore, report: VerifyReport, progress: Progress |
         _check_strays(reader, known, report)
         _check_documents(reader, known, report)
         _check_counters(reader, report)
+        _check_memos(reader, report)
 
 
 def _check_chunk(reader: StoreReader, key: bytes, report: VerifyReport) -> None:
@@ -150,6 +152,14 @@ def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyRepor
             report.findings.append(Finding("reference", text, name[:KEY_BYTES]))
 
 
+def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
+    for key in reader.memo_keys():
+        try:
+            decode_memo(key, reader.get("meta", key) or b"")
+        except BadBlob as error:
+            report.findings.append(Finding("memo", error.message, key))
+
+
 def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
     state, counted = decode_state(state_value(reader.meta)), recount(reader.pages)
     if state is None:
@@ -175,6 +185,8 @@ def _repair(store: ChunkStore, report: VerifyReport) -> None:
                 writer.delete_chunk(finding.key)
             elif finding.kind == "document":
                 writer.delete("documents", finding.key)
+            elif finding.kind == "memo":
+                writer.delete("meta", finding.key)
             elif finding.kind == "use":
                 writer.delete("lru", finding.key)
         writer.rebuild_references()

@@ -1,0 +1,202 @@
+"""What a precompute is about to do: the documents' chunks with their keys, and how that differs from what is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
+
+from cacheblend_cli.collect.collector import PlannedChunk
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.survey import Survey
+from cacheblend_cli.corpus.chunker import Chunk, cut
+from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.prompt.collection import Collection
+
+Planned = list[tuple[Document, list[PlannedChunk]]]
+"""Documents in order, with their chunks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents of a run that are cut and collected in one way."""
+
+    collection: Collection
+    settings: CollectSettings
+    planned: Planned
+
+    @property
+    def chunks(self) -> list[PlannedChunk]:
+        return [chunk for _, chunks in self.planned for chunk in chunks]
+
+
+@dataclass
+class Amount:
+    """bytes: of KV."""
+
+    chunks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def add(self, tokens: int, num_bytes: int) -> None:
+        self.chunks += 1
+        self.tokens += tokens
+        self.bytes += num_bytes
+
+
+@dataclass
+class Difference:
+    """What a run changes in the store. new, replaced: what it computes, of documents the store does not have so and of
+    those it has. removed: what goes. changes: (setting, stored, now) -> documents that are computed again, for it alone or
+    among others. missing: what is to be computed, by collection. seconds: that this takes, where it was measured."""
+
+    new: Amount = field(default_factory=Amount)
+    replaced: Amount = field(default_factory=Amount)
+    unchanged: Amount = field(default_factory=Amount)
+    removed: Amount = field(default_factory=Amount)
+    changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    missing: list[tuple[Collection, list[PlannedChunk]]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.new.tokens + self.replaced.tokens
+
+
+def plan_documents(
+    collection: Collection,
+    documents: Sequence[tuple[Document, Sequence[Chunk]]],
+    settings: CollectSettings,
+    others: Iterable[Passage] = (),
+) -> Planned:
+    """The documents' chunks with their keys and left contexts. others: passages of other documents, for `neighbours`."""
+    window = collection.window(settings.window)
+    near: Neighbours | None = None
+    if settings.context == "neighbours":
+        own = (Passage(c.text, c.token_ids) for _, chunks in documents for c in chunks)
+        near = Neighbours((*own, *others), settings.neighbours, window)
+    out = []
+    for document, chunks in documents:
+        lefts: list[Ids] = [()] * len(chunks)
+        if near is not None:
+            lefts = [near.left(c.token_ids) for c in chunks]
+        elif settings.context == "document":
+            lefts = document_contexts([c.token_ids for c in chunks], window)
+        planned = [
+            PlannedChunk(collection.key(chunk.token_ids, left), document.source, chunk, left, settings.context)
+            for chunk, left in zip(chunks, lefts, strict=True)
+        ]
+        out.append((document, planned))
+    return out
+
+
+def plan_parts(store: ChunkStore | None, survey: Survey, given: Mapping[str, Any]) -> list[Part]:
+    """The documents that are cut and collected in one way together, in order. given: settings that were asked for; the
+    others are those a document had."""
+    encode = survey.collection.model.tokenizer.encode_text
+    cuts: dict[CollectSettings, list[tuple[Document, list[Chunk]]]] = {}
+    for document in survey.documents:
+        settings = replace(survey.settings_of(document.source, document.root), **given)
+        cuts.setdefault(settings, []).append((document, cut(document.text, encode, settings.chunk_tokens)))
+    parts = []
+    for settings, own in cuts.items():
+        collection = survey.collection.in_codec(settings.kv_dtype)
+        collection.check_chunk_tokens(settings.chunk_tokens)
+        others: list[Passage] = []
+        if settings.context == "neighbours":
+            others += (Passage(c.text, c.token_ids) for cut_so in cuts.values() for _, cs in cut_so for c in cs)
+            others += stored_passages(collection, store, survey.kept.keys() | {r.source for r in survey.gone})
+        parts.append(Part(collection, settings, plan_documents(collection, own, settings, others)))
+    return parts
+
+
+def compare(store: ChunkStore | None, survey: Survey, parts: Sequence[Part], *, force: bool = False) -> Difference:
+    """What storing the parts changes. force: everything is computed."""
+    found, planned = Difference(), set[bytes]()
+    by_name: dict[str, list[DocumentRecord]] = {}
+    for record in survey.stored.values():
+        by_name.setdefault(record.source, []).append(record)
+    for part in parts:
+        missing: list[PlannedChunk] = []
+        for document, chunks in part.planned:
+            versions = by_name.get(document.source, [])
+            own = [r for r in versions if (r.collection, r.context) == (part.collection.id, part.settings.context)]
+            before = len(missing)
+            for chunk in chunks:
+                if chunk.key not in planned:
+                    planned.add(chunk.key)
+                    there = not force and store is not None and store.has_kv(chunk.key)
+                    amount = found.unchanged if there else found.replaced if own else found.new
+                    tokens = len(chunk.chunk.token_ids)
+                    amount.add(tokens, part.collection.chunk_bytes(tokens))
+                    missing += [] if there else [chunk]
+            if len(missing) > before and versions and not force:
+                latest = max(own or versions, key=lambda r: r.updated)
+                found.changes.update(_changes(latest, survey.codecs[latest.collection], part))
+        found.missing.append((part.collection, missing))
+    if store is not None:
+        _count_removed(found, store, _leaving(survey, parts), planned)
+    return found
+
+
+def _changes(record: DocumentRecord, codec: str, part: Part) -> list[tuple[str, str, str]]:
+    """In which settings a document's part differs from how it is stored: (setting, stored, now)."""
+    was = {**record.settings, "context": record.context, "kv_dtype": codec}
+    now = {**part.settings.of_record(), "context": part.settings.context, "kv_dtype": part.collection.codec}
+    return [(name, str(was[name]), str(value)) for name, value in now.items() if name in was and was[name] != value]
+
+
+def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:
+    """The records that are replaced or removed, by their keys in the store."""
+    places = {(p.collection.id, d.source, p.settings.context) for p in parts for d, _ in p.planned}
+    ending = {(r.collection, r.source, r.context) for r in survey.gone}
+
+    def leaves(record: DocumentRecord) -> bool:
+        place = (record.collection, record.source, record.context)
+        if place in ending:  # what has turned up under another name stays, unless that is stored anew there
+            name = survey.names.get(record.content_digest)
+            return name is None or (record.collection, name, record.context) in places
+        return place in places or (survey.kept.get(record.source) or record.content_digest) != record.content_digest
+
+    return {key: record for key, record in survey.stored.items() if leaves(record)}
+
+
+def _count_removed(
+    found: Difference, store: ChunkStore, leaving: Mapping[bytes, DocumentRecord], planned: Set[bytes]
+) -> None:
+    with store.read() as reader:
+        for key in {c.key for record in leaving.values() for c in record.chunks} - planned:
+            manifest = manifest_or_none(reader, key)
+            if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
+                found.removed.add(manifest.num_tokens, manifest.num_bytes)
+
+
+def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:
+    """What `neighbours` may take from the store: the collection's documents but those of these names, each in one
+    context. A run's own documents are taken from the run, so that the same run again finds the same neighbours."""
+    if store is None:
+        return
+    records: dict[str, DocumentRecord] = {}
+    for record in store.documents(collection.id):
+        if record.source not in but:
+            known = records.setdefault(record.source, record)
+            if CONTEXTS.index(record.context) > CONTEXTS.index(known.context):
+                records[record.source] = record
+    for record in records.values():
+        for place in record.chunks:
+            with store.read() as reader:
+                manifest = manifest_or_none(reader, place.key)
+            if manifest is not None:
+                yield Passage(manifest.text, manifest.token_ids)
+
+
+def manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:
+    """A damaged manifest is a miss."""
+    try:
+        return reader.manifest(key)
+    except BadBlob:
+        return None

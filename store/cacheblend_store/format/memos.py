@@ -1,0 +1,54 @@
+"""Memos: small facts that the store keeps for whoever uses it, as sealed JSON in the database `meta`.
+
+The store does not read them. A memo of a version that is not known here is passed over, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from cacheblend_store.errors import BadBlob
+from cacheblend_store.format.plain_json import check_fields, is_moment, is_text, load_object
+from cacheblend_store.format.records import seal, unseal
+
+MEMO_KEYS = b"memo\0"
+MEMO_KEY_BYTES = len(MEMO_KEYS) + 16
+_VERSION = 1
+_MAX_BYTES = 64 << 20
+_MEMO = {"kind": is_text, "name": is_text, "value": lambda value: isinstance(value, dict), "updated": is_moment}
+
+
+@dataclass(frozen=True)
+class Memo:
+    """kind and name are whose it is, and there is one of them. value: a JSON object. updated: seconds since the epoch."""
+
+    kind: str
+    name: str
+    value: Mapping[str, Any]
+    updated: float
+
+    @property
+    def key(self) -> bytes:
+        return MEMO_KEYS + xxhash.xxh3_128_digest(f"{self.kind}\0{self.name}".encode("utf-8", "surrogatepass"))
+
+
+def encode_memo(memo: Memo) -> bytes:
+    return seal(memo.key, json.dumps({"version": _VERSION, **vars(memo)}).encode())
+
+
+def decode_memo(key: bytes, value: bytes | memoryview) -> Memo | None:
+    """None for one of a later version. Raises BadBlob when the record is not what was written under this key."""
+    try:
+        data = load_object(unseal(key, value).decode(), _MAX_BYTES)
+        if data.pop("version") != _VERSION:
+            return None
+        memo = Memo(**data)
+        check_fields(vars(memo), _MEMO)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadBlob(f"memo {key.hex()[-12:]} does not read: {error}") from error
+    return memo
