@@ -15,19 +15,17 @@ from cacheblend_cli.collect.precompute import (
     precompute,
 )
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
-from cacheblend_cli.corpus.contexts import prefer_exact
 from cacheblend_cli.corpus.documents import read_documents
 from cacheblend_cli.corpus.places import place_of
-from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.plan import AskPlan, plan
-from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, fitting, resolve
+from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime, Say
 from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.search import Lookup, with_chunks
 
 __all__ = [
     "Answer",
@@ -36,6 +34,7 @@ __all__ = [
     "Difference",
     "Engine",
     "EngineConfig",
+    "Lookup",
     "PrecomputeEvent",
     "PrecomputeOptions",
     "PrecomputeReport",
@@ -66,14 +65,6 @@ class Engine:
     @property
     def config(self) -> EngineConfig:
         return self.runtime.config
-
-    def collection_ids(self, salt: str = "") -> list[str]:
-        """The collections whose chunks this engine can use as they are."""
-        return [collection.id for collection in self.runtime.collections(salt)]
-
-    def nothing_found(self, store: ChunkStore, salt: str = "") -> NotFoundError:
-        """Why a search among this engine's chunks found none."""
-        return nothing_found(store, self.runtime.collection(salt), self.collection_ids(salt))
 
     def precompute(
         self,
@@ -130,22 +121,14 @@ class Engine:
         """What `ask` would do, without doing it. Raises as it does for what it would refuse."""
         return plan(self.runtime, resolve(self.runtime, store, question), auto=auto)
 
-    def fitting(self, store: ChunkStore, question: Question) -> Question:
-        """The question with those of its chunks, the first before the others, that fit the model's context, and a note of
-        how many that leaves out."""
-        return fitting(self.runtime, store, question)
+    def search(self, store: ChunkStore, question: Question, lookup: Lookup | None = None) -> Question:
+        """The question with the stored chunks that suit it best, in the order they are best read.
+
+        Raises NotFoundError, which says why, when there are none.
+        """
+        return with_chunks(self.runtime, store, question, lookup or Lookup())
 
     def prompt_differences(self, store: ChunkStore, question: Question, answer: Answer) -> list[str]:
         """Where the ids of an answer's prompt say other text than the template renders with the chunks in it, in words."""
         texts = [manifest.text for key in question.keys if (manifest := chunk_of(store, key))]
         return self.runtime.template.differences(texts, question.text, answer.prompt_ids)
-
-    def prefer_exact(self, store: ChunkStore, keys: Sequence[bytes], salt: str = "") -> list[bytes]:
-        """The chunks with these keys, each from the context that makes it exact at its place, where that is stored."""
-        collection = collection_of(self.runtime, store, keys, salt)
-
-        def ids_of(key: bytes) -> tuple[int, ...]:
-            manifest = chunk_of(store, key)
-            return manifest.token_ids if manifest else ()
-
-        return prefer_exact(keys, ids_of, collection.key, store.has_kv)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +17,6 @@ from cacheblend_cli.settings import Settings, of_settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
-
-    from cacheblend_cli.corpus.places import Scope
-    from cacheblend_cli.corpus.search import Hit
 
 
 @options.with_settings(
@@ -82,6 +78,7 @@ def ask(
     as they are stored. Of those that are searched, one that is also stored behind just what precedes it in the prompt is
     taken from there, since it then needs no repair; for the others --context says which is taken.
     """
+    from cacheblend_cli.corpus.places import EVERYTHING
     from cacheblend_cli.corpus.search import check_context
 
     output = Output(quiet=quiet)
@@ -98,22 +95,14 @@ def ask(
         if batch is None:  # what is wrong with the only question is said before the model is loaded
             _keys(reading, asked[0])
     engine = options.load_engine(settings, output)
-    from cacheblend_cli.api import Question
+    from cacheblend_cli.api import Lookup, Question
 
     def answer(item: Asked) -> None:
         extra = {} if batch is None else {"question": item.question}
         keys = _keys(kv_store, item)
         what = Question(item.question, keys or (), blend, sampling, settings.salt)
         if keys is None:
-            collections = engine.collection_ids(settings.salt)
-            hits = find_chunks(kv_store, item.question, settings.top_k, collections, settings.context, scope)
-            if not hits and find_chunks(kv_store, item.question, 1, collections):
-                raise options.found_elsewhere()
-            if not hits:
-                raise engine.nothing_found(kv_store, settings.salt)
-            what = engine.fitting(kv_store, replace(what, keys=[hit.key for hit in hits]))
-            keys = engine.prefer_exact(kv_store, in_reading_order(hits, what.keys), settings.salt)
-            what = replace(what, keys=keys)
+            what = engine.search(kv_store, what, Lookup(settings.top_k, settings.context, scope))
         if dry_run:
             show_plan(engine.plan(kv_store, what, auto=auto), output, json=json, extra=extra)
             return
@@ -126,7 +115,7 @@ def ask(
     sources: list[str] = []
     with _store_in_use(settings, dry_run) as kv_store:
         searched = any(item.chunks is None for item in asked)
-        scope = options.scope_of(kv_store, source, everywhere, output) if searched else None
+        scope = options.scope_of(kv_store, source, everywhere, output) if searched else EVERYTHING
         failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]
     if not dry_run:
         options.about_demo(settings, output, sources)
@@ -168,24 +157,3 @@ def _store_in_use(settings: Settings, dry_run: bool) -> ChunkStore:
         except StorePermission:
             pass
     return options.open_store(settings, write=False)
-
-
-def find_chunks(
-    store: ChunkStore,
-    question: str,
-    k: int,
-    collections: list[str],
-    context: str = "document",
-    scope: Scope | None = None,
-) -> list[Hit]:
-    """The k best chunks of the scope's documents (None: of all), best first."""
-    from cacheblend_cli.corpus.places import EVERYTHING
-    from cacheblend_cli.corpus.search import search
-
-    return search(store, question, k, collections, context, scope or EVERYTHING)
-
-
-def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[bytes]:
-    """Those of the keys, documents by their best hit, chunks of one document by their place."""
-    rank = {hit.source: i for i, hit in reversed(list(enumerate(hits)))}
-    return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index)) if hit.key in keys]

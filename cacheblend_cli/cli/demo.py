@@ -65,14 +65,12 @@ def _precompute(engine: Engine, store: ChunkStore, output: Output) -> None:
 def _ask_three(engine: Engine, store: ChunkStore, output: Output, json: bool) -> None:
     from cacheblend_cli.api import BlendConfig, Question, SamplingParams
     from cacheblend_cli.cli.answers import summary_line
-    from cacheblend_cli.cli.ask import find_chunks, in_reading_order
     from cacheblend_cli.demo import questions
 
     across = [q for q in questions() if q.across]
     for item in across[:3]:
-        hits = find_chunks(store, item.question, 5, engine.collection_ids())
-        keys = in_reading_order(hits, [hit.key for hit in hits])
-        answer = engine.ask(store, Question(item.question, keys, BlendConfig(), SamplingParams(max_tokens=32)))
+        question = Question(item.question, (), BlendConfig(), SamplingParams(max_tokens=32))
+        answer = engine.ask(store, engine.search(store, question))
         if json:
             output.json({"question": item.question, "expected": item.answer, **answer.to_dict()})
             continue

@@ -126,12 +126,6 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
     return scope
 
 
-def found_elsewhere() -> NotFoundError:
-    return NotFoundError(
-        "none of these documents has a word of it, and others in the store do", "search them too: --all"
-    )
-
-
 def load_engine(settings: Settings, output: Output) -> Engine:
     """The engine the settings name."""
     from cacheblend_cli.api import Engine, EngineConfig

@@ -27,7 +27,7 @@ def search(
     With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
     from cacheblend_cli.corpus.places import shown
-    from cacheblend_cli.corpus.search import check_context
+    from cacheblend_cli.corpus.search import check_context, found_elsewhere
     from cacheblend_cli.corpus.search import search as find
 
     output = Output(quiet=quiet)
@@ -38,7 +38,7 @@ def search(
         scope = options.scope_of(kv_store, source, everywhere, output)
         hits = find(kv_store, query, settings.top_k, context=settings.context, scope=scope)
         if not hits and find(kv_store, query, 1):
-            raise options.found_elsewhere()
+            raise found_elsewhere()
     for hit in hits:
         if json:
             output.json(

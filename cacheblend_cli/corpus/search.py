@@ -12,7 +12,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.places import EVERYTHING, Scope, settle
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import NotFoundError, UsageError
 
 _STOP_WORDS = frozenset(
     "a about an and any are as at be been but by can could did do does for from had has have he her his how i if in into "
@@ -94,6 +94,13 @@ def searchable(store: ChunkStore) -> list[str]:
     """The names of all documents that `search` can find."""
     with open_index(store) as db:
         return [settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")]
+
+
+def found_elsewhere() -> NotFoundError:
+    """For a search whose scope has nothing, while the rest of the store has something."""
+    return NotFoundError(
+        "none of these documents has a word of it, and others in the store do", "search them too: --all"
+    )
 
 
 def check_context(name: str) -> None:

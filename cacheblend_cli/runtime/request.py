@@ -108,29 +108,6 @@ def resolve(
     )
 
 
-def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question:
-    """The question with those of its chunks, in their order, that fit the model's context together with the answer, and a
-    note of how many that leaves out. The first one stays when none fits, to be refused as a chunk that was named is."""
-    room = question.sampling.max_tokens
-    used = len(runtime.template.prefix_ids) + len(runtime.template.suffix_ids(question.text))
-    kept: list[bytes] = []
-    for key in question.keys:
-        manifest = chunk_of(store, key)
-        size = manifest.num_tokens if manifest else 0
-        if runtime.fits(used + size, room):
-            used += size
-            kept.append(key)
-    kept = kept or list(question.keys[:1])
-    left = len(question.keys) - len(kept)
-    if not left:
-        return question
-    note = (
-        f"{left} of the {len(question.keys)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
-        f"{runtime.model.name} is {runtime.context:,} tokens, {room:,} of them for the answer"
-    )
-    return replace(question, keys=kept, notes=(*question.notes, note))
-
-
 def collection_of(runtime: Runtime, store: ChunkStore | None, keys: Sequence[bytes], salt: str) -> Collection:
     """The collection to ask these chunks in: without a codec that was asked for, that of the first chunk this model has
     KV for. What was stored is used."""

@@ -13,6 +13,7 @@ from checkpoints import WORDS, write_checkpoint
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, PrecomputeReport, SamplingParams
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Question, resolve
+from cacheblend_cli.runtime.search import exact_where_stored
 
 QUESTION = "where does Mara work?"
 CONTEXTS = ("sink", "document", "neighbours")
@@ -168,8 +169,8 @@ def test_the_exact_variant_is_taken_for_chunks_that_were_searched(corpus: Corpus
     corpus.precompute("document")
     sink, document = ([m.key for m in corpus.chunks(c)] for c in ("sink", "document"))
     other = [m.key for m in corpus.chunks("sink", 1)]
-    assert corpus.engine.prefer_exact(corpus.store, [*sink, *other]) == [*document, *other]
-    assert corpus.engine.prefer_exact(corpus.store, [sink[1], sink[0]]) == [sink[1], sink[0]]
-    assert corpus.engine.prefer_exact(corpus.store, [document[1], document[2]])[1] == document[2]
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, [*sink, *other]) == [*document, *other]
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, [sink[1], sink[0]]) == [sink[1], sink[0]]
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, [document[1], document[2]])[1] == document[2]
     logits = [corpus.prefill(keys, BlendConfig(mode="reuse")).result.logits for keys in (document, sink)]
     assert not torch.equal(*logits)
