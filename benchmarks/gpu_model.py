@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cacheblend_cli.demo import model_dir
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.model.spec import spec_from_config
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weights import expected_shapes
 

@@ -22,9 +22,10 @@ from cacheblend_cli.corpus.chunker import Chunk as TextChunk
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.rope import RotaryEmbedding
-from cacheblend_cli.model.spec import ModelSpec, spec_from_config
+from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig

@@ -100,7 +100,7 @@ def layout_of(
         *random_ids(ordinary, question_tokens, generator),
         *template.tokenizer.encode_template_rest(template.after_question),
     )
-    context = engine.model.spec.max_position_embeddings
+    context = engine.runtime.context
     around = len(template.prefix_ids) + len(suffix)
     fits = context - around - room
     wanted = tokens or max(chunks, min(DEFAULT_TOKENS, fits) // chunks * chunks)

@@ -28,7 +28,7 @@ LARGEST = 448.0  # of float8_e4m3fn
 @torch.inference_mode()
 def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> KVScales:
     """Scales for this decoder. prefix_ids: what prompts begin with. Takes a prefill of at most SAMPLE tokens."""
-    ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_position_embeddings))
+    ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_context))
     pool = KVPool(decoder.spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device)
     sequence = pool.new_sequence(len(ids))
     positions = torch.arange(len(ids), device=decoder.device)

@@ -13,13 +13,14 @@ import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
+from cacheblend_cli.model.checkpoint_files import SINGLE, SMALL_FILES, checkpoint_files, weight_names
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.spec import ModelSpec, read_spec
+from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weights import expected_shapes, load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
     compute_dtype = resolve_dtype(dtype, device, spec)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
-    tokenizer = Tokenizer(path)
+    checkpoint_files(path)  # a directory of another format is told so, and not that it lacks a tokenizer
+    tokenizer = Tokenizer(path, spec.vocab_size)
     try:
         kernels = select_backend(attention_backend, device)
     except KernelError as error:
@@ -73,6 +75,11 @@ def resolve_model(name: str) -> Path:
     local = Path(name).expanduser()
     if local.is_dir():
         return local
+    if local.suffix == ".gguf":
+        raise UsageError(
+            f"{name} is a GGUF file, which is not read",
+            "give the directory of the checkpoint with safetensors weights that it was made from",
+        )
     if local.exists():
         raise UsageError(f"{name} is a file, and a model is a directory", "give the directory that holds it")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -80,22 +87,41 @@ def resolve_model(name: str) -> Path:
             f"no model directory {name}",
             "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
         )
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    """The files of a hub id that are read, and no others. A model that cannot be used is refused before its weights are
+    fetched."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, local_files_only=True))
+        path = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES), local_files_only=True))
+        if _is_whole(path):
+            return path
     except HFValidationError as error:
         raise NotFoundError(f"{name} is neither a directory nor a hub id", "check the path") from error
     except LocalEntryNotFoundError:
         pass
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+        path = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES)))
+        read_spec(path)
+        snapshot_download(name, allow_patterns=[SINGLE])
+        if not (path / SINGLE).is_file() and (shards := weight_names(path)):
+            snapshot_download(name, allow_patterns=shards)
+        return path
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise NotFoundError(
             f"model {name} is no local directory, is not cached, and could not be fetched ({type(error).__name__})",
             "give --model a local directory, or check the network and the hub id",
         ) from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the hub's cache has config.json and all weights: another tool may have fetched some of the files only."""
+    names = weight_names(path)
+    return bool(names) and all((path / name).is_file() for name in ("config.json", "tokenizer.json", *names))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -155,12 +181,13 @@ def _eos_ids(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int
     if generation.is_file():
         try:
             found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise UsageError(f"{generation} is not valid JSON: {error}", "fetch the checkpoint again") from error
+        except (ValueError, AttributeError) as error:
+            raise UsageError(f"{generation} is not a JSON object: {error}", "fetch the checkpoint again") from error
     if found is None:
         found = spec.config.get("eos_token_id")
     if found is None and (token := tokenizer.special("eos_token")):
         found = tokenizer.token_id(token)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UsageError(f"eos_token_id of {path} is {found!r}, and has to be an id or a list of ids", "correct it")
+    return frozenset(ids)

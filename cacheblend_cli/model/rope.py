@@ -1,13 +1,14 @@
-"""Rotary position embedding: frequencies from transformers' RoPE initialisers, tables of cos and sin in fp32."""
+"""Rotary position embedding: tables of cos and sin in fp32."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.rope_frequencies import inverse_frequencies
 from cacheblend_cli.model.spec import ModelSpec
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -24,19 +25,11 @@ class RotaryEmbedding:
         self.rope_type = str(spec.rope["rope_type"])
         self.spec, self.device = spec, device
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-        self._inv_freq: dict[int, tuple[Tensor, float]] = {}
-        self._config: Any = None
+        longrope = self.rope_type == "longrope"
         self.original_max = int(
-            spec.rope.get("original_max_position_embeddings") or spec.max_position_embeddings
-            if self.rope_type == "longrope"
-            else spec.max_position_embeddings
+            spec.rope["original_max_position_embeddings"] if longrope else spec.max_position_embeddings
         )
-        rotary_dim = 2 * self._frequencies(1)[0].shape[0]
-        if rotary_dim != spec.head_dim:
-            raise UsageError(
-                f"RoPE over {rotary_dim} of {spec.head_dim} head dimensions (partial_rotary_factor)",
-                "only models that rotate the whole head are known",
-            )
+        self._frequencies(1)  # what is wrong with the parameters shows here, and not at the first prompt
 
     def regime(self, seq_len: int) -> int:
         """0 for short prompts and for types that do not depend on the length; else what tells the frequencies apart."""
@@ -65,30 +58,13 @@ class RotaryEmbedding:
 
     def _frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         """inv_freq [head_dim / 2] fp32 and the factor on cos and sin."""
-        if self.rope_type == "default":
-            dim = self.spec.head_dim
-            exponent = torch.arange(0, dim, 2, dtype=torch.float) / dim
-            return 1.0 / (float(self.spec.rope["rope_theta"]) ** exponent), 1.0
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        length = seq_len if self.rope_type in LENGTH_DEPENDENT else None
+        spec = self.spec
         try:
-            if self._config is None:
-                self._config = _transformers_config(self.spec)  # which checks the parameters too
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self._config, torch.device("cpu"), seq_len=length)
-        except (KeyError, TypeError, ValueError) as error:
+            inv_freq, scaling = inverse_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings, seq_len)
+        except (ArithmeticError, ValueError) as error:
             raise UsageError(
-                f"rope_parameters of type {self.rope_type!r} are incomplete: {error}", "check config.json"
+                f"RoPE of type {self.rope_type!r} cannot be computed from config.json: {error}", "check config.json"
             ) from error
-        return inv_freq.float(), float(scaling)
-
-
-def _transformers_config(spec: ModelSpec) -> Any:
-    from transformers import AutoConfig
-
-    config = dict(spec.config)
-    model_type = config.pop("model_type", None) or spec.architecture.removesuffix("ForCausalLM").lower()
-    config["rope_parameters"] = dict(spec.rope)
-    config.pop("rope_scaling", None)
-    config["head_dim"] = spec.head_dim
-    return AutoConfig.for_model(model_type, **config)
+        if not bool(inv_freq.isfinite().all()) or not math.isfinite(scaling):
+            raise UsageError(f"RoPE of type {self.rope_type!r} is infinite as config.json has it", "check config.json")
+        return inv_freq, scaling

@@ -22,7 +22,9 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
 class Tokenizer:
     """A HF fast tokenizer. Text of documents and questions never yields an added token; the template's text may."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
+        """num_embeddings: of the model. A tokenizer may have more tokens (a padding token that was added to it alone):
+        text that needs one of them is refused."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise NotFoundError(
@@ -51,6 +53,7 @@ class Tokenizer:
         self.config = _read_json(model_dir / "tokenizer_config.json")
         self._template_source = self._find_template(model_dir)
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
+        self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
     @property
     def vocab_size(self) -> int:
@@ -59,7 +62,7 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Ids of a document's or question's text in the middle of a prompt: no special tokens, no added token whatever the
         text contains, and no mark or space that the tokenizer puts before a text that stands alone."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids = self._encode(self._plain, text)
         if not self.control_ids.isdisjoint(ids):
             bad = next(i for i in ids if i in self.control_ids)
             raise UsageError(
@@ -71,15 +74,29 @@ class Tokenizer:
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of text the chat template rendered, from its beginning: its control tokens are recognised, none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(self._tokenizer, text)
 
     def encode_template_rest(self, text: str) -> list[int]:
         """As `encode_template`, for text that goes on behind other text: its first run, up to a control token, is the middle
         of a text. Later runs are what the tokenizer makes of text behind a control token."""
-        first: list[int] = self._middle.encode(text, add_special_tokens=False).ids
+        first = self._encode(self._middle, text)
         whole = self.encode_template(text)
         return first[: self._first_control(first)] + whole[self._first_control(whole) :]
+
+    def holds_control(self, text: str) -> bool:
+        """Whether the text, were it the template's, would hold a control token."""
+        return not self.control_ids.isdisjoint(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        if max(ids, default=0) >= self._num_embeddings:
+            bad = next(i for i in ids if i >= self._num_embeddings)
+            raise UsageError(
+                f"the token {self._tokenizer.id_to_token(bad)!r} has the id {bad}, and the model has {self._num_embeddings} "
+                "embeddings (vocab_size in config.json)",
+                "the tokenizer and the weights belong to different models",
+            )
+        return ids
 
     def _first_control(self, ids: list[int]) -> int:
         return next((at for at, token_id in enumerate(ids) if token_id in self.control_ids), len(ids))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +13,8 @@ from platformdirs import user_cache_path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.checkpoint_files import checkpoint_files
 from cacheblend_cli.model.spec import ModelSpec
 
 # HF name of a part -> (our fused tensor, rank of the part in it). As vLLM's stacked_params_mapping.
@@ -26,30 +26,24 @@ STACKED = {
     "up_proj": ("gate_up_proj", 1),
 }
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
+# reward models.
+NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+QUANTISED = (
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".absmax",
+    ".quant_map",
+    ".SCB",
+)
+
 BLOCK_BYTES = 32 << 20
-
-
-def checkpoint_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted. Raises NotFoundError when there are none or a shard is missing."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UsageError(f"{index} is not a valid index: {error}", "fetch the checkpoint again") from error
-        if any(Path(name).name != name for name in names):
-            raise UsageError(f"{index} names files outside its directory", "fetch the checkpoint again")
-        missing = [name for name in names if not (model_dir / name).is_file()]
-        if missing:
-            raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", "fetch the checkpoint again")
-        return [model_dir / name for name in names]
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise NotFoundError(
-            f"{model_dir} has no *.safetensors weights",
-            "cacheblend reads safetensors checkpoints only; convert .bin weights with transformers' save_pretrained",
-        )
-    return files
 
 
 def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -59,35 +53,65 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
     `i.gate_up_proj.weight` [2 * intermediate, hidden], `i.down_proj.weight`, `i.input_layernorm`,
     `i.post_attention_layernorm`, `i.q_norm`, `i.k_norm` and the biases the spec has.
     Each part is copied from the mapped file into its place; nothing is held twice.
-    Raises UsageError on a missing tensor or a wrong shape.
+    Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
+    Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, and quantised weights.
     """
     shapes = expected_shapes(spec)
+    if spec.tied:
+        shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
-    for file, name, found in _headers(checkpoint_files(model_dir)):
-        if name not in shapes:
-            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tied):
+    for file, stored, kind, found in _headers(checkpoint_files(model_dir)):
+        name = _name_in(shapes, stored)
+        if name is None:
+            if any(part in stored for part in NOT_THE_MODEL):
                 continue
-            raise UsageError(f"unexpected tensor {name} in {model_dir}", f"it is no part of a {spec.architecture}")
+            quantised = stored.endswith(QUANTISED)
+            raise UsageError(
+                f"unexpected tensor {stored} in {model_dir}",
+                "the weights are quantised: use the checkpoint they were made from"
+                if quantised
+                else f"it is no part of a {spec.architecture}",
+            )
+        if kind not in FLOATS:
+            raise UsageError(
+                f"tensor {stored} in {model_dir} is stored as {kind}: the weights are quantised",
+                "use the checkpoint they were made from, in bfloat16, float16 or float32",
+            )
+        if name in seen:
+            raise UsageError(f"{model_dir} holds the tensor {name} twice", "fetch the checkpoint again")
         shape, target, start, full_shape = shapes[name]
         if found != shape:
             raise UsageError(
-                f"tensor {name} has shape {list(found)}, and config.json implies {list(shape)}",
+                f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
         if target not in weights:
             weights[target] = torch.empty(full_shape, dtype=dtype, device=device)
-        _copy(file, name, weights[target][start : start + shape[0]])
+        _copy(file, stored, weights[target][start : start + shape[0]])
         seen.add(name)
+    if spec.tied and (EMBEDDING in seen or HEAD in seen):
+        _tie(weights)
+        seen |= {EMBEDDING, HEAD}
     missing = sorted(set(shapes) - seen)
     if missing:
         raise UsageError(
             f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}",
             "fetch the checkpoint again",
         )
-    if spec.tied:
-        weights["lm_head"] = weights["embed"]
     return weights
+
+
+def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
+    """The model's name of a stored tensor: a bare model (LlamaModel) is saved without `model.` before its names."""
+    return next((n for n in (stored, f"model.{stored}", stored.removeprefix("model.")) if n in shapes), None)
+
+
+def _tie(weights: dict[str, Tensor]) -> None:
+    """One tensor for embedding and head, unless the file holds two that differ."""
+    embed = weights["embed"] if "embed" in weights else weights["lm_head"]
+    if torch.equal(embed, weights.get("lm_head", embed)):
+        weights["embed"] = weights["lm_head"] = embed
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str, int, tuple[int, ...]]]:
@@ -115,10 +139,10 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str, in
     def whole(name: str, target: str, *shape: int) -> None:
         shapes[name] = (shape, target, 0, shape)
 
-    whole("model.embed_tokens.weight", "embed", spec.vocab_size, hidden)
+    whole(EMBEDDING, "embed", spec.vocab_size, hidden)
     whole("model.norm.weight", "norm", hidden)
     if not spec.tied:
-        whole("lm_head.weight", "lm_head", spec.vocab_size, hidden)
+        whole(HEAD, "lm_head", spec.vocab_size, hidden)
     for i in range(spec.num_layers):
         base = f"model.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -175,18 +199,19 @@ def weights_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _headers(files: list[Path]) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
-    """(file, tensor name, shape) of everything in the files, nothing read but their headers."""
+def _headers(files: list[Path]) -> Iterator[tuple[Path, str, str, tuple[int, ...]]]:
+    """(file, tensor name, dtype, shape) of everything in the files, nothing read but their headers."""
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+                slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+                found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
         except SafetensorError as error:
             raise UsageError(
                 f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again"
             ) from error
-        for name, shape in shapes.items():
-            yield file, name, shape
+        for name, (dtype, shape) in found.items():
+            yield file, name, dtype, shape
 
 
 def _copy(file: Path, name: str, target: Tensor) -> None:

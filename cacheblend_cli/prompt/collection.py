@@ -41,7 +41,7 @@ class Collection:
 
     def check_chunk_tokens(self, chunk_tokens: int) -> None:
         """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""
-        room = self.model.spec.max_position_embeddings - len(self.prefix_ids)
+        room = self.model.spec.max_context - len(self.prefix_ids)
         if chunk_tokens > room:
             raise UsageError(
                 f"--chunk-tokens {chunk_tokens} is more than the {room} tokens that the context of {self.model.name} has "
@@ -59,7 +59,7 @@ class Collection:
     def window(self, wanted: int) -> int:
         """Tokens of a chunk and its left context at most: as wanted, within the model's context, and below the length at
         which RoPE changes its frequencies: chunks of one window are collected together, and get one set of them."""
-        rope, limit = self.model.decoder.rope, self.model.spec.max_position_embeddings
+        rope, limit = self.model.decoder.rope, self.model.spec.max_context
         if rope.rope_type in LENGTH_DEPENDENT:
             limit = min(limit, rope.original_max)
         return min(wanted, limit - len(self.prefix_ids))

@@ -32,7 +32,7 @@ class PromptTemplate:
         if not question:
             raise UsageError("the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"')
         encode = self.tokenizer.encode_template_rest
-        if self.tokenizer.control_ids.isdisjoint(encode(question)):
+        if not self.tokenizer.holds_control(question):
             return tuple(encode(self.before_question + question + self.after_question))
         plain = self.tokenizer.encode_text(question)
         return (*encode(self.before_question), *plain, *encode(self.after_question))

@@ -75,7 +75,7 @@ def reserve(
         profile,
         utilization,
         bytes_per_token(decoder),
-        decoder.spec.max_position_embeddings,
+        decoder.spec.max_context,
         block_size,
     )
     try:
@@ -106,7 +106,7 @@ def warm_up(decoder: Decoder, pool: KVPool) -> None:
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
     """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
-    longest = max(1, decoder.spec.max_position_embeddings // 2)
+    longest = max(1, decoder.spec.max_context // 2)
     sizes = sorted({min(n, longest) for n in PROFILE_ROWS}, reverse=True)
     for num_rows in sizes[:-1]:
         try:

@@ -13,6 +13,7 @@ from cacheblend_store.format.layouts import CODECS
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
 from cacheblend_cli.prompt.collection import Collection
@@ -65,6 +66,8 @@ class Runtime:
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         if slower := fallback_reason(config.attention_backend, device):
             runtime.say(slower)
+        if adapter := unused_adapter(path):
+            runtime.say(adapter)
         return runtime
 
     @property
@@ -104,7 +107,7 @@ class Runtime:
     @property
     def context(self) -> int:
         """Tokens of a prompt and its answer at most."""
-        return self.model.spec.max_position_embeddings
+        return self.model.spec.max_context
 
     def fits(self, num_tokens: int, room: int) -> bool:
         """Whether a prompt and the answer's `room` fit the model's context."""
@@ -131,7 +134,7 @@ class Runtime:
             "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device),
             "attention_backend": decoder.kernels.name,
-            "context": spec.max_position_embeddings,
+            "context": self.context,
             "rope": spec.rope["rope_type"],
             "kv_bytes_per_token": int(bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,

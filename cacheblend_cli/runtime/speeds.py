@@ -118,7 +118,7 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
     started = time.perf_counter()
     found: list[tuple[int, float]] = []
     for num_rows in PROBE_ROWS:
-        if num_rows > spec.max_position_embeddings:
+        if num_rows > spec.max_context:
             break
         left = seconds - (time.perf_counter() - started)
         if len(found) > 1 and found[-1][1] * num_rows / found[-1][0] * 3 > left:

@@ -28,7 +28,7 @@ from gpu_cost import Ceilings, prefill_floor  # noqa: E402
 from gpu_model import read_config  # noqa: E402
 from gpu_report import markdown, targets  # noqa: E402
 
-from cacheblend_cli.model.spec import spec_from_config  # noqa: E402
+from cacheblend_cli.model.families import spec_from_config  # noqa: E402
 
 
 def run(out: Path, *more: str) -> tuple[int, dict[str, Any], str, str]:

@@ -39,7 +39,21 @@ def config(**values: Any) -> Callable[[Path], None]:
 
 
 def index(text: str) -> Callable[[Path], None]:
-    return lambda path: (path / "model.safetensors.index.json").write_text(text) and None
+    """An index in the place of model.safetensors."""
+
+    def damage(path: Path) -> None:
+        (path / "model.safetensors").rename(path / "m.safetensors")
+        (path / "model.safetensors.index.json").write_text(text)
+
+    return damage
+
+
+def generation(text: str) -> Callable[[Path], None]:
+    return lambda path: (path / "generation_config.json").write_text(text) and None
+
+
+def whole_config(text: str) -> Callable[[Path], None]:
+    return lambda path: (path / "config.json").write_text(text) and None
 
 
 def cut(path: Path) -> None:
@@ -54,10 +68,20 @@ def cut(path: Path) -> None:
         (weights(lambda t: t.update({EXTRA: torch.zeros(2, 2)})), f"unexpected tensor {EXTRA}"),
         (weights(lambda t: t.update({NORM: torch.zeros(63)})), "has shape [63], and config.json implies [64]"),
         (cut, "is not a readable safetensors file"),
-        (lambda path: (path / "model.safetensors").unlink(), "has no *.safetensors weights"),
+        (
+            lambda path: (path / "model.safetensors").unlink(),
+            "has no weights: neither model.safetensors nor model.safetensors.index.json",
+        ),
         (index('{"weight_map": {"a": "more.safetensors"}}'), "lacks the shard more.safetensors"),
-        (index('{"weight_map": {"a": "../m/model.safetensors"}}'), "names files outside its directory"),
+        (index('{"weight_map": {"a": "../m/m.safetensors"}}'), "names files outside its directory"),
         (index('{"weight_map": ["a"]}'), "is not a valid index"),
+        (index('{"weight_map": {"a": ["b"]}}'), "is not a valid index"),
+        (index('{"weight_map": {"a": 1}}'), "names files outside its directory"),
+        (weights(lambda t: t.update({NORM.removeprefix("model."): t[NORM].clone()})), f"holds the tensor {NORM} twice"),
+        (generation("[2]"), "is not a JSON object"),
+        (generation('{"eos_token_id": "</s>"}'), "eos_token_id"),
+        (whole_config("[]"), "holds no JSON object"),
+        (whole_config("{"), "is not valid JSON"),
         (config(layer_types=["full_attention"] * 3), "layer_types in config.json: 3"),
         (config(layer_types=["chunked_attention"] * 4), "layer_types in config.json: ['chunked_attention']"),
         (config(rope_parameters={"rope_type": "mrope"}), "unknown RoPE type 'mrope'"),

@@ -1,0 +1,89 @@
+"""Which files of a model directory are read, and how a directory that holds something else is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# All that is read of a model but its weights. adapter_config.json: to say what a directory without config.json is.
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "adapter_config.json", INDEX,
+)  # fmt: skip
+OTHER_FORMATS = {
+    "*.gguf": ("GGUF files", "take the checkpoint with safetensors weights that they were made from"),
+    "*.bin": ("PyTorch weights", "convert them with transformers' save_pretrained, which writes safetensors"),
+    "*.pth": ("PyTorch weights", "take the checkpoint that transformers reads, with model.safetensors"),
+    "*.safetensors": ("other weights", f"transformers' save_pretrained writes {SINGLE}: that is what is read"),
+}
+
+
+def weight_names(model_dir: Path) -> list[str]:
+    """The files that hold the weights, in transformers' order: model.safetensors, else the shards of its index.
+
+    Whatever else lies beside them (consolidated.safetensors, an EMA, an adapter, a value head) is not read. Empty where
+    there is neither. Raises UsageError on a damaged index.
+    """
+    if (model_dir / SINGLE).is_file():
+        return [SINGLE]
+    index = model_dir / INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"{index} is not a valid index: {error}", "fetch the checkpoint again") from error
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise UsageError(f"{index} names files outside its directory", "fetch the checkpoint again")
+    return names
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted. Raises NotFoundError when there are none or a shard is missing,
+    UsageError when the directory holds weights of another format."""
+    names = weight_names(model_dir)
+    if not names:
+        refuse_other_formats(model_dir)
+        raise NotFoundError(
+            f"{model_dir} has no weights: neither {SINGLE} nor {INDEX}",
+            "cacheblend reads safetensors checkpoints; give the directory that transformers' save_pretrained wrote",
+        )
+    missing = [name for name in names if not (model_dir / name).is_file()]
+    if missing:
+        raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", "fetch the checkpoint again")
+    return [model_dir / name for name in names]
+
+
+def refuse_other_formats(model_dir: Path) -> None:
+    """Raises UsageError, which names the format, for a directory without safetensors weights of its own that holds an
+    adapter or weights of another kind."""
+    adapter = model_dir / "adapter_config.json"
+    if adapter.is_file():
+        base = _base_model(adapter)
+        raise UsageError(
+            f"{model_dir} holds only a LoRA adapter (adapter_config.json){f' of {base}' if base else ''}",
+            "merge it into its model with peft (merge_and_unload, then save_pretrained), and give that directory",
+        )
+    for pattern, (kind, hint) in OTHER_FORMATS.items():
+        found = sorted(p.name for p in model_dir.glob(pattern))
+        if found:
+            raise UsageError(f"{model_dir} holds {kind} ({found[0]}), which are not read", hint)
+
+
+def unused_adapter(model_dir: Path) -> str | None:
+    """What to say of an adapter that lies beside a model's own weights: it may or may not be merged into them."""
+    if not (model_dir / "adapter_config.json").is_file():
+        return None
+    return f"an adapter (adapter_config.json) lies beside the weights of {model_dir}: it is not applied"
+
+
+def _base_model(adapter_config: Path) -> str:
+    try:
+        found = json.loads(adapter_config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,85 @@
+"""What config.json may say that no family implements: refused by the field's name, never read over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.reader import Family
+from cacheblend_cli.model.families.values import shown
+
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")  # transformers', its older one, MLX's
+
+# Fields that change what is computed in any family; each with the values that change nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),
+    "use_rope": (None, True),
+    "is_encoder_decoder": (None, False),
+    "per_layer_config": (None,),
+    "transformers_weights": (None,),
+}
+# Parts of the names of fields that change a forward pass in some family of transformers (a test holds them against all of
+# its config classes), or in models that bring their own code. A field that a family knows is not looked at here.
+CHANGES = (
+    "multiplier", "scal", "softcap", "soft_cap", "clip_qkv", "mup",  # values are scaled or cut
+    "rope", "rotary", "alibi", "position_embedding", "window", "sliding", "chunk", "long_context",  # where tokens stand
+    "attn", "attention", "qk_", "sink", "causal", "bidirectional", "prefix_lm", "kv_shared", "multi_query", "lora_rank",
+    "head_dim", "bias", "norm", "residual", "mlp", "swiglu", "sparsity", "layer_types", "per_layer",  # other parts of a layer
+    "expert", "moe", "router", "mamba", "ssm", "conv",  # other layers
+)  # fmt: skip
+KEEPS = (  # of these, the ones for training, for generation, for who runs the model, and of norms that a Llama has not
+    "dropout", "pdrop", "loss", "initializer", "renormalize", "sequence_bias", "guidance_scale", "prefill_chunk_size",
+    "output_router_logits", "implementation", "flash", "_eps", "epsilon",
+)  # fmt: skip
+SCALES = ("multiplier", "scal", "factor", "ratio", "pct")  # 1 changes nothing
+
+
+def check_weights(config: dict[str, Any]) -> None:
+    """Raises UsageError for a checkpoint whose weights are quantised, or are read by code of its own."""
+    for name in QUANTIZATION:
+        if config.get(name):
+            raise UsageError(
+                f"the weights are quantised: config.json has {name} ({_method(config[name])}), which is not implemented",
+                "use the checkpoint it was made from, in bfloat16, float16 or float32; "
+                f"or take {name} out of config.json, if the weights are not quantised",
+            )
+    auto_map = config.get("auto_map")
+    if isinstance(auto_map, dict) and (own := [n for n in auto_map if n in ("AutoModel", "AutoModelForCausalLM")]):
+        raise UsageError(
+            f"the model brings code of its own: auto_map in config.json names {own[0]}, and such code is never run",
+            "take auto_map out of config.json, if the model computes what its model_type does without it",
+        )
+
+
+def refuse_what_is_not_implemented(config: dict[str, Any], family: Family) -> None:
+    """Raises UsageError for a field that changes the forward pass, has a value that does so, and is not the family's."""
+    for name, value in config.items():
+        if family.knows(name) or name.startswith("_") or not changes(name, value):
+            continue
+        if name == "sliding_window" and config.get("use_sliding_window") is False:
+            continue
+        raise UsageError(
+            f"config.json has {name} = {shown(value)}, which changes what the model computes and is not implemented for "
+            f"model_type {family.model_type!r}",
+            "use another model; or take the field out of config.json, if the model was made without it",
+        )
+
+
+def changes(name: str, value: Any) -> bool:
+    """Whether a field that a family does not know has a value that changes the forward pass."""
+    if name in REFUSED:
+        return value not in REFUSED[name]
+    if not any(part in name for part in CHANGES) or any(part in name for part in KEEPS):
+        return False
+    if value in (None, False, 0, "", [], {}) or (value == 1 and any(part in name for part in SCALES)):
+        return False
+    return not (
+        name == "layer_types" and isinstance(value, list) and set(map(str, value)) <= {"full_attention", "attention"}
+    )
+
+
+def _method(quantization: Any) -> str:
+    """Its name, or what there is to tell it by."""
+    if isinstance(quantization, dict) and isinstance(quantization.get("quant_method"), str):
+        return str(quantization["quant_method"])
+    return shown(quantization)

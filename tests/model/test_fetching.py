@@ -1,0 +1,121 @@
+"""Models by their hub id: what is fetched, in which order, and what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_models import HubModel, index_alone, other_weights, stale_index
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.errors import CacheBlendError, NotFoundError
+from cacheblend_cli.model.loading import load_model, resolve_model
+
+ID = "someone/some-model"
+SMALL = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+class Hub:
+    """`snapshot_download` over a directory. fetched: the names of the files, in the order they were asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.repository, self.cache, self.fetched = folder / "repository", folder / "cache", list[str]()
+
+    def snapshot_download(
+        self, name: str, *, allow_patterns: list[str], local_files_only: bool = False, **options: Any
+    ) -> str:
+        assert name == ID
+        if local_files_only:
+            if not self.cache.is_dir():
+                raise LocalEntryNotFoundError("not cached")
+            return str(self.cache)
+        there = [str(p.relative_to(self.repository)) for p in sorted(self.repository.rglob("*")) if p.is_file()]
+        for file in filter_repo_objects(there, allow_patterns=allow_patterns):
+            if not (self.cache / file).exists():
+                self.fetched.append(file)
+                (self.cache / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(self.repository / file, self.cache / file)
+        return str(self.cache)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    return hub
+
+
+def test_one_file_of_weights_is_fetched_and_nothing_beside_it(hub: Hub) -> None:
+    HubModel("m", change=other_weights("consolidated.safetensors", "model_ema.safetensors")).write(hub.repository)
+    stale_index(hub.repository)
+    for other in ("original/params.json", "onnx/config.json", "README.md", "trainer_state.json", "pytorch_model.bin"):
+        (hub.repository / other).parent.mkdir(exist_ok=True)
+        (hub.repository / other).write_text("{}")
+    (hub.repository / "original" / "model.safetensors").write_bytes(b"")
+    path = resolve_model(ID)
+    assert set(hub.fetched) == SMALL | {"model.safetensors.index.json", "model.safetensors"}
+    assert load_model(path, ID, torch.device("cpu"), "float32", "torch").spec.num_layers == 3
+
+
+def test_shards_are_fetched_when_there_is_no_single_file(hub: Hub) -> None:
+    HubModel("m", shard_size="20KB", change=None).write(hub.repository)
+    (hub.repository / "model-00001-of-00009.safetensors").write_bytes(b"of another state of the model")
+    shards = set(json.loads((hub.repository / "model.safetensors.index.json").read_text())["weight_map"].values())
+    path = resolve_model(ID)
+    assert len(shards) > 1
+    assert set(hub.fetched) == SMALL | {"model.safetensors.index.json"} | shards
+    assert load_model(path, ID, torch.device("cpu"), "float32", "torch").spec.num_layers == 3
+
+
+def test_what_is_cached_is_not_asked_for_again(hub: Hub) -> None:
+    HubModel("m").write(hub.repository)
+    first = resolve_model(ID)
+    shutil.rmtree(hub.repository)
+    assert resolve_model(ID) == first
+
+
+@pytest.mark.parametrize("kept", ["config.json", "model.safetensors"])
+def test_a_cache_that_holds_some_of_the_files_is_completed(hub: Hub, kept: str) -> None:
+    """Another tool has read the configuration alone, or a download was interrupted."""
+    HubModel("m").write(hub.repository)
+    hub.cache.mkdir()
+    shutil.copy(hub.repository / kept, hub.cache / kept)
+    path = resolve_model(ID)
+    assert load_model(path, ID, torch.device("cpu"), "float32", "torch").spec.num_layers == 3
+
+
+def test_a_model_that_is_refused_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
+    HubModel("m", edit={"quantization_config": {"quant_method": "gptq"}}).write(hub.repository)
+    with pytest.raises(CacheBlendError, match="gptq"):
+        resolve_model(ID)
+    assert "model.safetensors" not in hub.fetched
+
+
+def test_an_index_whose_shards_are_not_there_is_told(hub: Hub) -> None:
+    HubModel("m", change=index_alone).write(hub.repository)
+    (hub.repository / "model.safetensors").unlink()
+    with pytest.raises(NotFoundError, match="lacks the shard model-00001-of-00002"):
+        load_model(resolve_model(ID), ID, torch.device("cpu"), "float32", "torch")
+
+
+def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "model-q4_0.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CacheBlendError, match="is a GGUF file") as refused:
+        resolve_model(str(file))
+    assert refused.value.exit_code == 2
+
+
+def test_an_adapter_beside_the_weights_is_told_to_be_left_out(tmp_path: Path) -> None:
+    HubModel("m", change=other_weights("adapter_model.safetensors")).write(tmp_path / "m")
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")
+    told: list[str] = []
+    Engine.load(EngineConfig(model=str(tmp_path / "m")), notice=told.append)
+    assert [line for line in told if "adapter_config.json" in line and "not applied" in line] == told
+    assert told

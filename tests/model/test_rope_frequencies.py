@@ -1,0 +1,72 @@
+"""RoPE's frequencies beside transformers' initialisers, over parameters of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cacheblend_cli.model.families.rope_fields import NEEDED, rope_parameters
+from cacheblend_cli.model.rope_frequencies import inverse_frequencies
+
+FACTOR = st.floats(1, 64) | st.integers(1, 64)
+LENGTH = st.integers(16, 8192)
+
+
+def parameters(kind: str, head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
+    factors = st.lists(st.floats(0.5, 64), min_size=head_dim // 2, max_size=head_dim // 2)
+    turns = st.sampled_from([1.0, 2.0, 4.0])
+    optional: dict[str, st.SearchStrategy[Any]] = {
+        "yarn": {
+            "original_max_position_embeddings": LENGTH, "attention_factor": st.floats(0.5, 2) | st.none(),
+            "beta_fast": st.floats(8, 64), "beta_slow": st.floats(0.5, 4) | st.just(0), "truncate": st.booleans(),
+            "mscale": st.floats(0.1, 2) | st.just(0), "mscale_all_dim": st.floats(0.1, 2),
+        },
+        "longrope": {"factor": FACTOR, "original_max_position_embeddings": LENGTH, "attention_factor": st.floats(0.5, 2)},
+        "llama3": {"original_max_position_embeddings": LENGTH},
+    }.get(kind, {})  # fmt: skip
+    needed: dict[str, st.SearchStrategy[Any]] = {
+        "linear": {"factor": FACTOR},
+        "dynamic": {"factor": FACTOR},
+        "yarn": {"factor": FACTOR | st.none()},
+        "longrope": {"short_factor": factors, "long_factor": factors},
+        "llama3": {"factor": FACTOR, "low_freq_factor": turns, "high_freq_factor": turns.map(lambda t: 4 * t)},
+    }[kind]
+    theta = st.sampled_from([10000.0, 500000, 1e6, 100.0])
+    return st.fixed_dictionaries({"rope_type": st.just(kind), "rope_theta": theta, **needed}, optional=optional)
+
+
+@pytest.mark.parametrize("kind", sorted(set(NEEDED) - {"default"}))
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_they_are_transformers(kind: str, head_dim: int) -> None:
+    @given(parameters(kind, head_dim), LENGTH, LENGTH)
+    @settings(max_examples=60, deadline=None)
+    def compare(rope: dict[str, Any], max_positions: int, seq_len: int) -> None:
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            max_position_embeddings=max_positions,
+            rope_parameters=dict(rope),
+        )
+        expected, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+        read = rope_parameters({"rope_parameters": rope}, max_positions, head_dim)
+        assert read == config.rope_parameters
+        ours, own_scaling = inverse_frequencies(read, head_dim, max_positions, seq_len)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+        assert own_scaling == pytest.approx(scaling, rel=1e-12)
+
+    compare()
+
+
+def test_the_plain_type_is_llamas() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, rope_theta=500000.0)
+    ours, scaling = inverse_frequencies({"rope_type": "default", "rope_theta": 500000.0}, 64, 2048, 1)
+    assert torch.equal(ours, LlamaRotaryEmbedding(config).inv_freq)
+    assert scaling == 1.0
