@@ -328,6 +328,20 @@ def test_a_chunk_that_moved_to_another_document_is_not_lost(tmp_path: Path, arch
         assert verify(other).missing == 0
 
 
+@pytest.mark.parametrize("evicted", [False, True])
+def test_sources_are_renamed_with_kv_and_without(tmp_path: Path, archive: Path, evicted: bool) -> None:
+    with fill(tmp_path / "a") as store:
+        if evicted:
+            store.evict_chunks([m.key for m in store.chunks(prefixes=True)])
+        export_chunks(store, archive, rename=lambda name: f"portable/{name}")
+    manifest = archive.with_suffix("") / "manifest.jsonl" if archive.is_dir() else archive
+    assert b'"portable/0.md"' in manifest.read_bytes()
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        import_chunks(other, archive, rename=lambda name: name.replace("portable", "here"))
+        assert {m.source for m in other.chunks()} == {f"here/{seed}.md" for seed in range(4)}
+        assert [d.source for d in other.documents()] == ["here/a.md"]
+
+
 # hostile archives
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from cacheblend_store.archive.input import MANIFEST, SIGNATURE, SUFFIX
-from cacheblend_store.archive.output import ArchiveOutput, create_archive
-from cacheblend_store.archive.records import (
+from cacheblend_store.archive.files import MANIFEST, SIGNATURE, Add, create_archive
+from cacheblend_store.archive.manifest import (
     ChunkLine,
     CollectionLine,
-    chunk_header,
     chunk_record,
     collection_record,
     document_record,
     encode_line,
+    file_spec,
     first_line,
     last_line,
-    num_data_bytes,
+    sign,
 )
 from cacheblend_store.errors import BadBlob
+from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.keys import KeyParts, collection_id
 from cacheblend_store.format.records import ChunkManifest
 from cacheblend_store.progress import Progress
@@ -60,111 +58,71 @@ def export_chunks(
     stored with; it is not written. rename: what the archive calls a source. Damaged chunks are left out; those that have
     no KV now come as text. Raises ArchiveError, OSError.
     """
-    wanted = _with_prefixes(store, keys)
-    lines: list[bytes] = []
-    damaged: list[bytes] = []
-    done, size, without_kv = set[bytes](), 0, 0
-    with create_archive(path, force=force) as archive:
-        collections = dict[str, CollectionLine]()
+    wanted, prefixes = _choose(store, keys)
+    collections, lines = dict[str, CollectionLine](), list[bytes]()
+    done, damaged = set[bytes](), list[bytes]()
+    size = without_kv = 0
+    with create_archive(path, force=force) as add:
         for count, key in enumerate(sorted(wanted), 1):
             try:
-                line = _add_chunk(store, archive, key, rename)
+                line = _add_chunk(store, add, key, rename)
             except BadBlob:
-                damaged.append(key)
                 line = None
+                damaged.append(key)
             if line is not None:
-                name = line.manifest.collection
-                if name not in collections:
-                    collections[name] = _collection(line.manifest, _prefix_ids(store, name, wanted), salt)
+                of = line.manifest.collection
+                if of not in collections:
+                    collections[of] = _collection(line.manifest, prefixes.get(of), salt)
                 lines.append(encode_line(chunk_record(line)))
                 done.add(key)
                 size += line.size
                 without_kv += not line.size
             if progress is not None:
                 progress(count, len(wanted))
-        documents = [
-            replace(d, source=rename(d.source)) for d in store.documents() if any(c.key in done for c in d.chunks)
-        ]
-        lines = [
-            encode_line(first_line(whole=not without_kv)),
-            *(encode_line(collection_record(c)) for c in collections.values()),
-            *lines,
-            *(encode_line(document_record(d)) for d in documents),
-            encode_line(last_line(len(collections), len(done), len(documents))),
-        ]
-        _add_lines(archive, lines, sign_key)
-        archive.finish()
+        documents = [d for d in store.documents() if any(c.key in done for c in d.chunks)]
+        head = [first_line(whole=not without_kv), *map(collection_record, collections.values())]
+        tail = [document_record(replace(d, source=rename(d.source))) for d in documents]
+        tail.append(last_line(len(collections), len(done), len(documents)))
+        manifest = b"".join((*map(encode_line, head), *lines, *map(encode_line, tail)))
+        add(MANIFEST, manifest)
+        if sign_key is not None:
+            add(SIGNATURE, sign(sign_key, [manifest]))
     return ExportReport(len(done), len(documents), size, tuple(damaged), without_kv)
 
 
-def sign(sign_key: bytes, lines: Iterable[bytes]) -> bytes:
-    """The content of `manifest.hmac`."""
-    digest = hmac.new(sign_key, digestmod=hashlib.sha256)
-    for line in lines:
-        digest.update(line)
-    return f"hmac-sha256 {digest.hexdigest()}\n".encode()
+def _choose(store: ChunkStore, keys: Iterable[bytes] | None) -> tuple[set[bytes], dict[str, tuple[int, ...]]]:
+    """The keys of what is exported, prefixes of its collections among them; collection -> token ids of its prefix."""
+    collection_of, prefixes = dict[bytes, str](), dict[str, ChunkManifest]()
+    for manifest in store.chunks(prefixes=True):
+        collection_of[manifest.key] = manifest.collection
+        if manifest.context == "prefix":
+            prefixes[manifest.collection] = manifest
+    wanted = {*collection_of, *store.damaged_keys()} if keys is None else set(keys)
+    collections = {collection_of[key] for key in wanted if key in collection_of}
+    wanted |= {prefix.key for name, prefix in prefixes.items() if name in collections}
+    return wanted, {name: prefix.token_ids for name, prefix in prefixes.items()}
 
 
-def _add_lines(archive: ArchiveOutput, lines: Collection[bytes], sign_key: bytes | None) -> None:
-    archive.add(MANIFEST, sum(map(len, lines)), lines)
-    if sign_key is not None:
-        signature = sign(sign_key, lines)
-        archive.add(SIGNATURE, len(signature), [signature])
-
-
-def _with_prefixes(store: ChunkStore, keys: Iterable[bytes] | None) -> dict[bytes, str]:
-    """key -> collection of what is exported, prefixes being those of the other chunks' collections."""
-    chosen = None if keys is None else set(keys)
-    found = {m.key: (m.collection, m.context) for m in store.chunks(prefixes=True)}
-    collections = {c for key, (c, _) in found.items() if chosen is None or key in chosen}
-    return {
-        key: collection
-        for key, (collection, context) in found.items()
-        if chosen is None or key in chosen or (context == "prefix" and collection in collections)
-    } | dict.fromkeys((set(store.damaged_keys()) if chosen is None else chosen) - found.keys(), "")
-
-
-def _add_chunk(store: ChunkStore, archive: ArchiveOutput, key: bytes, rename: Callable[[str], str]) -> ChunkLine | None:
-    """None when the chunk is gone. Raises BadBlob before anything of a damaged chunk is written."""
+def _add_chunk(store: ChunkStore, add: Add, key: bytes, rename: Callable[[str], str]) -> ChunkLine | None:
+    """None when the chunk is gone. Raises BadBlob for a damaged one."""
     with store.read() as reader:
         manifest = reader.manifest(key)
         if manifest is None:
             return None
+        named = replace(manifest, source=rename(manifest.source))
         if not manifest.has_kv:
-            return ChunkLine(manifest, 0, "")
+            return ChunkLine(named, 0, "")
         layers = [reader.layer(manifest, number) for number in range(manifest.num_layers)]
-        header = chunk_header(manifest)
-        size, digest = len(header) + num_data_bytes(manifest), hashlib.sha256()
-
-        def parts() -> Iterator[bytes | memoryview]:
-            digest.update(header)
-            yield header
-            for tensor in (tensor for layer in layers for tensor in layer.values()):
-                digest.update(tensor)
-                yield tensor
-
-        archive.add(key.hex() + SUFFIX, size, parts())
-    return ChunkLine(replace(manifest, source=rename(manifest.source)), size, digest.hexdigest())
-
-
-def _prefix_ids(store: ChunkStore, collection: str, wanted: dict[bytes, str]) -> tuple[int, ...] | None:
-    """Of a collection; None when the store does not say."""
-    for key, name in wanted.items():
-        if name == collection:
-            try:
-                manifest = store.get_chunk(key)
-            except BadBlob:
-                continue
-            if manifest is not None and manifest.context == "prefix":
-                return manifest.token_ids
-    return None
+    data = b"".join((blob_prefix(file_spec(manifest)), *(tensor for layer in layers for tensor in layer.values())))
+    line = ChunkLine(named, len(data), hashlib.sha256(data).hexdigest())
+    add(line.file, data)
+    return line
 
 
 def _collection(manifest: ChunkManifest, prefix_ids: tuple[int, ...] | None, salt: str) -> CollectionLine:
     def parts(ids: tuple[int, ...], with_salt: str) -> KeyParts:
         return KeyParts(manifest.model, manifest.tokenizer, ids, (), manifest.codec, with_salt)
 
-    ids: Any
     for ids in (prefix_ids, ()):
         for salted in (False, True):
             if ids is not None and collection_id(parts(ids, salt if salted else "")) == manifest.collection:

@@ -30,11 +30,11 @@ MAX_DOCUMENT_BYTES = 256 << 20
 _TEXTS = (
     "text", "model", "model_name", "tokenizer", "collection", "context", "codec", "source", "prefix_digest", "salt_digest",
 )  # fmt: skip
-_MANIFEST = dict.fromkeys(_TEXTS, is_text) | {
+MANIFEST_CHECKS = dict.fromkeys(_TEXTS, is_text) | {
     "collected_len": is_count, "num_layers": is_size, "num_kv_heads": is_size, "head_dim": is_size, "index": is_count,
     "span": is_span, "created": is_moment, "blob_sizes": are_counts,
 }  # fmt: skip
-_DOCUMENT = dict.fromkeys(("source", "collection", "content_digest", "context"), is_text) | {
+DOCUMENT_CHECKS = dict.fromkeys(("source", "collection", "content_digest", "context"), is_text) | {
     "updated": is_moment, "settings": lambda value: isinstance(value, dict),
 }  # fmt: skip
 
@@ -155,7 +155,7 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
         data["left_context_keys"] = tuple(bytes.fromhex(k) for k in data.get("left_context_keys", ()))
         manifest = ChunkManifest(key=key, **data)
-        check_fields(vars(manifest), _MANIFEST)
+        check_fields(vars(manifest), MANIFEST_CHECKS)
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
     if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers or len(digests) % DIGEST_BYTES:
@@ -177,7 +177,7 @@ def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
         data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_DOCUMENT_BYTES)
         data["chunks"] = tuple(DocumentChunk(bytes.fromhex(k), i, a, b) for k, i, a, b in data["chunks"])
         record = DocumentRecord(**data)
-        check_fields(vars(record), _DOCUMENT)
+        check_fields(vars(record), DOCUMENT_CHECKS)
         if not all(len(c.key) == KEY_BYTES and are_counts((c.index, c.start, c.end)) for c in record.chunks):
             raise ValueError("chunks is not what it should be")
         return record
