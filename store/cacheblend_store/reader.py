@@ -20,7 +20,7 @@ from cacheblend_store.format.records import (
 )
 from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader
-from cacheblend_store.state import State, read_state, state_value
+from cacheblend_store.state import State, read_state
 
 COPY_PIECE = 1 << 18  # bytes: fits a core's own cache
 
@@ -84,7 +84,7 @@ class StoreReader:
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
         if not manifest.has_kv:
             raise bad_blob(manifest, layer, "is not there: the chunk has no KV now")
-        node = self._node("blobs", blob_key(manifest.key, layer))
+        node = self.pages.get("blobs", blob_key(manifest.key, layer))
         if node is None:
             raise bad_blob(manifest, layer, "is missing")
         if node.size != manifest.blob_sizes[layer]:
@@ -93,17 +93,12 @@ class StoreReader:
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         """A value. Raises StoreCorrupt when a page on the way to it is damaged."""
-        node = self._node(database, key)
+        node = self.pages.get(database, key)
         return None if node is None else self.pages.value(node)
-
-    def _node(self, database: str, key: bytes) -> Node | None:
-        tree = self.pages.tree(database)
-        return self.pages.get(tree, key) if tree else None
 
     def keys_from(self, start: bytes, database: str = "chunks") -> Iterator[bytes]:
         """Keys of a database from `start` on, in order."""
-        tree = self.pages.tree(database)
-        for node in self.pages.nodes(tree, start) if tree else ():
+        for node in self.pages.nodes(database, start):
             yield node.key
 
     def document(self, key: bytes) -> DocumentRecord | None:
@@ -148,7 +143,7 @@ class StoreReader:
         return None if value is None else bytes(value)
 
     def state(self) -> State:
-        return read_state(state_value(self.meta), self.pages)
+        return read_state(self.meta, self.pages)
 
     def entries(self, database: str) -> int:
         tree = self.pages.tree(database)

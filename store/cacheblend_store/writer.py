@@ -10,7 +10,6 @@ from typing import Any, Literal
 from cacheblend_store.errors import BadBlob, StoreFull
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import (
-    DIGEST_BYTES,
     ChunkManifest,
     DocumentRecord,
     blob_digest,
@@ -23,7 +22,7 @@ from cacheblend_store.format.records import (
     used_at,
 )
 from cacheblend_store.lmdb_file.pages.reader import PageReader
-from cacheblend_store.state import footprint, read_state, recount, state_value, write_state
+from cacheblend_store.state import count_live_bytes, read_state, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]
 Blob = bytes | bytearray | memoryview
@@ -34,7 +33,7 @@ class StoreWriter:
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
-        self.state = self._before = read_state(state_value(lambda name: self.get("meta", name)), pages)
+        self.state = self._before = read_state(lambda name: self.get("meta", name), pages)
 
     def finish(self) -> None:
         """Write the counters when they changed."""
@@ -47,14 +46,11 @@ class StoreWriter:
 
     def changed(self) -> None:
         """Something was added or removed: the generation rises."""
-        if self.state.generation == self._before.generation:
-            self.state = self.state.add(generation=1)
+        self.state = replace(self.state, generation=self._before.generation + 1)
 
     def get(self, database: str, key: bytes) -> bytes | None:
         """A copy of a value."""
-        tree = self._pages.tree(database)
-        if tree:
-            self._pages.get(tree, key)  # checked, whatever this transaction has put there since
+        self._pages.get(database, key)  # checked, whatever this transaction has put there since
         value = self._txn.get(key, db=self._dbs[database])
         return None if value is None else bytes(value)
 
@@ -65,6 +61,11 @@ class StoreWriter:
     def delete(self, database: str, key: bytes) -> bool:
         self._check(database, key)
         return bool(self._txn.delete(key, db=self._dbs[database]))
+
+    def _check(self, database: str, key: bytes) -> None:
+        """The pages that LMDB will walk to write a record, and those of its old value, which it frees."""
+        self._pages.check_writable(database, key)
+        self._pages.get(database, key)
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
         """None when there is none or it is damaged."""
@@ -77,36 +78,32 @@ class StoreWriter:
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
-        """Sizes and digests are filled in here, a blob's right before it is copied: it is read from memory once."""
-        old = self.manifest(manifest.key)
-        same = old is not None and old.token_ids == manifest.token_ids
-        if old is not None and same and old.has_kv and self._holds(with_digests(manifest, blobs)):
+        """Sizes and digests are filled in here."""
+        whole, old = with_digests(manifest, blobs), self._same(manifest)
+        if old is not None and old.has_kv and self._holds(whole):
             return "unchanged"
-        waited = old is not None and same and not old.has_kv
         existed = self._remove(manifest.key)
-        digests = []
         for layer, blob in enumerate(blobs):
-            digests.append(blob_digest(manifest.key, layer, manifest.num_tokens, blob))
-            self._put_counted("blobs", blob_key(manifest.key, layer), blob)
-        whole = replace(with_sizes(manifest, blobs), blob_digests=tuple(digests))
-        self._put_counted("chunks", manifest.key, encode_manifest(whole))
+            self.put("blobs", blob_key(manifest.key, layer), blob)
+        self._count(whole.num_bytes)
+        self.put("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
-        if not waited:
-            self.changed()
-        return "replaced" if existed and not waited else "new"
+        if old is not None and not old.has_kv:
+            return "new"  # for those who wait for KV, and nothing for those who list chunks
+        self.changed()
+        return "replaced" if existed else "new"
 
     def put_record(self, manifest: ChunkManifest) -> bool:
         """Store a chunk without KV unless it is there, with KV or without; whether it was not."""
-        old = self.manifest(manifest.key)
-        if old is not None and old.token_ids == manifest.token_ids:
+        if self._same(manifest) is not None:
             return False
         self._remove(manifest.key)
-        self._put_counted("chunks", manifest.key, encode_manifest(manifest.without_kv()))
+        self.put("chunks", manifest.key, encode_manifest(manifest.without_kv()))
         self.changed()
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
-        """Remove manifest, blobs and accounting of a chunk, whatever state they are in; whether there was any."""
+        """Remove record, blobs and last use of a chunk, whatever state they are in; whether there was any."""
         existed = self._remove(key)
         if existed:
             self.changed()
@@ -117,53 +114,50 @@ class StoreWriter:
         manifest = self.manifest(key)
         if manifest is None:
             return self.delete_chunk(key)
-        existed = self.delete_blobs(key)
+        existed = self._delete_blobs(key)
         if manifest.has_kv:
-            self._delete_record(key)
-            self._put_counted("chunks", key, encode_manifest(manifest.without_kv()))
+            self.put("chunks", key, encode_manifest(manifest.without_kv()))
         self.delete("lru", key)
         return existed or manifest.has_kv
 
+    def _same(self, manifest: ChunkManifest) -> ChunkManifest | None:
+        """The record that is there, when it is of the same tokens."""
+        old = self.manifest(manifest.key)
+        return old if old is not None and old.token_ids == manifest.token_ids else None
+
     def _remove(self, key: bytes) -> bool:
-        existed = self.delete_blobs(key)
-        existed = self._delete_record(key) or existed
+        existed = self._delete_blobs(key)
+        existed = self.delete("chunks", key) or existed
         self.delete("lru", key)
         return existed
 
-    def _delete_record(self, key: bytes) -> bool:
-        record = self.get("chunks", key)
-        if record is None:
-            return False
-        self.delete("chunks", key)
-        self._uncount(key, len(record))
-        return True
-
-    def delete_blobs(self, key: bytes) -> bool:
+    def _delete_blobs(self, key: bytes) -> bool:
         """Remove all blobs of a chunk; whether there was any."""
-        first, last = key, key + b"\xff\xff\xff\xff"
-        tree = self._pages.tree("blobs")
-        if tree:
-            self._check("blobs", first)
-            self._check("blobs", last)
-            for node in self._pages.nodes(tree, first):
-                if node.key > last:
-                    break
-                self._pages.check_extent(node)
-        there = self._there(key)
-        for name, size in there:  # not by the cursor: py-lmdb's delete ends in a SystemError when the page after is bad
-            self._txn.delete(name, db=self._dbs["blobs"])
-            self._uncount(name, size)
-            self.state = self.state.add(live=-size)
-        return bool(there)
-
-    def _there(self, key: bytes) -> list[tuple[bytes, int]]:
-        """Name and size of each blob of a chunk, those of this transaction among them."""
-        cursor, found = self._txn.cursor(db=self._dbs["blobs"]), []
+        for node in self._pages.nodes("blobs", key):  # the pages that the cursor will walk
+            if not node.key.startswith(key):
+                break
+        cursor, there = self._txn.cursor(db=self._dbs["blobs"]), []
         more = cursor.set_range(key)
         while more and (name := bytes(cursor.key())).startswith(key):
-            found.append((name, len(cursor.value())))
+            there.append((name, len(cursor.value())))
             more = cursor.next()
-        return found
+        for name, size in there:  # not by the cursor: py-lmdb's delete ends in a SystemError when the page after is bad
+            self.delete("blobs", name)
+            self._count(-size)
+        return bool(there)
+
+    def _count(self, num_bytes: int) -> None:
+        self.state = replace(self.state, live_bytes=self.state.live_bytes + num_bytes)
+
+    def _holds(self, manifest: ChunkManifest) -> bool:
+        """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
+        for layer, digest in enumerate(manifest.blob_digests):
+            key = blob_key(manifest.key, layer)
+            self._pages.get("blobs", key)
+            blob = self._txn.get(key, db=self._dbs["blobs"])
+            if blob is None or blob_digest(manifest.key, layer, manifest.num_tokens, blob) != digest:
+                return False
+        return True
 
     def make_room(self, num_bytes: int, keep: Collection[bytes], uses: Mapping[bytes, float]) -> None:
         """Evict least recently used chunks until num_bytes more fit the quota. Raises StoreFull.
@@ -185,14 +179,10 @@ class StoreWriter:
 
     def _by_last_use(self, uses: Mapping[bytes, float]) -> Iterator[bytes]:
         """Keys of all chunks that can have KV, those unused for longest first; then those of which no use is noted."""
-        chunks, lru = self._pages.tree("chunks"), self._pages.tree("lru")
-        used = (
-            {n.key: max(used_at(n.key, n.inline), uses.get(n.key, 0.0)) for n in self._pages.nodes(lru)} if lru else {}
-        )
+        lru = self._pages.nodes("lru")
+        used = {node.key: max(used_at(node.key, node.inline), uses.get(node.key, 0.0)) for node in lru}
         yield from sorted(used, key=lambda key: (used[key], key))
-        for node in self._pages.nodes(chunks) if chunks else ():
-            if node.key not in used:
-                yield node.key
+        yield from (node.key for node in self._pages.nodes("chunks") if node.key not in used)
 
     def touch(self, uses: Mapping[bytes, float]) -> None:
         """Record last uses (seconds since the epoch) of chunks that have KV, unless a later one is known."""
@@ -261,49 +251,12 @@ class StoreWriter:
             self.put("refs", name, b"")
 
     def recount(self) -> None:
-        """The byte counters from the records, as they were when this transaction began."""
-        counted = recount(self._pages)
-        self.state = replace(self.state, live_bytes=counted.live_bytes, used_bytes=counted.used_bytes)
-
-    # inside
-
-    def _check(self, database: str, key: bytes) -> None:
-        tree = self._pages.tree(database)
-        if tree:
-            self._pages.check_writable(tree, key)
-
-    def _put_counted(self, database: str, key: bytes, value: Blob) -> None:
-        self.put(database, key, value)
-        size = memoryview(value).nbytes
-        live = size if database == "blobs" else 0
-        self.state = self.state.add(live=live, used=footprint(len(key), size, self._pages.meta.page_size))
-
-    def _uncount(self, key: bytes, size: int) -> None:
-        self.state = self.state.add(used=-footprint(len(key), size, self._pages.meta.page_size))
-
-    def _holds(self, manifest: ChunkManifest) -> bool:
-        """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
-        tree = self._pages.tree("blobs")
-        for layer, digest in enumerate(manifest.blob_digests):
-            key = blob_key(manifest.key, layer)
-            if tree:
-                self._pages.get(tree, key)
-            blob = self._txn.get(key, db=self._dbs["blobs"])
-            if blob is None or len(blob) != manifest.blob_sizes[layer]:
-                return False
-            if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != digest:
-                return False
-        return True
+        """The byte counter from the blobs, as they were when this transaction began."""
+        self.state = replace(self.state, live_bytes=count_live_bytes(self._pages))
 
 
 def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
     """The manifest with sizes and digests of its blobs."""
-    found = (blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
-    return replace(with_sizes(manifest, blobs), blob_digests=tuple(found))
-
-
-def with_sizes(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
-    """The manifest with sizes of its blobs, and zeros for digests: its record is as long as it will be."""
     assert len(blobs) == manifest.num_layers
-    sizes = tuple(memoryview(blob).nbytes for blob in blobs)
-    return replace(manifest, blob_sizes=sizes, blob_digests=(bytes(DIGEST_BYTES),) * len(sizes))
+    digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
+    return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)

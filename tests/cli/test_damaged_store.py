@@ -101,10 +101,8 @@ def _flips(path: Path, ids: tuple[str, ...], count: int) -> list[tuple[int, int]
     """(byte, bit): of the blobs that are asked about, and of every kind of page that leads to them."""
     kinds, page_size = page_map(path / "data.mdb")
     with ChunkStore.open(path) as store, store.read() as reader:
-        tree = reader.pages.tree("blobs")
-        assert tree is not None
         asked = {bytes.fromhex(i) for i in ids} | {m.key for m in store.chunks(prefixes=True) if m.context == "prefix"}
-        nodes = [node for node in reader.pages.nodes(tree) if node.key[:20] in asked and node.pgno]
+        nodes = [node for node in reader.pages.nodes("blobs") if node.key[:20] in asked and node.pgno]
     rng = random.Random(count)
     places = []
     for number in range(count):

@@ -20,7 +20,7 @@ from cacheblend_store.lmdb_file.pages.commits import salvageable
 from cacheblend_store.lmdb_file.translation import again_hint
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader
-from cacheblend_store.state import decode_state, state_value
+from cacheblend_store.state import decode_state
 from cacheblend_store.store import ChunkStore
 
 
@@ -68,7 +68,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
     target.put_documents(documents)
     target.put_memos(list(_memos(source)))
     with suppress(StoreCorrupt):
-        state = decode_state(state_value(source.meta))
+        state = decode_state(source.meta)
         target.set_max_bytes(state.max_bytes if state else 0)
     with target.read() as reader:
         kept = set(reader.keys_from(b""))
@@ -106,6 +106,5 @@ def _memos(source: StoreReader) -> Iterator[Memo]:
 def _keys(source: StoreReader, database: str) -> Iterator[bytes]:
     """Keys of a database, those of pages that do not read left out."""
     with suppress(StoreCorrupt):
-        tree = source.pages.tree(database)
-        for node in source.pages.nodes(tree, skip_damaged=True) if tree else ():
+        for node in source.pages.nodes(database, skip_damaged=True):
             yield node.key

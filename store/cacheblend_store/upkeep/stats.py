@@ -27,7 +27,8 @@ class Share:
 
 @dataclass
 class StoreStats:
-    """live_bytes: blobs. used_bytes: blobs and manifests in whole pages. free_bytes: pages of the file to be used again.
+    """live_bytes: blobs. used_bytes: of the pages with chunks' records and blobs.
+    free_bytes: of pages of the file to be used again.
 
     damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by (model name,
     fingerprint, codec). All three empty unless a breakdown was asked for.
@@ -57,7 +58,7 @@ def stats(store: ChunkStore, *, breakdown: bool = False) -> StoreStats:
             chunks=reader.entries("chunks"),
             documents=reader.entries("documents"),
             live_bytes=state.live_bytes,
-            used_bytes=state.used_bytes,
+            used_bytes=reader.pages.used_bytes("chunks") + reader.pages.used_bytes("blobs"),
             max_bytes=state.max_bytes,
             file_bytes=file_bytes,
             free_bytes=reader.pages.free_bytes,

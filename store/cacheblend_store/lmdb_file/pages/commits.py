@@ -64,7 +64,7 @@ def check_index(handle: int, pages: PageReader) -> None:
     _check_commit(pages)
     if pages.meta.main.root == NO_PAGE:
         return
-    names = [node.key.decode(errors="replace") for node in pages.nodes(pages.meta.main)]
+    names = [node.key.decode(errors="replace") for node in pages.nodes_in(pages.meta.main)]
     if not any(name in names for name in DATABASES):
         raise no_store(pages.store)
     for name in names:

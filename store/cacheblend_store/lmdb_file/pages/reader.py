@@ -43,7 +43,7 @@ class PageReader:
     def tree(self, name: str) -> Tree | None:
         """A named database's tree, None when there is none of that name."""
         if name not in self._trees:
-            node = self.get(self.meta.main, name.encode())
+            node = self._find(self.meta.main, name.encode())
             if node is None:
                 return None
             try:
@@ -52,8 +52,12 @@ class PageReader:
                 raise self._bad(self.meta.main.root, str(error)) from error
         return self._trees[name]
 
-    def get(self, tree: Tree, key: bytes) -> Node | None:
+    def get(self, database: str, key: bytes) -> Node | None:
         """Where the key's value is, all pages on the way and its extent checked."""
+        tree = self.tree(database)
+        return self._find(tree, key) if tree else None
+
+    def _find(self, tree: Tree, key: bytes) -> Node | None:
         if tree.root == NO_PAGE:
             return None
         leaf = self._leaf_of(tree, key)
@@ -63,9 +67,13 @@ class PageReader:
         self.check_extent(leaf.nodes[at])
         return leaf.nodes[at]
 
-    def nodes(self, tree: Tree, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
-        """All nodes from `start` on, in key order. skip_damaged: pages that do not read, and what is below them, are
-        passed over."""
+    def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
+        """All nodes of a database from `start` on, in key order. skip_damaged: pages that do not read, and what is below
+        them, are passed over."""
+        tree = self.tree(database)
+        return self.nodes_in(tree, start, skip_damaged=skip_damaged) if tree else iter(())
+
+    def nodes_in(self, tree: Tree, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
         if tree.root != NO_PAGE:
             yield from self._nodes_below(tree, tree.root, Bounds(), start, skip_damaged, 1)
 
@@ -111,24 +119,29 @@ class PageReader:
         else:
             buffer[:] = node.inline[start : start + len(buffer)]
 
+    def used_bytes(self, database: str) -> int:
+        """Of a database's pages, by LMDB's own counters."""
+        tree = self.tree(database)
+        return tree.num_pages * self.meta.page_size if tree else 0
+
     @property
     def free_bytes(self) -> int:
-        """Of pages that no tree holds, by LMDB's own counters."""
-        trees = [self.meta.main, self.meta.free, *filter(None, map(self.tree, DATABASES))]
-        used = 2 + sum(tree.num_pages for tree in trees)
-        return max(0, self.meta.next_pgno - used) * self.meta.page_size
+        """Of pages that no tree holds."""
+        pages = self.meta.next_pgno - 2 - self.meta.main.num_pages - self.meta.free.num_pages
+        return max(0, pages * self.meta.page_size - sum(map(self.used_bytes, DATABASES)))
 
     # what LMDB will walk when it writes
 
-    def check_writable(self, tree: Tree, key: bytes) -> None:
+    def check_writable(self, database: str, key: bytes) -> None:
         """The path to `key` and, on every level, the two pages on each side, which LMDB merges with or borrows from."""
-        if tree.root != NO_PAGE:
+        tree = self.tree(database)
+        if tree and tree.root != NO_PAGE:
             self._leaf_of(tree, key, near=2)
 
     def free_pages(self) -> Iterator[tuple[int, ...]]:
         """Each record of the list of free pages, from which a write takes its pages."""
         tree, seen = self.meta.free, 0
-        for node in self.nodes(tree):
+        for node in self.nodes_in(tree):
             self.check_extent(node)
             try:
                 pages = parse_free(node.key, self.value(node), self.meta.next_pgno)
