@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,11 +63,21 @@ def ls(
         output.note("no chunk is stored" if source is None and after is None else "no such chunk, or no more of them")
     if rows:
         rows.sort(key=lambda row: row[:2])
+        names = _model_names([m for *_, m in rows])
+        several = len(names) > 1  # one model's name tells nothing
         table = [
-            (m.id[:12], m.num_tokens, _size(m), f"{name}#{index}", " ".join(m.text.split())[:50])
+            (
+                m.id[:12],
+                *[names[m.model]] * several,
+                m.num_tokens,
+                _size(m),
+                f"{name}#{index}",
+                " ".join(m.text.split())[:50],
+            )
             for name, index, m in rows
         ]
-        output.table(("id", "tokens", "size", "source", "text"), table, right=(1, 2), ends=(3,))
+        columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
+        output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
         output.note(
             f"{len(rows)} chunks, {sum(m.num_tokens for *_, m in rows):,} tokens, {format_size(sum(m.num_bytes for *_, m in rows))}"
         )
@@ -142,6 +154,13 @@ def rm(
     else:
         of = f" of {len({d.source for d in found})} documents" if found else ""
         output.note(f"removed {len(ids)} chunks{of}")
+
+
+def _model_names(manifests: Sequence[ChunkManifest]) -> dict[str, str]:
+    """Fingerprint -> name of the models; of those with one name, with the beginning of the fingerprint."""
+    names = {m.model: m.model_name for m in manifests}
+    count = Counter(names.values())
+    return {model: name if count[name] == 1 else f"{name} {model[:6]}" for model, name in names.items()}
 
 
 def _size(m: ChunkManifest) -> str:

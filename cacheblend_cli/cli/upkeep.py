@@ -8,6 +8,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings
@@ -45,16 +46,17 @@ def stats(
             "damaged": found.damaged,
             "without_kv": found.without_kv,
             "models": models,
+            "prefixes": vars(found.prefixes),
         }
         output.json({**record, "sources": by_source} if sources else record)
         return
+    chunks, of_chunks = found.totals()["chunks"], found.live_bytes - found.prefixes.bytes
     output.text(
-        f"{settings.store_path}: {found.chunks} chunks, prompt prefixes included, of {found.documents} documents"
+        f"{settings.store_path}: {chunks} chunks of {found.documents} documents, {format_size(of_chunks)} of KV"
     )
-    quota = f" of at most {format_size(found.max_bytes)}" if found.max_bytes else ""
-    output.text(
-        f"{format_size(found.live_bytes)} of KV{quota}; file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free"
-    )
+    quota = f"; together {format_size(found.live_bytes)} of at most {format_size(found.max_bytes)}"
+    output.text(f"beginnings of prompts {format_size(found.prefixes.bytes)}" + (quota if found.max_bytes else ""))
+    output.text(f"file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free")
     if found.without_kv:
         output.text(f"{found.without_kv} chunks have no KV now: they are computed when they are asked for")
     if found.damaged:
@@ -65,7 +67,7 @@ def stats(
             (name, fingerprint[:12], codec, *_share(share))
             for (name, fingerprint, codec), share in sorted(found.models.items())
         ]
-        output.table(("model", "fingerprint", "KV dtype", *columns), rows, right=(3, 4, 5))
+        show_table(("model", "fingerprint", "KV dtype", *columns), rows, output)
     if sources:
         output.table(
             ("source", *columns),

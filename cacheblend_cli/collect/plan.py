@@ -132,7 +132,7 @@ def compare(store: ChunkStore | None, survey: Survey, parts: Sequence[Part], *, 
                     there = not force and store is not None and store.has_kv(chunk.key)
                     amount = found.unchanged if there else found.replaced if own else found.new
                     tokens = len(chunk.chunk.token_ids)
-                    amount.add(tokens, part.collection.chunk_bytes(tokens))
+                    amount.add(tokens, part.collection.stored_bytes(tokens))
                     missing += [] if there else [chunk]
             if len(missing) > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)

@@ -94,7 +94,8 @@ class PrecomputeReport:
         """Note what is there before anything is done."""
         self.documents = sum(len(part.planned) for part in parts)
         self.tokens = sum(len(c.chunk.token_ids) for part in parts for c in part.chunks)
-        self.bytes = sum(p.collection.chunk_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks)
+        sizes = {c.key: p.collection.stored_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks}
+        self.bytes = sum(sizes.values())
         self.difference = difference
 
     @property
@@ -218,7 +219,7 @@ class _Run:
             for planned in chunks:
                 result = results.pop(planned.key, None)
                 if result is None:  # was there, or appeared earlier in this batch
-                    size = collection.chunk_bytes(len(planned.chunk.token_ids))
+                    size = collection.stored_bytes(len(planned.chunk.token_ids))
                     result = _result(planned, size, "unchanged")
                     self._on_event(PrecomputeEvent("chunk", result))
                 setattr(report, result.status, getattr(report, result.status) + 1)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend_store import KeyParts, chunk_key, collection_id
+from cacheblend_store.format.blobs import BlobSpec, blob_size
 from cacheblend_store.format.layouts import CODECS, blob_spec
 
 from cacheblend_cli.errors import UsageError
@@ -70,9 +71,15 @@ class Collection:
 
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
         """Bytes of KV of a chunk in this codec or another."""
+        return self.model.spec.num_layers * sum(t.num_bytes for t in self._layer(num_tokens, codec).values())
+
+    def stored_bytes(self, num_tokens: int) -> int:
+        """Bytes of a chunk's blobs, which is what the store counts."""
+        return self.model.spec.num_layers * blob_size(self._layer(num_tokens))
+
+    def _layer(self, num_tokens: int, codec: str = "") -> BlobSpec:
         spec = self.model.spec
-        layer = blob_spec(codec or self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
-        return spec.num_layers * sum(t.num_bytes for t in layer.values())
+        return blob_spec(codec or self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
 
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
         model = self.model

@@ -248,7 +248,7 @@ def test_config_show_names_the_origin(cli: Cli, tmp_path: Path) -> None:
 def test_doctor(cli: Cli, stored: list[str]) -> None:
     [facts] = cli("doctor", "--json").records
     assert facts["ok"] is True
-    assert facts["store"]["chunks"] == len(stored) + 1  # and the prefix
+    assert facts["store"]["chunks"] == len(stored)
     assert facts["model"]["architecture"] == "Qwen2ForCausalLM"
     assert facts["backends"]["torch"] == "runs"
     assert facts["backends"]["auto"] == facts["model"]["attention_backend"]

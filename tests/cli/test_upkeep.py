@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from cacheblend_store import ChunkStore, StoreNoSpace
 from cacheblend_store.format.codecs import CODECS
 from cacheblend_store.lmdb_file.environment import Environment
+from checkpoints import write_checkpoint
 from forging import forge
 
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
@@ -32,6 +34,51 @@ def damage(path: Path, key: str) -> None:
     with (path / "data.mdb").open("r+b") as stream:
         stream.seek(at)
         stream.write(bytes([data[at] ^ 1]))
+
+
+def test_a_store_has_one_size_wherever_it_is_told(cli: Cli, docs: Path) -> None:
+    """Of the chunks: a passage that two documents share counts once, and the prompt's prefix is told apart."""
+    for name in ("gamma", "delta"):
+        (docs / f"{name}.md").write_text("The same page of the lead in Bergen.\n")
+
+    def sizes(text: str) -> list[str]:
+        return re.findall(r"([\d.]+ [KM]iB)(?: of KV|\n|$)", text)
+
+    planned = cli("precompute", "docs", "--chunk-tokens", "40", "--dry-run")
+    done = cli("precompute", "docs", "--chunk-tokens", "40")
+    again = cli("precompute", "docs", "--chunk-tokens", "40", "--json")
+    listed = cli("chunks", "ls", "--json").records
+    assert len(again.records) == len(listed) + 1
+    told = cli("chunks", "stats")
+    size = format_size(sum(r["bytes"] for r in listed))
+    assert {sizes(text)[0] for text in (planned.out, done.err, again.err, cli("chunks", "ls").err, told.out)} == {size}
+    assert told.out.splitlines()[-1].endswith(size), "the table has it, too"
+    assert f"{len(listed)} chunks of 4 documents" in told.out
+    [facts] = cli("chunks", "stats", "--json").records
+    assert cli("precompute", "docs", "--chunk-tokens", "40", "--dry-run", "--json").records[0]["bytes"] == sum(
+        r["bytes"] for r in listed
+    )
+    assert facts["chunks"] == sum(m["chunks"] for m in facts["models"]) == len(listed)
+    assert facts["live_bytes"] == facts["prefixes"]["bytes"] + sum(r["bytes"] for r in listed)
+    assert facts["prefixes"]["chunks"] == 1
+    assert {r["bytes"] for r in again.records} == {r["bytes"] for r in listed}
+
+
+def test_two_models_get_a_column(cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "model" not in cli("chunks", "ls").out.splitlines()[0].split()
+    write_checkpoint(tmp_path / "other", "llama-gqa", seed=7)
+    monkeypatch.setenv("CACHEBLEND_MODEL", "other")
+    assert cli("precompute", "docs/alpha.md", "--chunk-tokens", "40").code == 0
+    lines = cli("chunks", "ls").out.splitlines()
+    assert lines[0].split() == ["id", "model", "tokens", "size", "source", "text"]
+    of = {r["id"][:12]: r["model"] for r in cli("chunks", "ls", "--json").records}
+    assert len(set(of.values())) == 2
+    for line in lines[1:]:
+        assert line.split()[1] == of[line.split()[0]]
+    write_checkpoint(tmp_path / "other", "llama-gqa", seed=8)  # another one of that name
+    assert cli("precompute", "docs/alpha.md", "--chunk-tokens", "40").code == 0
+    named = {" ".join(line.split()[1:3]) for line in cli("chunks", "ls").out.splitlines() if " other " in line}
+    assert len(named) == 2, "the fingerprints tell them apart"
 
 
 def test_stats_add_up(cli: Cli, stored: list[str]) -> None:

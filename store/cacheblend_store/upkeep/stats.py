@@ -31,7 +31,7 @@ class StoreStats:
     free_bytes: of pages of the file to be used again.
 
     damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by (model name,
-    fingerprint, codec). All three empty unless a breakdown was asked for.
+    fingerprint, codec), their chunks without prompts' prefixes, which are apart. All empty unless a breakdown was asked for.
     """
 
     chunks: int
@@ -44,10 +44,12 @@ class StoreStats:
     damaged: int = 0
     without_kv: int = 0
     models: dict[tuple[str, str, str], Share] = field(default_factory=dict)
+    prefixes: Share = field(default_factory=Share)
 
     def totals(self) -> dict[str, int]:
-        """The numbers that need no breakdown."""
-        return {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
+        """The numbers that are no breakdown; chunks: without the prefixes that one told apart."""
+        numbers = {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
+        return numbers | {"chunks": self.chunks - self.prefixes.chunks}
 
 
 def stats(store: ChunkStore, *, breakdown: bool = False) -> StoreStats:
@@ -78,4 +80,5 @@ def _break_down(reader: StoreReader, found: StoreStats) -> None:
         if manifest is not None:
             found.without_kv += not manifest.has_kv
             who = (manifest.model_name, manifest.model, manifest.codec)
-            found.models.setdefault(who, Share()).add(manifest)
+            share = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Share())
+            share.add(manifest)
