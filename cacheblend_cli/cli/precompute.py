@@ -13,7 +13,7 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.sizes import format_size, parse_size
+from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
 from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
 from cacheblend_cli.corpus.places import text_of
 from cacheblend_cli.errors import UsageError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.api import Difference, PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.room import Room
     from cacheblend_cli.settings import Settings
 
 _REMEMBERED = ("chunk_tokens", "context", "window", "neighbours", "kv_dtype")
@@ -66,15 +67,16 @@ def precompute(
 
     settings = resolved.settings
     given = {name: getattr(settings, name) for name in _REMEMBERED if resolved.origin[name] != "default"}
-    wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt)
-    check_paths(paths)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
+    wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota)
+    check_paths(paths)
     engine = options.load_engine(settings, output)
     options.about_demo(settings, output, paths)
     opened = _store_there(settings) if dry_run else options.open_store(settings, write=True, max_bytes=quota)
     told = nullcontext() if dry_run else on_interrupt("what was stored stays; the same command goes on from there")
 
     def confirm(difference: Difference) -> bool:
+        view.end_bar()
         return _confirm(difference, output, yes)
 
     with told, opened as kv_store, _View(output, json, quiet) as view:
@@ -118,14 +120,14 @@ def _changes(difference: Difference) -> Iterator[str]:
 
 
 class _View:
-    """Turns events into lines and the bar, which begins with the plan: before it, something may be asked."""
+    """Turns events into lines and a bar: of the text that is cut, then of the tokens that the plan says."""
 
     def __init__(self, output: Output, json: bool, quiet: bool) -> None:
         import time
 
         self.output, self.json, self.quiet = output, json, quiet
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
-        self._stack = ExitStack()
+        self._stack, self._reading = ExitStack(), False
         self.done = self.total = self.computed = 0
         self._clock, self._start = time.perf_counter, time.perf_counter()
 
@@ -135,23 +137,44 @@ class _View:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def end_bar(self) -> None:
+        """No bar until there is more of it: something may be asked."""
+        self._stack.close()
+        self._reading = False
+
     def on_event(self, event: PrecomputeEvent) -> None:
-        if event.kind == "plan":
+        if event.kind == "reading":
+            if not self._reading:
+                self._bar = self._stack.enter_context(self.output.progress("cut"))
+                self._reading = True
+            self._bar(event.done, event.total, event.message)
+        elif event.kind == "plan":
+            self.end_bar()
             self._bar = self._stack.enter_context(self.output.progress("precompute"))
-            self.total, self._start = event.tokens_total, self._clock()
+            self.total, self._start = event.total, self._clock()
+        elif event.room is not None:
+            self.output.warn(_say_room(event.room))
         elif event.kind == "skipped":
             self.output.warn(f"skipped {event.message}")
         elif event.kind == "removed":
             self.output.note(event.message)
         elif event.chunk is not None:
             self.done += event.chunk.tokens
-            self.computed += event.chunk.tokens * (event.chunk.status != "unchanged")
+            self.computed += event.chunk.tokens * (event.chunk.status != "unchanged" and event.chunk.bytes > 0)
             rate = self.computed / max(1e-9, self._clock() - self._start)
             self._bar(self.done, self.total, f"{rate:,.0f} tokens/s")
             if self.json:
                 self.output.json(vars(event.chunk))
             elif self.quiet:
                 self.output.text(event.chunk.id)
+
+
+def _say_room(room: Room) -> str:
+    return (
+        f"the KV of these documents takes {format_size(room.needed)}, and the store keeps at most "
+        f"{format_size(room.max_bytes)}: {room.without_kv} of the {room.chunks} chunks are found and cited, and computed when "
+        f"they are asked for; --max-size {size_for(room.needed)} has room for all"
+    )
 
 
 def _check_named(paths: list[str], report: PrecomputeReport) -> None:
@@ -181,11 +204,6 @@ def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool
         f"{report.unchanged} unchanged, {report.removed} removed; {format_size(report.bytes)} of KV in {store}{speed}, "
         f"{report.seconds:.1f} s"
     )
-    if report.evicted:
-        output.warn(
-            f"the store's quota has no room for the KV of all of these documents: {report.evicted} of their chunks are "
-            "found and cited as ever, and computed when they are asked for; raise --max-size"
-        )
 
 
 def _dry_summary(report: PrecomputeReport, output: Output, json: bool) -> None:

@@ -31,6 +31,14 @@ def format_size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def size_for(count: int) -> str:
+    """A size that `parse_size` reads as at least so many bytes."""
+    unit, name = next(
+        (u, n) for u, n in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")) if count >= 10 * u or n == "KB"
+    )
+    return f"{-(-count // unit)}{name}"
+
+
 def _parse(text: str, flag: str, units: dict[str, int], wanted: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     value = float(match[1]) * units[match[2]] if match and match[2] in units else math.inf

@@ -16,6 +16,7 @@ from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
 
 PREFIX_SOURCE = "(prefix)"
+_TEXTS = 1024  # records a transaction
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class PlannedChunk:
 
 
 class Collector:
-    """Collects chunks of one collection, behind one prefix whose KV is computed when it is first needed."""
+    """Collects chunks of one collection, behind one prefix whose KV is computed when it is first needed.
 
-    def __init__(self, collection: Collection, store: ChunkStore | None = None) -> None:
-        self.collection, self._store = collection, store
-        self._commits = ChunkCommits(store) if store is not None else None
+    keep: keys of chunks that are not evicted for what is stored.
+    """
+
+    def __init__(self, collection: Collection, store: ChunkStore | None = None, keep: Set[bytes] = frozenset()) -> None:
+        self.collection, self._store, self._keep = collection, store, keep
+        self._commits = ChunkCommits(store, keep) if store is not None else None
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -63,10 +67,16 @@ class Collector:
             planned = PlannedChunk(self.collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
             self.put(planned, self.prefix.kv)  # unchanged when it is there, repaired when it is damaged
 
-    def put(self, planned: PlannedChunk, kv: ChunkKV, keep: Set[bytes] = frozenset()) -> None:
-        """Encode and commit the KV of one chunk. keep: keys of chunks that stay for it."""
+    def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
+        """Encode and commit the KV of one chunk."""
         assert self._store is not None, "a collector that stores has a store"
-        self._store.put_chunks([(self._manifest(planned), self._encoded(kv))], keep)
+        self._store.put_chunks([(self._manifest(planned), self._encoded(kv))], self._keep)
+
+    def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
+        """Store the chunks without KV, as far as they are not there: they are listed, found and cited from now on."""
+        assert self._store is not None, "a collector that stores has a store"
+        for start in range(0, len(chunks), _TEXTS):
+            self._store.put_records(map(self._manifest, chunks[start : start + _TEXTS]))
 
     def _encoded(self, kv: ChunkKV) -> list[bytes]:
         """A blob a layer."""

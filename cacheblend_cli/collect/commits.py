@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from cacheblend_store import ChunkManifest, ChunkStore, StoreFull, StoreNoSpace
 from cacheblend_store.store import PutStatus
@@ -18,8 +18,9 @@ class ChunkCommits:
     """Chunks wait for company until the last commit is GROUP_SECONDS old or GROUP_BYTES wait: a slow computation commits
     every chunk at once, and a fast one does not wait for the disk with each. What is given back is durable."""
 
-    def __init__(self, store: ChunkStore) -> None:
-        self._store = store
+    def __init__(self, store: ChunkStore, keep: Set[bytes] = frozenset()) -> None:
+        """keep: keys of chunks that are not evicted for these."""
+        self._store, self._keep = store, keep
         self._waiting: list[tuple[ChunkManifest, Sequence[bytes]]] = []
         self._num_bytes = 0
         self._committed_at = 0.0
@@ -35,12 +36,12 @@ class ChunkCommits:
         """Commit what waits."""
         group, self._waiting, self._num_bytes = self._waiting, [], 0
         try:
-            statuses = self._store.put_chunks(group) if group else []
+            statuses = self._store.put_chunks(group, self._keep) if group else []
         except (StoreFull, StoreNoSpace):
             if len(group) == 1:
                 raise
             statuses = []  # no room for all of them at once: as many as there is room for, which evict one another
         for number, (manifest, blobs) in enumerate(group):
-            status = statuses[number] if statuses else self._store.put_chunk(manifest, blobs)
+            status = statuses[number] if statuses else self._store.put_chunks([(manifest, blobs)], self._keep)[0]
             yield manifest.key, status, sum(map(len, blobs))
         self._committed_at = time.monotonic()

@@ -31,9 +31,13 @@ def document_record(
     )
 
 
-def is_news(store: ChunkStore, record: DocumentRecord) -> bool:
-    """Whether the store has no record of the document, or one that says something else than when it was written."""
-    old = store.get_document(record.collection, record.source, record.context)
+def old_record(store: ChunkStore, record: DocumentRecord) -> DocumentRecord | None:
+    """What the store has in the place of this record."""
+    return store.get_document(record.collection, record.source, record.context)
+
+
+def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
+    """Whether the record says something else than the old one, but for when it was written."""
     return old is None or replace(old, updated=record.updated) != record
 
 

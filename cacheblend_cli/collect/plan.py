@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord,
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.survey import Survey
-from cacheblend_cli.corpus.chunker import Chunk, cut
+from cacheblend_cli.corpus.chunker import Chunk, iter_cut
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.prompt.collection import Collection
@@ -64,7 +64,7 @@ class Difference:
 
     @property
     def computed_tokens(self) -> int:
-        return self.new.tokens + self.replaced.tokens
+        return sum(len(planned.chunk.token_ids) for _, chunks in self.missing for planned in chunks)
 
 
 def plan_documents(
@@ -94,14 +94,20 @@ def plan_documents(
     return out
 
 
-def plan_parts(store: ChunkStore | None, survey: Survey, given: Mapping[str, Any]) -> list[Part]:
+def plan_parts(
+    store: ChunkStore | None, survey: Survey, given: Mapping[str, Any], on_cut: Callable[[Document, int], None]
+) -> list[Part]:
     """The documents that are cut and collected in one way together, in order. given: settings that were asked for; the
-    others are those a document had."""
+    others are those a document had. on_cut: told how many characters of a document are cut."""
     encode = survey.collection.model.tokenizer.encode_text
     cuts: dict[CollectSettings, list[tuple[Document, list[Chunk]]]] = {}
     for document in survey.documents:
         settings = replace(survey.settings_of(document.source, document.root), **given)
-        cuts.setdefault(settings, []).append((document, cut(document.text, encode, settings.chunk_tokens)))
+        chunks: list[Chunk] = []
+        for chunk in iter_cut(document.text, encode, settings.chunk_tokens):
+            chunks.append(chunk)
+            on_cut(document, chunk.end)
+        cuts.setdefault(settings, []).append((document, chunks))
     parts = []
     for settings, own in cuts.items():
         collection = survey.collection.in_codec(settings.kv_dtype)
@@ -114,8 +120,10 @@ def plan_parts(store: ChunkStore | None, survey: Survey, given: Mapping[str, Any
     return parts
 
 
-def compare(store: ChunkStore | None, survey: Survey, parts: Sequence[Part], *, force: bool = False) -> Difference:
-    """What storing the parts changes. force: everything is computed."""
+def compare(
+    store: ChunkStore | None, survey: Survey, parts: Sequence[Part], keep: Set[bytes], *, force: bool = False
+) -> Difference:
+    """What storing the parts changes. keep: keys of the chunks that are to have KV. force: all of these are computed."""
     found, planned = Difference(), set[bytes]()
     by_name: dict[str, list[DocumentRecord]] = {}
     for record in survey.stored.values():
@@ -129,11 +137,11 @@ def compare(store: ChunkStore | None, survey: Survey, parts: Sequence[Part], *, 
             for chunk in chunks:
                 if chunk.key not in planned:
                     planned.add(chunk.key)
-                    there = not force and store is not None and store.has_kv(chunk.key)
+                    there = not force and store is not None and _is_there(store, chunk.key, chunk.key in keep)
                     amount = found.unchanged if there else found.replaced if own else found.new
                     tokens = len(chunk.chunk.token_ids)
-                    amount.add(tokens, part.collection.stored_bytes(tokens))
-                    missing += [] if there else [chunk]
+                    amount.add(tokens, part.collection.stored_bytes(tokens) if chunk.key in keep else 0)
+                    missing += [] if there or chunk.key not in keep else [chunk]
             if len(missing) > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)
                 found.changes.update(_changes(latest, survey.codecs[latest.collection], part))
@@ -141,6 +149,10 @@ def compare(store: ChunkStore | None, survey: Survey, parts: Sequence[Part], *, 
     if store is not None:
         _count_removed(found, store, _leaving(survey, parts), planned)
     return found
+
+
+def _is_there(store: ChunkStore, key: bytes, with_kv: bool) -> bool:
+    return store.has_kv(key) if with_kv else store.has_chunk(key)
 
 
 def _changes(record: DocumentRecord, codec: str, part: Part) -> list[tuple[str, str, str]]:

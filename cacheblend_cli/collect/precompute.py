@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from cacheblend_store import ChunkStore, DocumentRecord
+from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
-from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
+from cacheblend_cli.collect.document_records import document_record, is_news, old_record, rename_documents, renamed
 from cacheblend_cli.collect.plan import Amount, Difference, Part, Planned, compare, manifest_or_none, plan_parts
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
+from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.survey import Survey, survey
 from cacheblend_cli.corpus.documents import Document, Skipped
@@ -29,7 +30,7 @@ Confirm = Callable[[Difference], bool]
 @dataclass(frozen=True)
 class PrecomputeOptions:
     """The first five as in CollectSettings; None is what the store remembers of the documents' root, and the default where
-    it remembers nothing. force: compute what is stored, too."""
+    it remembers nothing. force: compute what is stored, too. max_bytes: the quota, where it is another than the store's."""
 
     chunk_tokens: int | None = None
     context: str | None = None
@@ -39,6 +40,7 @@ class PrecomputeOptions:
     force: bool = False
     dry_run: bool = False
     salt: str = ""
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         CollectSettings(**self.given)
@@ -63,18 +65,21 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class PrecomputeEvent:
-    """kind: "plan" (totals are known), "chunk", "skipped", "removed". message is for people."""
+    """kind: "reading" (done of total characters of a document are cut), "room" (the quota has not enough), "plan" (total
+    tokens to go), "chunk", "skipped", "removed". message is for people."""
 
-    kind: Literal["plan", "chunk", "skipped", "removed"]
+    kind: Literal["reading", "room", "plan", "chunk", "skipped", "removed"]
     chunk: ChunkResult | None = None
     message: str = ""
-    tokens_total: int = 0
+    done: int = 0
+    total: int = 0
+    room: Room | None = None
 
 
 @dataclass
 class PrecomputeReport:
-    """gone: documents that are no more. removed: chunks that went. evicted: chunks of these documents that the quota had
-    no room for. skipped: (path, reason). difference: what the run was to change, as it was found before it."""
+    """gone: documents that are no more. removed: chunks that went. bytes: of the KV of these documents, of what the quota
+    has room for. skipped: (path, reason). difference: what the run was to change, as it was found before it."""
 
     documents: int = 0
     gone: int = 0
@@ -82,7 +87,6 @@ class PrecomputeReport:
     unchanged: int = 0
     replaced: int = 0
     removed: int = 0
-    evicted: int = 0
     tokens: int = 0
     computed_tokens: int = 0
     bytes: int = 0
@@ -90,12 +94,12 @@ class PrecomputeReport:
     difference: Difference = field(default_factory=Difference)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
-    def plan(self, parts: Sequence[Part], difference: Difference) -> None:
+    def plan(self, parts: Sequence[Part], room: Room, difference: Difference) -> None:
         """Note what is there before anything is done."""
         self.documents = sum(len(part.planned) for part in parts)
         self.tokens = sum(len(c.chunk.token_ids) for part in parts for c in part.chunks)
         sizes = {c.key: p.collection.stored_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks}
-        self.bytes = sum(sizes.values())
+        self.bytes = sum(size for key, size in sizes.items() if key in room.keep)
         self.difference = difference
 
     @property
@@ -126,26 +130,31 @@ def precompute(
         report.skipped.append((document.typed, document.reason))
         on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}"))
 
+    def reading(document: Document, done: int) -> None:
+        on_event(PrecomputeEvent("reading", message=shown(document.source), done=done, total=len(document.text)))
+
     if store is not None and not options.dry_run:
         rename_documents(store)
     found = survey(collection, store, documents, paths, skip)
-    parts = plan_parts(store, found, options.given)
-    report.plan(parts, compare(store, found, parts, force=options.force))
+    parts = plan_parts(store, found, options.given, reading)
+    quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
+    room = room_for(store, parts, quota)
+    if room.without_kv:
+        on_event(PrecomputeEvent("room", room=room))
+    report.plan(parts, room, compare(store, found, parts, room.keep, force=options.force))
     if options.dry_run or store is None:
         report.difference.seconds = _estimate(report.difference)
         return report
     start += _confirm(report.difference, confirm)
-    on_event(PrecomputeEvent("plan", tokens_total=report.tokens))
-    run = _Run(found, store, options, on_event, report)
+    on_event(PrecomputeEvent("plan", total=report.tokens))
+    run = _Run(found, store, room.keep, on_event, report)
     settings = {path: replace(found.settings_of(path, path), **options.given) for path in paths} if parts else {}
     found.roots.remember(store, settings, options.given, found.linked, done=False)
     for part in parts:
-        run.store(part)
+        run.store(part, force=options.force)
     run.remove_gone()
     run.remove_outdated()
     found.roots.remember(store, settings, options.given, found.linked, done=True)
-    if store.max_bytes:
-        report.evicted = sum(not store.has_kv(key) for key in {c.key for part in parts for c in part.chunks})
     report.seconds = time.perf_counter() - start
     return report
 
@@ -161,20 +170,22 @@ def _confirm(difference: Difference, confirm: Confirm | None) -> float:
 
 
 class _Run:
-    """One precompute, once it is known what the documents' chunks are."""
+    """One precompute, once it is known what the documents' chunks are. keep: keys of those that are to have KV."""
 
     def __init__(
-        self, found: Survey, store: ChunkStore, options: PrecomputeOptions, on_event: OnEvent, report: PrecomputeReport
+        self, found: Survey, store: ChunkStore, keep: Set[bytes], on_event: OnEvent, report: PrecomputeReport
     ) -> None:
-        self._found, self._store, self._options = found, store, options
+        self._found, self._store, self._keep = found, store, keep
         self._on_event, self._report = on_event, report
 
-    def store(self, part: Part) -> None:
-        """Collect and commit what the store lacks, batch by batch, and each document's record behind its chunks."""
-        collector = Collector(part.collection, self._store)
-        collector.store_prefix()
+    def store(self, part: Part, *, force: bool) -> None:
+        """Bring the store to the documents, batch by batch: what they say first, then the KV that it lacks, or, with
+        `force`, all of it."""
+        collector = Collector(part.collection, self._store, self._keep)
+        if part.collection.prefix_key in self._keep:
+            collector.store_prefix()
         for batch in _batches(part.planned, 4 * pack_tokens(part.collection.model.decoder.device)):
-            self._store_batch(part, collector, batch)
+            self._store_batch(part, collector, batch, force=force)
 
     def remove_gone(self) -> None:
         """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
@@ -198,33 +209,40 @@ class _Run:
                 what = f"its chunks of context {old.context} in {self._found.codecs[old.collection]} were removed"
                 self._on_event(PrecomputeEvent("removed", message=f"{shown(old.source)} has changed: {what}"))
 
-    def _store_batch(self, part: Part, collector: Collector, batch: Planned) -> None:
-        collection, store, options, report = part.collection, self._store, self._options, self._report
-        wanted = {p.key: p for _, chunks in batch for p in chunks}
+    def _store_batch(self, part: Part, collector: Collector, batch: Planned, *, force: bool) -> None:
+        """The documents' records and texts come first: from then on each is found and cited as it is now, and whatever
+        happens to this run, no chunk of it is one that nobody wants."""
+        store, keep, report = self._store, self._keep, self._report
+        places = [p for _, chunks in batch for p in chunks]
+        wanted: dict[bytes, PlannedChunk] = {}
+        for planned in places:
+            wanted.setdefault(planned.key, planned)
         with store.read() as reader:
-            present = {key: m for key in wanted if (m := manifest_or_none(reader, key)) is not None and m.has_kv}
-        missing = [p for key, p in wanted.items() if options.force or key not in present]
-        results: dict[bytes, ChunkResult] = {}
-        own = part.settings.context
-        replaced_sources = {d.source for d, _ in batch if store.get_document(collection.id, d.source, own) is not None}
-        for key, status, size in collector.store(missing):
-            planned = wanted[key]
-            if planned.source in replaced_sources and status == "new":
+            there = {key: m for key in wanted if (m := manifest_or_none(reader, key)) is not None}
+        missing = {k for k in wanted if k in keep and (force or k not in there or not there[k].has_kv)}
+        records = [document_record(part.collection, document, chunks, part.settings) for document, chunks in batch]
+        olds = [old_record(store, record) for record in records]
+        before = {old.source: {c.key for c in old.chunks} for old in olds if old is not None}
+        news = [record for record, old in zip(records, olds, strict=True) if is_news(record, old)]
+        report.removed += sum(map(len, store.put_documents(news)))
+        collector.store_texts([planned for key, planned in wanted.items() if key not in there])
+
+        def tell(planned: PlannedChunk, status: str) -> None:
+            if status == "new" and planned.key not in before.get(planned.source, {planned.key}):
                 status = "replaced"
-            results[key] = _result(planned, size, status)
-            report.computed_tokens += len(planned.chunk.token_ids)
-            self._on_event(PrecomputeEvent("chunk", results[key]))
-        records: list[DocumentRecord] = []
-        for document, chunks in batch:
-            for planned in chunks:
-                result = results.pop(planned.key, None)
-                if result is None:  # was there, or appeared earlier in this batch
-                    size = collection.stored_bytes(len(planned.chunk.token_ids))
-                    result = _result(planned, size, "unchanged")
-                    self._on_event(PrecomputeEvent("chunk", result))
-                setattr(report, result.status, getattr(report, result.status) + 1)
-            records.append(document_record(collection, document, chunks, part.settings))
-        report.removed += sum(map(len, store.put_documents([r for r in records if is_news(store, r)])))
+            setattr(report, status, getattr(report, status) + 1)
+            size = part.collection.stored_bytes(len(planned.chunk.token_ids)) if planned.key in keep else 0
+            self._on_event(PrecomputeEvent("chunk", _result(planned, size, status)))
+
+        for planned in places:
+            if planned.key not in missing:
+                tell(planned, "unchanged" if planned.key in there else "new")
+        for key, status, _ in collector.store([planned for key, planned in wanted.items() if key in missing]):
+            tell(wanted[key], status)
+            report.computed_tokens += len(wanted[key].chunk.token_ids)
+        for planned in places:
+            if planned.key in missing and planned is not wanted[planned.key]:  # the same text in a second place
+                tell(planned, "unchanged")
 
 
 def _batches(planned: Planned, most: int) -> Iterable[Planned]:

@@ -69,7 +69,7 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], key: bytes = b""
     prefix = PrefixKV((), ChunkKV(key))
     if prefix_ids:
         sequence = CollectSequence(tuple(prefix_ids), (Kept(key, 0, len(prefix_ids)),))
-        [kv] = _collect_what_fits(decoder, prefix, [sequence])
+        [kv] = _collect_alone(decoder, prefix, sequence)
         prefix = PrefixKV(tuple(prefix_ids), kv)
     return prefix
 
@@ -80,7 +80,10 @@ def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSeque
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
-        yield from _collect_what_fits(decoder, prefix, pack)
+        if len(pack) > 1:
+            yield from _collect_what_fits(decoder, prefix, pack)
+        else:
+            yield from _collect_alone(decoder, prefix, pack[0])
 
 
 def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: int) -> Iterator[list[CollectSequence]]:
@@ -99,36 +102,70 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
 
 def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
     """The whole pack at once, or in halves where the device has too little memory for it."""
+    if len(pack) == 1:
+        return list(_collect_alone(decoder, prefix, pack[0]))
     try:
-        return _collect_pack(decoder, prefix, pack)
-    except torch.OutOfMemoryError as error:
-        if len(pack) == 1:
-            count = len(prefix.token_ids) + len(pack[0].token_ids)
-            raise DeviceError(
-                f"{decoder.device} ran out of memory computing the KV of {count} tokens that stand together",
-                "use a smaller --chunk-tokens (or --window), end what else uses the GPU, or use --device cpu",
-            ) from error
-    halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]  # the error is gone, and with it what its frames held
+        place = _Place(decoder, prefix, pack)
+        return place.collect([(0, len(s.token_ids)) for s in pack])
+    except torch.OutOfMemoryError:
+        pass  # what its frames held is given back before the halves are tried
+    halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]
     return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half)]
 
 
-def _collect_pack(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
-    start = len(prefix.token_ids)
-    lengths = [start + len(s.token_ids) for s in pack]
-    blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
-    pool = KVPool(decoder.spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
-    held = [pool.new_sequence(n) for n in lengths]
-    rope_len = max(lengths)  # a pack is of one RoPE regime, see `packs`
-    for sequence in held:
-        _place_prefix(decoder, pool, sequence, prefix, rope_len)
-    parts = [
-        (sequence, torch.arange(start, n, device=decoder.device), n) for sequence, n in zip(held, lengths, strict=True)
-    ]
-    rows = packed_rows(decoder, parts, rope_len)
-    keeper = _Keeper([ChunkKV(kept.key) for s in pack for kept in s.kept], _kept_rows(pack))
-    token_ids = torch.tensor([i for s in pack for i in s.token_ids], device=decoder.device)
-    run_layers(decoder, rows, token_ids, KVOnly(decoder, rows), keeper)
-    return keeper.chunks
+def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence) -> Iterator[ChunkKV]:
+    """One sequence in pieces of some `pack_tokens` rows: its chunks come as they are done, and a long window takes no more
+    memory in a launch than a short one."""
+    try:
+        place = _Place(decoder, prefix, [sequence])
+        for piece in _pieces(sequence, pack_tokens(decoder.device)):
+            yield from place.collect([piece])
+    except torch.OutOfMemoryError as error:
+        count = len(prefix.token_ids) + len(sequence.token_ids)
+        raise DeviceError(
+            f"{decoder.device} ran out of memory computing the KV of {count} tokens that stand together",
+            "use a smaller --chunk-tokens (or --window), end what else uses the GPU, or use --device cpu",
+        ) from error
+
+
+def _pieces(sequence: CollectSequence, most: int) -> Iterator[tuple[int, int]]:
+    """Runs start:end that make up the sequence, each ending where a kept run does and as long as fits `most`."""
+    ends = sorted({kept.end for kept in sequence.kept})
+    start = 0
+    for end, following in zip(ends, [*ends[1:], None], strict=True):
+        if following is None or following - start > most:
+            yield start, end
+            start = end
+
+
+class _Place:
+    """A pack of sequences of one RoPE regime in a pool of its own, behind the prefix."""
+
+    def __init__(self, decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> None:
+        self._decoder, self._pack, self._first = decoder, pack, len(prefix.token_ids)
+        lengths = [self._first + len(s.token_ids) for s in pack]
+        blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
+        pool = KVPool(decoder.spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+        self._held, self._rope_len = [pool.new_sequence(n) for n in lengths], max(lengths)
+        for sequence in self._held:
+            _place_prefix(decoder, pool, sequence, prefix, self._rope_len)
+
+    def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
+        """Prefill tokens start:end of each sequence, all before them being there; what is kept of them, in order."""
+        parts, kept, ids, base = [], list[tuple[bytes, slice]](), list[int](), 0
+        for sequence, held, (start, end) in zip(self._pack, self._held, pieces, strict=True):
+            positions = torch.arange(self._first + start, self._first + end, device=self._decoder.device)
+            parts.append((held, positions, self._first + end))
+            ids += sequence.token_ids[start:end]
+            inside = (k for k in sequence.kept if start <= k.start and k.end <= end)
+            kept += [(k.key, slice(base + k.start - start, base + k.end - start)) for k in inside]
+            base += end - start
+        rows = packed_rows(self._decoder, parts, self._rope_len)
+        keeper = _Keeper([ChunkKV(key) for key, _ in kept], [where for _, where in kept])
+        run_layers(
+            self._decoder, rows, torch.tensor(ids, device=self._decoder.device), KVOnly(self._decoder, rows), keeper
+        )
+        return keeper.chunks
 
 
 class _Keeper(Observer):
@@ -141,15 +178,6 @@ class _Keeper(Observer):
         for chunk, rows in zip(self.chunks, self._rows, strict=True):
             chunk.k.append(fresh.k[rows].clone())
             chunk.v.append(fresh.v[rows].clone())
-
-
-def _kept_rows(pack: Sequence[CollectSequence]) -> list[slice]:
-    """Rows of each run that is kept, in the packed launch."""
-    spans, base = [], 0
-    for sequence in pack:
-        spans += [slice(base + c.start, base + c.end) for c in sequence.kept]
-        base += len(sequence.token_ids)
-    return spans
 
 
 def _place_prefix(decoder: Decoder, pool: KVPool, sequence: PagedSequence, prefix: PrefixKV, rope_len: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 Encode = Callable[[str], list[int]]
 
@@ -16,6 +17,8 @@ _LEVELS = (
     re.compile(r"\s*\S+\s*|\s+", re.DOTALL),
     re.compile(r".", re.DOTALL),
 )
+_CHARACTERS = 64  # a token has fewer, in the mean of a whole part
+_GUESSES = 4
 _HEADING = re.compile(r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*")  # Markdown's, or a line underlined
 
 
@@ -36,49 +39,89 @@ def cut(text: str, encode: Encode, max_tokens: int) -> list[Chunk]:
     Whole paragraphs are packed while they fit, and a heading stays with what follows it. `encode` is called without
     special tokens. A single character of more than max_tokens tokens is a chunk of its own.
     """
-    chunks: list[Chunk] = []
-    pieces = list(_pieces(text, encode, max_tokens, 0))
-    first = start = 0
-    while first < len(pieces):
+    return list(iter_cut(text, encode, max_tokens))
+
+
+def iter_cut(text: str, encode: Encode, max_tokens: int) -> Iterator[Chunk]:
+    """The chunks of `cut` as they are found: a text of megabytes takes seconds."""
+    pieces = _Pieces(_pieces(text, encode, max_tokens, 0))
+    index = first = start = 0
+    while pieces.upto(first + 1) > first:
         stop, ids = _fill(pieces, first, encode, max_tokens)
         kept = _before_headings(pieces, first, stop)
-        if kept < stop < len(pieces) and len(encode("".join(pieces[kept : stop + 1]))) <= max_tokens:
-            stop, ids = kept, encode("".join(pieces[first:kept]))
-        body = "".join(pieces[first:stop])
+        after = pieces.upto(stop + 1)
+        if kept < stop < after and len(encode(pieces.text(kept, after))) <= max_tokens:
+            stop, ids = kept, encode(pieces.text(first, kept))
+        body = pieces.text(first, stop)
         if ids:
-            chunks.append(Chunk(len(chunks), body, tuple(ids), start, start + len(body)))
+            yield Chunk(index, body, tuple(ids), start, start + len(body))
+            index += 1
         first, start = stop, start + len(body)
-    return chunks
+
+
+class _Pieces:
+    """The pieces of a text, made as they are asked for."""
+
+    def __init__(self, source: Iterator[str]) -> None:
+        self._source, self._found = source, list[str]()
+
+    def __getitem__(self, number: int) -> str:
+        return self._found[number]
+
+    def upto(self, stop: int) -> int:
+        """How many there are, `stop` at most."""
+        self._found.extend(islice(self._source, max(0, stop - len(self._found))))
+        return min(stop, len(self._found))
+
+    def text(self, first: int, stop: int) -> str:
+        return "".join(self._found[first:stop])
 
 
 def _pieces(text: str, encode: Encode, max_tokens: int, level: int) -> Iterator[str]:
     """Parts of the text that fit, cut at the coarsest level at which they do."""
     for part in (m.group() for m in _LEVELS[level].finditer(text) if m.group()):
-        if level == len(_LEVELS) - 1 or len(encode(part)) <= max_tokens:
+        if level == len(_LEVELS) - 1 or _fits(part, encode, max_tokens):
             yield part
         else:
             yield from _pieces(part, encode, max_tokens, level + 1)
 
 
-def _fill(pieces: Sequence[str], first: int, encode: Encode, max_tokens: int) -> tuple[int, list[int]]:
+def _fits(text: str, encode: Encode, max_tokens: int) -> bool:
+    """Whether the text has at most max_tokens tokens, without encoding what is sure to have fewer (no tokenizer makes two of
+    an ASCII character, though one may put one before the text) or far too long to be worth it."""
+    if len(text) < max_tokens and text.isascii():
+        return True
+    return len(text) <= _CHARACTERS * max_tokens and len(encode(text)) <= max_tokens
+
+
+def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int) -> tuple[int, list[int]]:
     """The end of the longest run from `first` that fits, and its token ids. At least one piece, whatever its size.
 
-    The run doubles until it is too long, then halves its step: a few encodes a chunk, however fine the pieces are.
+    The run doubles until it is too long; then its end is looked for where its tokens should be, and after a few misses in
+    the middle: a few encodes a chunk, however fine the pieces are.
     """
     stop, ids = first + 1, encode(pieces[first])
-    step, growing = 1, True
-    while step:
-        end = min(stop + step, len(pieces))
-        tried = encode("".join(pieces[first:end])) if end > stop else None
-        if tried is not None and len(tried) <= max_tokens:
-            stop, ids = end, tried
-            step = step * 2 if growing else step // 2
+    over, num_over, misses = 0, 0, 0  # the end of the shortest run that is too long, and its tokens
+    while not over or over - stop > 1:
+        if not over:
+            end = pieces.upto(2 * stop - first)
+            if end == stop:
+                break
+        elif misses < _GUESSES:
+            share = (max_tokens - len(ids)) / (num_over - len(ids))
+            end = min(max(stop + int((over - stop) * share), stop + 1), over - 1)
         else:
-            growing, step = False, step // 2
+            end = (stop + over) // 2
+        tried = encode(pieces.text(first, end))
+        misses += bool(over)
+        if len(tried) <= max_tokens:
+            stop, ids = end, tried
+        else:
+            over, num_over = end, len(tried)
     return stop, ids
 
 
-def _before_headings(pieces: Sequence[str], first: int, stop: int) -> int:
+def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
     """Where the headings begin that the run ends with; `stop` when there are none, or nothing else."""
     end = stop
     while end > first and _HEADING.fullmatch(pieces[end - 1]):

@@ -20,11 +20,11 @@ def store_holes(done: Prefilled) -> None:
         return
     told = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
-        collector = Collector(request.collection, store)
-        planned = _planned(done, store)
         keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
+        collector = Collector(request.collection, store, keep)
+        planned = _planned(done, store)
         for own, kv in zip(planned, collector.collect(planned), strict=True):
-            collector.put(own, kv, keep)
+            collector.put(own, kv)
         request.notes.append(f"stored {told}")
     except (StoreError, DeviceError) as error:  # the answer is there, and stands without
         request.notes.append(f"{told} could not be stored: {error.message}")

@@ -40,6 +40,14 @@ class StoreReader:
         value = self.get("chunks", key)
         return None if value is None else decode_manifest(key, value)
 
+    def has_kv(self, key: bytes) -> bool:
+        """Whether the chunk is there and has KV, by its undamaged record. Its blobs are not looked at."""
+        try:
+            manifest = self.manifest(key)
+        except BadBlob:
+            return False
+        return manifest is not None and manifest.has_kv
+
     def layer(self, chunk: ChunkManifest | bytes, layer: int) -> dict[str, memoryview]:
         """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape.
 

@@ -146,8 +146,7 @@ class ChunkStore:
     def has_kv(self, key: bytes) -> bool:
         """Whether the chunk is there and has KV, by its undamaged manifest. Its blobs are not looked at."""
         with self.read() as reader:
-            manifest = _undamaged(reader, key)
-        return manifest is not None and manifest.has_kv
+            return reader.has_kv(key)
 
     def resolve(self, prefix: str, collection: str | None = None) -> bytes:
         """The key whose hex id begins with `prefix`, among one collection's chunks or all.

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_store import ChunkStore
 from forging import forge
+
+from cacheblend_cli.api import Engine, EngineConfig, PrecomputeEvent, PrecomputeOptions
 
 Cli = Callable[..., Any]
 
@@ -35,6 +38,22 @@ def test_force_computes_again_what_no_digest_finds_wrong(cli: Cli, stored: list[
     assert [r["id"] for r in again if r["status"] == "replaced"] == [stored[1]]
     assert {r["status"] for r in again} == {"replaced", "unchanged"}  # the same bytes again are no replacement
     assert cli("chunks", "verify", "--recheck", "100").code == 0
+
+
+def test_progress_goes_by_what_is_read_and_then_by_tokens(docs: Path, model: Path, tmp_path: Path) -> None:
+    """Within a document, too: one large file is no empty bar."""
+    (docs / "long.md").write_text("\n\n".join(f"paragraph {i} of the lead in Bergen." for i in range(200)))
+    engine = Engine.load(EngineConfig(model=str(model)))
+    events: list[PrecomputeEvent] = []
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        engine.precompute(store, [str(docs / "long.md")], PrecomputeOptions(chunk_tokens=40), events.append)
+    kinds = [e.kind for e in events]
+    reading = [e for e in events if e.kind == "reading"]
+    assert kinds == ["reading"] * len(reading) + ["plan"] + ["chunk"] * (len(kinds) - len(reading) - 1)
+    assert len(reading) > 10
+    assert [e.done for e in reading] == sorted({e.done for e in reading})
+    assert reading[-1].done == reading[-1].total == len((docs / "long.md").read_text()) + 1
+    assert sum(e.chunk.tokens for e in events if e.chunk) == next(e for e in events if e.kind == "plan").total
 
 
 def sources(cli: Cli) -> set[str]:

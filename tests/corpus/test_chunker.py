@@ -7,7 +7,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_cli.corpus.chunker import Chunk, Encode, cut
+from cacheblend_cli.corpus.chunker import Chunk, Encode, cut, iter_cut
 
 
 def words(text: str) -> list[int]:
@@ -113,6 +113,21 @@ def test_text_without_any_break_takes_few_encodes(encode: Encode) -> None:
     chunks = cut(text, counting, 100)
     check(text, chunks, encode, 100)
     assert calls < 40 * len(chunks)
+
+
+def test_the_first_chunk_of_a_long_text_does_not_wait_for_the_last(encode: Encode) -> None:
+    seen = 0
+
+    def counting(text: str) -> list[int]:
+        nonlocal seen
+        seen += len(text)
+        return encode(text)
+
+    for text in ("# The lead\n\nof billing is Mara.\n\n" * 20_000, "the lead of billing is Mara " * 20_000):
+        seen, found = 0, iter_cut(text, counting, 100)
+        ends = [next(found).end for _ in range(10)]
+        assert ends == sorted(set(ends))
+        assert seen < len(text) // 4
 
 
 def test_the_handbook_is_cut_at_paragraphs() -> None:

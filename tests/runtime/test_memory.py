@@ -155,15 +155,15 @@ def test_packs_that_do_not_fit_are_halved(engine: Engine, monkeypatch: pytest.Mo
         collect.CollectSequence(tuple(range(5, 5 + n)), (collect.Kept(bytes([n]), 0, n),)) for n in (7, 9, 4, 12, 6)
     ]
     whole = list(collect.collect(decoder, prefix, sequences))
-    plain, sizes = collect._collect_pack, []
+    plain, sizes = collect._Place.collect, []
 
-    def tight(decoder: Any, prefix: Any, pack: Any) -> Any:
-        sizes.append(len(pack))
-        if sum(len(s.token_ids) for s in pack) > most:
+    def tight(place: Any, pieces: Any) -> Any:
+        sizes.append(len(pieces))
+        if sum(end - start for start, end in pieces) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(decoder, prefix, pack)
+        return plain(place, pieces)
 
-    monkeypatch.setattr(collect, "_collect_pack", tight)
+    monkeypatch.setattr(collect._Place, "collect", tight)
     most = 16
     found = list(collect.collect(decoder, prefix, sequences))
     assert sizes == [5, 2, 3, 1, 2, 1, 1]
