@@ -69,7 +69,7 @@ def test_another_setting_says_what_it_costs_and_waits_for_a_yes(cli: Cli, docs: 
     refused = cli("precompute", "docs", "--chunk-tokens", "64")
     assert refused.code == 2
     assert "2 documents are stored with --chunk-tokens 40, and this run has --chunk-tokens 64" in refused.err
-    assert "112 tokens are computed for it, 112.0 KiB of KV, about" in refused.err
+    assert "112 tokens are computed for it, 113.5 KiB of KV, about" in refused.err
     assert "hint: give --yes" in refused.err
     assert stored_ids(cli) == first
     assert set(statuses(cli, "docs")) == {"unchanged"}, "what was refused is not remembered"
