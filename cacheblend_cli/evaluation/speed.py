@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.model.compute_dtype import cpu_name
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.config import BlendConfig
@@ -162,8 +161,4 @@ def device_name(device: torch.device) -> str:
     """What the maker calls the GPU or the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), platform.machine())
+    return cpu_name()

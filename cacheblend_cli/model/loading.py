@@ -14,6 +14,7 @@ from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.checkpoint_files import SINGLE, SMALL_FILES, checkpoint_files, weight_names
+from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.spec import ModelSpec
@@ -156,15 +157,14 @@ def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: 
 
 
 def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dtype:
-    """`auto`: fp32 on CPU (bf16 products are several times slower there), the checkpoint's own dtype elsewhere."""
+    """`auto`: the checkpoint's own dtype; on a CPU bf16 where that is it and this machine is faster with it, else fp32."""
     if name != "auto":
         if name not in DTYPES:
             raise UsageError(f"unknown dtype {name!r}", f"known: auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return DTYPES.get(stated, torch.bfloat16)
+    named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    stated = DTYPES.get(named, torch.bfloat16)
+    return cpu_dtype(spec, stated) if device.type == "cpu" else stated
 
 
 def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.checkpoint_files import unused_adapter
+from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
 from cacheblend_cli.prompt.collection import Collection
@@ -138,4 +139,5 @@ class Runtime:
             "rope": spec.rope["rope_type"],
             "kv_bytes_per_token": int(bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
+            **({"products": str(product_speeds(spec))} if decoder.device.type == "cpu" else {}),
         }

@@ -1,0 +1,110 @@
+"""What a CPU computes a model in when nobody says: measured on this machine, once, and never listed.
+
+bf16 products are twice as fast as fp32 on CPUs that have them, and several times slower on those that emulate them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from cacheblend_cli.model.linear import Linear
+from cacheblend_cli.model.spec import ModelSpec
+
+FORMAT = 1
+WORTH = 1.2  # times faster, with many rows, before what is rounded is worth it
+ROWS = 256
+ROUNDS = 3
+MOST_WEIGHTS = 8 << 20
+
+
+@dataclass(frozen=True)
+class ProductSpeeds:
+    """Seconds of one product with the model's widest weights, of ROWS rows and of one row, in fp32 and bf16."""
+
+    fp32_many_s: float
+    fp32_one_s: float
+    bf16_many_s: float
+    bf16_one_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{ROWS} rows float32 {self.fp32_many_s * 1000:.3g} ms, bfloat16 {self.bf16_many_s * 1000:.3g} ms; "
+            f"one row {self.fp32_one_s * 1000:.3g} and {self.bf16_one_s * 1000:.3g} ms"
+        )
+
+    @property
+    def best(self) -> torch.dtype:
+        faster = self.fp32_many_s / self.bf16_many_s >= WORTH and self.bf16_one_s <= 1.1 * self.fp32_one_s
+        return torch.bfloat16 if faster else torch.float32
+
+
+def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
+    """bf16 for weights that were saved in it, where this CPU multiplies them faster; else fp32, which rounds nothing."""
+    return product_speeds(spec).best if stated == torch.bfloat16 else torch.float32
+
+
+def product_speeds(spec: ModelSpec) -> ProductSpeeds:
+    """Measured in some 0.1 s when it is first asked for on this machine, with this torch and this shape, then remembered."""
+    path = _file(spec)
+    try:
+        return ProductSpeeds(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    speeds = measure(spec)
+    with suppress(OSError):  # a read-only home costs the next run this measure again, nothing else
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(speeds)), encoding="utf-8")
+        temporary.replace(path)
+    return speeds
+
+
+@torch.inference_mode()
+def measure(spec: ModelSpec) -> ProductSpeeds:
+    """The best of a few rounds, the dtypes in turn: what else the machine does hits both."""
+    inputs = spec.hidden_size
+    outputs = max(1, min(2 * spec.intermediate_size, MOST_WEIGHTS // inputs))
+    weight, x = torch.ones(outputs, inputs), torch.ones(ROWS, inputs)
+    products = {dtype: (Linear(weight.to(dtype)), x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
+    best: dict[tuple[torch.dtype, int], float] = {}
+    for _ in range(ROUNDS + 1):  # the first one warms up
+        for dtype, (linear, rows) in products.items():
+            for count in (ROWS, 1):
+                seconds = _seconds(linear, rows[:count])
+                best[dtype, count] = min(seconds, best.get((dtype, count), seconds))
+    return ProductSpeeds(
+        best[torch.float32, ROWS], best[torch.float32, 1], best[torch.bfloat16, ROWS], best[torch.bfloat16, 1]
+    )
+
+
+def _seconds(linear: Linear, rows: Tensor) -> float:
+    start = time.perf_counter()
+    linear(rows)
+    return time.perf_counter() - start
+
+
+def _file(spec: ModelSpec) -> Path:
+    shape = [spec.hidden_size, spec.intermediate_size]
+    told = [FORMAT, cpu_name(), os.cpu_count(), torch.get_num_threads(), torch.__version__, *shape]
+    name = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    return user_cache_path("cacheblend") / "products" / f"{name}.json"
+
+
+def cpu_name() -> str:
+    """What the maker calls the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), platform.machine())
