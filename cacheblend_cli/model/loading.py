@@ -163,7 +163,7 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
             raise UsageError(f"unknown dtype {name!r}", f"known: auto, {', '.join(DTYPES)}")
         return DTYPES[name]
     named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    stated = DTYPES.get(named, torch.bfloat16)
+    stated = DTYPES.get(named, torch.float32)
     return cpu_dtype(spec, stated) if device.type == "cpu" else stated
 
 

@@ -71,6 +71,7 @@ def test_a_measure_is_of_four_products(spec: ModelSpec) -> None:
         ("float16", "cuda", torch.float16),
         ("float16", "cpu", torch.float32),
         (None, "cuda", torch.bfloat16),
+        ("float64", "cuda", torch.float32),
     ],
 )
 def test_auto_is_the_checkpoints_own_on_a_gpu(

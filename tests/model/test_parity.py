@@ -38,7 +38,9 @@ class Run:
 
     def __init__(self, model: HubModel, path: Path, documents: Path) -> None:
         model.write(path / "model")
-        self.engine = Engine.load(EngineConfig(model=str(path / "model"), block_size=16, kv_dtype="float32"))
+        self.engine = Engine.load(
+            EngineConfig(model=str(path / "model"), dtype="float32", block_size=16, kv_dtype="float32")
+        )
         self.store = ChunkStore.open(path / "store", mode="write")
         self.engine.precompute(
             self.store, [str(documents)], PrecomputeOptions(chunk_tokens=40, context="sink"), lambda event: None
