@@ -81,6 +81,9 @@ class Engine:
         """
         if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
             options = replace(options, kv_dtype=self.config.kv_dtype)
+        self.runtime.take_date(store, options.salt)
+        if options.day is not None:
+            self.runtime.use_date(options.day)
         collection, names = self.runtime.collection(options.salt), [place_of(path) for path in paths]
         return precompute(collection, store, read_documents(paths), options, on_event, names, confirm)
 
@@ -94,6 +97,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> RecheckReport:
         """Compute `count` random chunks of this model again and compare them with the store."""
+        self.runtime.take_date(store, salt)
         return recheck(self.runtime.collection(salt), store, count, repair=repair, progress=progress)
 
     def ask(

@@ -15,7 +15,7 @@ from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
 from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
-from cacheblend_cli.corpus.places import text_of
+from cacheblend_cli.corpus.places import shown, text_of
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved
 
@@ -52,6 +52,15 @@ def precompute(
         bool,
         typer.Option("--yes", "-y", help="Compute documents again that are stored with other settings; do not ask."),
     ] = False,
+    date: Annotated[
+        str | None,
+        typer.Option(
+            help="For a chat template that prints the date: the one to print from now on. Default: the one that the store "
+            "keeps, of the first run.",
+            metavar="today|YYYY-MM-DD",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -64,11 +73,13 @@ def precompute(
     """
     output = Output(quiet=quiet)
     from cacheblend_cli.api import PrecomputeOptions
+    from cacheblend_cli.prompt.dates import parse_day
 
     settings = resolved.settings
     given = {name: getattr(settings, name) for name in _REMEMBERED if resolved.origin[name] != "default"}
+    day = None if date is None else parse_day(date)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
-    wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota)
+    wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota, day=day)
     check_paths(paths)
     engine = options.load_engine(settings, output)
     options.about_demo(settings, output, paths)
@@ -82,6 +93,8 @@ def precompute(
     with told, opened as kv_store, _View(output, json, quiet) as view:
         report = engine.precompute(kv_store, paths, wanted, view.on_event, confirm)
     _summary(report, output, str(settings.store_path), dry_run, json)
+    if report.hidden:
+        _tell_hidden(report.hidden, output)
     _check_named(paths, report)
 
 
@@ -174,6 +187,15 @@ def _say_room(room: Room) -> str:
         f"the KV of these documents takes {format_size(room.needed)}, and the store keeps at most "
         f"{format_size(room.max_bytes)}: {room.without_kv} of the {room.chunks} chunks are found and cited, and computed when "
         f"they are asked for; --max-size {size_for(room.needed)} has room for all"
+    )
+
+
+def _tell_hidden(names: list[str], output: Output) -> None:
+    some = ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")
+    one = len(names) == 1
+    output.warn(
+        f"{len(names)} document{'' if one else 's'} elsewhere ({some}) {'is' if one else 'are'} stored behind another date: "
+        f"ask does not find {'it until it is' if one else 'them until they are'} precomputed again"
     )
 
 

@@ -125,14 +125,11 @@ def compare(
 ) -> Difference:
     """What storing the parts changes. keep: keys of the chunks that are to have KV. force: all of these are computed."""
     found, planned = Difference(), set[bytes]()
-    by_name: dict[str, list[DocumentRecord]] = {}
-    for record in survey.stored.values():
-        by_name.setdefault(record.source, []).append(record)
     for part in parts:
         missing: list[PlannedChunk] = []
         for document, chunks in part.planned:
-            versions = by_name.get(document.source, [])
-            own = [r for r in versions if (r.collection, r.context) == (part.collection.id, part.settings.context)]
+            versions = survey.versions(document.source)
+            own = survey.replaced(document.source, part.collection, part.settings.context)
             before = len(missing)
             for chunk in chunks:
                 if chunk.key not in planned:
@@ -144,7 +141,7 @@ def compare(
                     missing += [] if there or chunk.key not in keep else [chunk]
             if len(missing) > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)
-                found.changes.update(_changes(latest, survey.codecs[latest.collection], part))
+                found.changes.update(_changes(latest, survey, part))
         found.missing.append((part.collection, missing))
     if store is not None:
         _count_removed(found, store, _leaving(survey, parts), planned)
@@ -155,10 +152,16 @@ def _is_there(store: ChunkStore, key: bytes, with_kv: bool) -> bool:
     return store.has_kv(key) if with_kv else store.has_chunk(key)
 
 
-def _changes(record: DocumentRecord, codec: str, part: Part) -> list[tuple[str, str, str]]:
+def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[str, str, str]]:
     """In which settings a document's part differs from how it is stored: (setting, stored, now)."""
-    was = {**record.settings, "context": record.context, "kv_dtype": codec}
-    now = {**part.settings.of_record(), "context": part.settings.context, "kv_dtype": part.collection.codec}
+    was: dict[str, Any] = {**record.settings, "context": record.context, "kv_dtype": survey.codecs[record.collection]}
+    now: dict[str, Any] = {
+        **part.settings.of_record(),
+        "context": part.settings.context,
+        "kv_dtype": part.collection.codec,
+    }
+    if record.collection in survey.earlier:
+        was["date"], now["date"] = survey.earlier[record.collection], part.collection.day
     return [(name, str(was[name]), str(value)) for name, value in now.items() if name in was and was[name] != value]
 
 
@@ -172,7 +175,7 @@ def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecor
         if place in ending:  # what has turned up under another name stays, unless that is stored anew there
             name = survey.names.get(record.content_digest)
             return name is None or (record.collection, name, record.context) in places
-        return place in places or (survey.kept.get(record.source) or record.content_digest) != record.content_digest
+        return place in places or survey.is_outdated(record)
 
     return {key: record for key, record in survey.stored.items() if leaves(record)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any, Literal
 
 from cacheblend_store import ChunkStore
@@ -20,6 +21,7 @@ from cacheblend_cli.corpus.documents import Document, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.dates import keep_date
 
 __all__ = ["Amount", "Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
@@ -30,7 +32,8 @@ Confirm = Callable[[Difference], bool]
 @dataclass(frozen=True)
 class PrecomputeOptions:
     """The first five as in CollectSettings; None is what the store remembers of the documents' root, and the default where
-    it remembers nothing. force: compute what is stored, too. max_bytes: the quota, where it is another than the store's."""
+    it remembers nothing. force: compute what is stored, too. max_bytes: the quota, where it is another than the store's.
+    day: the date a chat template is to print from now on, None for the one that the store keeps, or today's."""
 
     chunk_tokens: int | None = None
     context: str | None = None
@@ -41,6 +44,7 @@ class PrecomputeOptions:
     dry_run: bool = False
     salt: str = ""
     max_bytes: int | None = None
+    day: date | None = None
 
     def __post_init__(self) -> None:
         CollectSettings(**self.given)
@@ -79,7 +83,8 @@ class PrecomputeEvent:
 @dataclass
 class PrecomputeReport:
     """gone: documents that are no more. removed: chunks that went. bytes: of the KV of these documents, of what the quota
-    has room for. skipped: (path, reason). difference: what the run was to change, as it was found before it."""
+    has room for. hidden: documents elsewhere that the date hides from questions. skipped: (path, reason). difference: what
+    the run was to change, as it was found before it."""
 
     documents: int = 0
     gone: int = 0
@@ -91,6 +96,7 @@ class PrecomputeReport:
     computed_tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    hidden: list[str] = field(default_factory=list)
     difference: Difference = field(default_factory=Difference)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
@@ -141,6 +147,7 @@ def precompute(
     room = room_for(store, parts, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
+    report.hidden = sorted(found.left_behind)
     report.plan(parts, room, compare(store, found, parts, room.keep, force=options.force))
     if options.dry_run or store is None:
         report.difference.seconds = _estimate(report.difference)
@@ -150,6 +157,8 @@ def precompute(
     run = _Run(found, store, room.keep, on_event, report)
     settings = {path: replace(found.settings_of(path, path), **options.given) for path in paths} if parts else {}
     found.roots.remember(store, settings, options.given, found.linked, done=False)
+    if parts:
+        keep_date(store, collection)
     for part in parts:
         run.store(part, force=options.force)
     run.remove_gone()
@@ -199,15 +208,18 @@ class _Run:
 
     def remove_outdated(self) -> None:
         """A document's chunks in other contexts and codecs say what it said then. When it says something else now, they
-        go."""
-        for old in self._found.stored.values():
-            digest = self._found.kept.get(old.source)
-            now = self._store.get_document(old.collection, old.source, old.context) if digest else None
-            if now is not None and now.content_digest != digest:
-                [removed] = self._store.put_documents((), [now])
-                self._report.removed += len(removed)
-                what = f"its chunks of context {old.context} in {self._found.codecs[old.collection]} were removed"
-                self._on_event(PrecomputeEvent("removed", message=f"{shown(old.source)} has changed: {what}"))
+        go. So does what stands behind an earlier date."""
+        found, store = self._found, self._store
+        now = (
+            store.get_document(r.collection, r.source, r.context)
+            for r in filter(found.is_outdated, found.stored.values())
+        )
+        outdated = [record for record in now if record is not None and found.is_outdated(record)]
+        self._report.removed += sum(map(len, store.put_documents((), outdated)))
+        for record in outdated:
+            if record.collection not in found.earlier:
+                what = f"its chunks of context {record.context} in {found.codecs[record.collection]} were removed"
+                self._on_event(PrecomputeEvent("removed", message=f"{shown(record.source)} has changed: {what}"))
 
     def _store_batch(self, part: Part, collector: Collector, batch: Planned, *, force: bool) -> None:
         """The documents' records and texts come first: from then on each is found and cited as it is now, and whatever
@@ -222,13 +234,13 @@ class _Run:
         missing = {k for k in wanted if k in keep and (force or k not in there or not there[k].has_kv)}
         records = [document_record(part.collection, document, chunks, part.settings) for document, chunks in batch]
         olds = [old_record(store, record) for record in records]
-        before = {old.source: {c.key for c in old.chunks} for old in olds if old is not None}
+        before = {d.source: self._keys_of(part, d.source) for d, _ in batch}
         news = [record for record, old in zip(records, olds, strict=True) if is_news(record, old)]
         report.removed += sum(map(len, store.put_documents(news)))
         collector.store_texts([planned for key, planned in wanted.items() if key not in there])
 
         def tell(planned: PlannedChunk, status: str) -> None:
-            if status == "new" and planned.key not in before.get(planned.source, {planned.key}):
+            if status == "new" and before[planned.source] and planned.key not in before[planned.source]:
                 status = "replaced"
             setattr(report, status, getattr(report, status) + 1)
             size = part.collection.stored_bytes(len(planned.chunk.token_ids)) if planned.key in keep else 0
@@ -243,6 +255,11 @@ class _Run:
         for planned in places:
             if planned.key in missing and planned is not wanted[planned.key]:  # the same text in a second place
                 tell(planned, "unchanged")
+
+    def _keys_of(self, part: Part, name: str) -> set[bytes]:
+        """The chunks that the document had before this run, in this codec and context."""
+        records = self._found.replaced(name, part.collection, part.settings.context)
+        return {chunk.key for record in records for chunk in record.chunks}
 
 
 def _batches(planned: Planned, most: int) -> Iterable[Planned]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -58,7 +57,7 @@ class Roots:
     """The roots a store remembers for a salt. A model for which a path was never given takes what another model has."""
 
     def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
-        self._model, self._salt = collection.model.fingerprint, _digest(collection.salt)
+        self._model, self._salt = collection.model.fingerprint, collection.salt_digest
         found = map(DocumentRoot.of_memo, store.memos(_KIND) if store is not None else ())
         self._known = [root for root in found if root is not None and root.salt == self._salt]
 
@@ -108,8 +107,3 @@ class Roots:
         changed = [root for path, root in after.items() if root != known.get(path)]
         store.put_memos([root.memo() for root in changed])
         self._known = [r for r in self._known if r.model != self._model] + list(after.values())
-
-
-def _digest(salt: str) -> str:
-    """Tells salts apart without writing them down."""
-    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").hexdigest() if salt else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 
 from cacheblend_store import ChunkStore, DocumentRecord
@@ -15,13 +16,15 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.documents import Document, Skipped
 from cacheblend_cli.corpus.places import is_below
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.dates import kept_dates
 
 
 @dataclass(frozen=True)
 class Survey:
     """documents: in order. kept: name -> digest of the documents that are there, "" of those that nobody could read.
     stored: key in the store -> record, under the name the document has now. gone: the records of documents that are no
-    more. codecs: by collection. roots: what the store remembers. collection: of any codec."""
+    more. codecs: by collection. earlier: collections behind an earlier date, and it; their documents are stored anew.
+    roots: what the store remembers. collection: of any codec."""
 
     collection: Collection
     documents: list[Document]
@@ -29,6 +32,7 @@ class Survey:
     stored: dict[bytes, DocumentRecord]
     gone: list[DocumentRecord]
     codecs: dict[str, str]
+    earlier: dict[str, date]
     roots: Roots
 
     @cached_property
@@ -39,6 +43,42 @@ class Survey:
             if document.source != document.root and not is_below(document.source, document.root):
                 found.setdefault(document.root, set()).add(document.source)
         return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[DocumentRecord]]:
+        found: dict[str, list[DocumentRecord]] = {}
+        for record in self.stored.values():
+            found.setdefault(record.source, []).append(record)
+        return found
+
+    @cached_property
+    def left_behind(self) -> set[str]:
+        """Names of documents that this run does not look at and that an earlier date hides from questions."""
+        ending = {record.source for record in self.gone}
+        current = {r.source for r in self.stored.values() if r.collection not in self.earlier}
+        names = {r.source for r in self.stored.values() if r.collection in self.earlier}
+        return names - current - ending - self.kept.keys()
+
+    def versions(self, name: str) -> list[DocumentRecord]:
+        """What is stored of a document."""
+        return self._by_name.get(name, [])
+
+    def replaced(self, name: str, collection: Collection, context: str) -> list[DocumentRecord]:
+        """What is stored of a document in that codec and context, also behind an earlier date."""
+        return [
+            r
+            for r in self.versions(name)
+            if r.context == context
+            and (
+                r.collection == collection.id
+                or (r.collection in self.earlier and self.codecs[r.collection] == collection.codec)
+            )
+        ]
+
+    def is_outdated(self, record: DocumentRecord) -> bool:
+        """Whether a document's record says something else than the document, or stands behind an earlier date."""
+        digest = self.kept.get(record.source)
+        return bool(digest) and (record.content_digest != digest or record.collection in self.earlier)
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -81,7 +121,22 @@ def survey(
             else:
                 no_documents.add(document.source)
     codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
+    earlier = _earlier(collection, store)
+    codecs |= {of.id: of.codec for of, _ in earlier}
     stored = {k: r for k, r in stored_documents(store).items() if r.collection in codecs} if store else {}
     roots = Roots(collection, store)
     gone = gone_documents(stored.values(), kept, no_documents | roots.unlinked(paths, kept.keys()), paths)
-    return Survey(collection, found, kept, stored, gone, codecs, roots)
+    return Survey(collection, found, kept, stored, gone, codecs, {of.id: day for of, day in earlier}, roots)
+
+
+def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:
+    """The collections, in every codec, that questions had behind earlier dates."""
+    dates = kept_dates(store, collection) if store is not None else None
+    days = (*dates.earlier, dates.day) if dates is not None else ()
+    return [
+        (replace(of, codec=codec), day)
+        for day in days
+        if day != collection.day
+        for of in [collection.on(day)]
+        for codec in CODECS
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,10 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.tokenizer_json import for_the_middle
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 class Tokenizer:
@@ -122,8 +126,11 @@ class Tokenizer:
         value = self.config.get(name)
         return value.get("content") if isinstance(value, dict) else value
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The chat template over the messages with the generation prompt. Without a template: bos and the plain content."""
+    def render(self, messages: list[dict[str, str]], strftime_now: Callable[[str], str] = _strftime_now) -> str:
+        """The chat template over the messages with the generation prompt. Without a template: bos and the plain content.
+
+        strftime_now: what a template calls for the date, with the format it is to have.
+        """
         if self._template_source is None:
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
         from jinja2 import TemplateError
@@ -135,6 +142,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 enable_thinking=False,
+                strftime_now=strftime_now,
                 **{n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))},
             )
         except TemplateError as error:
@@ -146,7 +154,7 @@ class Tokenizer:
     @cached_property
     def _template(self) -> Any:
         """Compiled as transformers compiles it: sandboxed, trimmed blocks, loop controls, the generation tag,
-        raise_exception, strftime_now, and a tojson that leaves text as it is."""
+        raise_exception, and a tojson that leaves text as it is."""
         from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -171,7 +179,6 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
         assert self._template_source is not None
         return environment.from_string(self._template_source)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 
 from cacheblend_store import KeyParts, chunk_key, collection_id
 from cacheblend_store.format.blobs import BlobSpec, blob_size
@@ -12,6 +14,7 @@ from cacheblend_store.format.layouts import CODECS, blob_spec
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.rope import LENGTH_DEPENDENT
+from cacheblend_cli.prompt.template import split_template
 
 
 def check_kv_dtype(name: str) -> None:
@@ -22,23 +25,38 @@ def check_kv_dtype(name: str) -> None:
 
 @dataclass(frozen=True)
 class Collection:
-    """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt."""
+    """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt.
+
+    day: the date that the prefix says, None where it says none.
+    """
 
     model: LoadedModel
     prefix_ids: tuple[int, ...]
     codec: str
     salt: str
+    day: date | None = None
 
     @classmethod
-    def of(cls, model: LoadedModel, prefix_ids: Sequence[int], kv_dtype: str, salt: str) -> Collection:
+    def of(
+        cls, model: LoadedModel, prefix_ids: Sequence[int], kv_dtype: str, salt: str, day: date | None = None
+    ) -> Collection:
         codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
         if codec == "int4" and model.spec.head_dim % 2:
             raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
-        return cls(model, tuple(prefix_ids), codec, salt)
+        return cls(model, tuple(prefix_ids), codec, salt, day)
 
     def in_codec(self, kv_dtype: str) -> Collection:
         """The same prompts' collection in another codec; auto is what is computed."""
-        return Collection.of(self.model, self.prefix_ids, kv_dtype, self.salt)
+        return Collection.of(self.model, self.prefix_ids, kv_dtype, self.salt, self.day)
+
+    def on(self, day: date) -> Collection:
+        """The collection behind the same template with another date."""
+        return replace(self, prefix_ids=split_template(self.model.tokenizer, day).prefix_ids, day=day)
+
+    @property
+    def salt_digest(self) -> str:
+        """Tells salts apart without writing them down; "" without one."""
+        return hashlib.blake2b(self.salt.encode(), digest_size=16, person=b"salt").hexdigest() if self.salt else ""
 
     def check_chunk_tokens(self, chunk_tokens: int) -> None:
         """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""

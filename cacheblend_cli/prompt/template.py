@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, time
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -15,13 +16,17 @@ CONTENT = "Documents:\n\n{chunks}\n\nQuestion: {question}"
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """`prefix_ids` stand before the chunks; `suffix_ids(question)` after them. Special tokens come from the template alone."""
+    """`prefix_ids` stand before the chunks; `suffix_ids(question)` after them. Special tokens come from the template alone.
+
+    day: the date it prints, None for a template that prints none.
+    """
 
     tokenizer: Tokenizer
     prefix_ids: tuple[int, ...]
     before_chunks: str
     before_question: str
     after_question: str
+    day: date | None = None
 
     def suffix_ids(self, question: str) -> tuple[int, ...]:
         """Ids of the question and all after it. Control tokens written in the question stay plain text.
@@ -64,13 +69,20 @@ def _first_difference(a: str, b: str) -> tuple[str, str]:
     return a[around], b[around]
 
 
-def split_template(tokenizer: Tokenizer) -> PromptTemplate:
-    """Render the chat template around sentinels and split it there.
+def split_template(tokenizer: Tokenizer, day: date | None = None) -> PromptTemplate:
+    """Render the chat template around sentinels and split it there. day: the date to print, today's by default; the time
+    is midnight.
 
     Raises UsageError when the template drops or repeats the user's message.
     """
+    printed: set[date] = set()
+
+    def strftime_now(form: str) -> str:
+        printed.add(day or date.today())
+        return datetime.combine(max(printed), time()).strftime(form)
+
     message = {"role": "user", "content": CONTENT.format(chunks=CHUNKS, question=QUESTION)}
-    rendered = tokenizer.render([message])
+    rendered = tokenizer.render([message], strftime_now)
     if rendered.count(CHUNKS) != 1 or rendered.count(QUESTION) != 1:
         raise UsageError(
             "the chat template does not render the user's message exactly once",
@@ -78,4 +90,6 @@ def split_template(tokenizer: Tokenizer) -> PromptTemplate:
         )
     prefix, rest = rendered.split(CHUNKS)
     before, after = rest.split(QUESTION)
-    return PromptTemplate(tokenizer, tuple(tokenizer.encode_template(prefix)), prefix, before, after)
+    return PromptTemplate(
+        tokenizer, tuple(tokenizer.encode_template(prefix)), prefix, before, after, max(printed, default=None)
+    )

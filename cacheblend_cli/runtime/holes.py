@@ -7,6 +7,7 @@ from cacheblend_store import ChunkStore, StoreError
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.runtime.prefill import Prefilled
 
 
@@ -20,6 +21,7 @@ def store_holes(done: Prefilled) -> None:
         return
     told = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
+        keep_date(store, request.collection)
         keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
         collector = Collector(request.collection, store, keep)
         planned = _planned(done, store)

@@ -13,6 +13,7 @@ from cacheblend_store.format.codecs import is_lossless
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig
 from cacheblend_cli.runtime.runtime import Runtime
@@ -91,6 +92,7 @@ def resolve(
     """
     started, notes = time.perf_counter(), list(question.notes)
     collection = collection_of(runtime, store, question.keys, question.salt)
+    notes += age_note(collection.day)
     chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
     return Request(
@@ -111,6 +113,7 @@ def resolve(
 def collection_of(runtime: Runtime, store: ChunkStore | None, keys: Sequence[bytes], salt: str) -> Collection:
     """The collection to ask these chunks in: without a codec that was asked for, that of the first chunk this model has
     KV for. What was stored is used."""
+    runtime.take_date(store, salt)
     if runtime.config.kv_dtype == "auto" and store is not None:
         for key in keys:
             if (manifest := chunk_of(store, key)) and manifest.model == runtime.model.fingerprint:

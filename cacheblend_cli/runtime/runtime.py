@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import torch
 from cacheblend_kernels import fallback_reason
+from cacheblend_store import ChunkStore
 from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.errors import UsageError
@@ -17,6 +19,7 @@ from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.template import split_template
 from cacheblend_cli.runtime.config import EngineConfig
@@ -98,7 +101,21 @@ class Runtime:
 
     def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
         """What the keys of chunks are made of. kv_dtype: None for the engine's."""
-        return Collection.of(self.model, self.template.prefix_ids, kv_dtype or self.config.kv_dtype, salt)
+        prefix_ids, day = self.template.prefix_ids, self.template.day
+        return Collection.of(self.model, prefix_ids, kv_dtype or self.config.kv_dtype, salt, day)
+
+    def take_date(self, store: ChunkStore | None, salt: str = "") -> None:
+        """Where the template prints a date, let it be the one that the store keeps; today's when it keeps none."""
+        if self.template.day is not None:
+            kept = dates.kept_dates(store, self.collection(salt)) if store is not None else None
+            self.use_date(kept.day if kept is not None else dates.today())
+
+    def use_date(self, day: date) -> None:
+        """Have the template print this date. Raises UsageError when it prints none."""
+        if self.template.day is None:
+            raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
+        if self.template.day != day:
+            self.template = split_template(self.model.tokenizer, day)
 
     def collections(self, salt: str = "") -> list[Collection]:
         """The collections whose chunks can be used as they are: one a codec, or the one that was asked for."""

@@ -29,6 +29,7 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
 
     Raises NotFoundError, which says why, when there are none: nothing of this model, or nothing in the scope.
     """
+    runtime.take_date(store, question.salt)
     collections = [collection.id for collection in runtime.collections(question.salt)]
     hits = search(store, question.text, lookup.k, collections, lookup.context, lookup.scope)
     if not hits:

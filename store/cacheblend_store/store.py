@@ -6,14 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StorePermission
+from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.memos import Memo, encode_memo
+from cacheblend_store.format.memos import Memo, decode_memo, encode_memo, memo_key
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.lmdb_file.datafile import MAP_SIZE
 from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
@@ -303,6 +303,14 @@ class ChunkStore:
         """The memos of a kind, by name. Damaged ones are passed over."""
         with self.read() as reader:
             return sorted((m for m in reader.memos() if m.kind == kind), key=lambda m: m.name)
+
+    def memo(self, kind: str, name: str) -> Memo | None:
+        """None when there is none, or it is damaged."""
+        key = memo_key(kind, name)
+        with self.read() as reader, suppress(BadBlob):
+            value = reader.get("meta", key)
+            return None if value is None else decode_memo(key, value)
+        return None
 
     def put_memos(self, memos: Sequence[Memo]) -> None:
         """Store memos, each in place of the one of its kind and name, in one transaction."""

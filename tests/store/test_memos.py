@@ -31,6 +31,8 @@ def test_a_memo_is_kept_by_kind_and_name_and_the_later_one_counts(path: Path) ->
         assert store.memos("root") == [ONE, TWO]
         assert store.memos("date") == [DATE]
         assert store.memos("nothing") == []
+        assert store.memo("date", "/docs") == DATE
+        assert store.memo("date", "/notes") is None
         store.put_memos([later])
         assert store.generation == before, "an index of the chunks is as good as it was"
     with ChunkStore.open(path) as store:
@@ -46,6 +48,7 @@ def test_a_damaged_memo_is_passed_over_named_and_repaired(path: Path) -> None:
             value[-3] ^= 4
             txn.put(ONE.key, bytes(value), db=dbs["meta"])
         assert store.memos("root") == [TWO]
+        assert store.memo("root", ONE.name) is None
         assert [(f.kind, f.key) for f in verify(store).findings] == [("memo", ONE.key)]
         assert verify(store, repair=True).repaired == 1
         assert verify(store).ok

@@ -17,7 +17,6 @@ from cacheblend_store.format.plain_json import check_fields, is_moment, is_text,
 from cacheblend_store.format.records import seal, unseal
 
 MEMO_KEYS = b"memo\0"
-MEMO_KEY_BYTES = len(MEMO_KEYS) + 16
 _VERSION = 1
 _MAX_BYTES = 64 << 20
 _MEMO = {"kind": is_text, "name": is_text, "value": lambda value: isinstance(value, dict), "updated": is_moment}
@@ -34,7 +33,11 @@ class Memo:
 
     @property
     def key(self) -> bytes:
-        return MEMO_KEYS + xxhash.xxh3_128_digest(f"{self.kind}\0{self.name}".encode("utf-8", "surrogatepass"))
+        return memo_key(self.kind, self.name)
+
+
+def memo_key(kind: str, name: str) -> bytes:
+    return MEMO_KEYS + xxhash.xxh3_128_digest(f"{kind}\0{name}".encode("utf-8", "surrogatepass"))
 
 
 def encode_memo(memo: Memo) -> bytes:

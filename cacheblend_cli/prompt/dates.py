@@ -1,0 +1,86 @@
+"""The date that some chat templates print. It stands in the prefix, so it is part of every key: it is taken once, and kept in
+the store for the model and the salt until another one is asked for."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
+
+from cacheblend_store import ChunkStore, Memo
+from cacheblend_store.format.layouts import CODECS
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.collection import Collection
+
+_KIND = "date"
+_LOOKED_BACK = 400  # days
+_EARLIER = 16
+
+
+@dataclass(frozen=True)
+class KeptDates:
+    """day: what the prefix says now. earlier: what it said before, the latest last; chunks of theirs may still be stored."""
+
+    day: date
+    earlier: tuple[date, ...] = ()
+
+
+def today() -> date:
+    return date.today()
+
+
+def parse_day(text: str) -> date:
+    """`today` or YYYY-MM-DD. Raises UsageError."""
+    with suppress(ValueError):
+        return today() if text == "today" else date.fromisoformat(text)
+    raise UsageError(f"--date {text} is no date", "today, or a day as 2026-01-31")
+
+
+def kept_dates(store: ChunkStore, collection: Collection) -> KeptDates | None:
+    """What the store keeps for the collection's model and salt; else, as earlier versions kept nothing and an archive does
+    not carry it, the latest day whose prefix is stored. None when the template prints none, or nothing is there."""
+    if collection.day is None:
+        return None
+    memo = store.memo(_KIND, _name(collection))
+    if memo is not None:
+        with suppress(KeyError, TypeError, ValueError):
+            earlier = tuple(map(date.fromisoformat, memo.value["earlier"]))
+            return KeptDates(date.fromisoformat(memo.value["day"]), earlier)
+    with store.read() as reader:
+        days = range(_LOOKED_BACK) if reader.entries("chunks") else range(0)
+        for back in days:
+            day = today() - timedelta(days=back)
+            own = collection.on(day)
+            if any(reader.get("chunks", replace(own, codec=codec).prefix_key) is not None for codec in CODECS):
+                return KeptDates(day)
+    return None
+
+
+def keep_date(store: ChunkStore, collection: Collection) -> None:
+    """From now on the collection's date is the one of its model and salt."""
+    if collection.day is None:
+        return
+    kept = kept_dates(store, collection)
+    before = () if kept is None else (*kept.earlier, kept.day)
+    earlier = [day.isoformat() for day in before if day != collection.day][-_EARLIER:]
+    value = {"day": collection.day.isoformat(), "earlier": earlier}
+    memo = store.memo(_KIND, _name(collection))
+    if memo is None or memo.value != value:
+        store.put_memos([Memo(_KIND, _name(collection), value, time.time())])
+
+
+def age_note(day: date | None) -> list[str]:
+    """What is to be said of a prompt with this date: something where it is more than a day old."""
+    age = (today() - day).days if day is not None else 0
+    if day is None or age <= 1:
+        return []
+    return [
+        f"the prompt says that it is {day.isoformat()}, {age} days ago, as the stored chunks do; "
+        "for today's date: cacheblend precompute --date today PATH"
+    ]
+
+
+def _name(collection: Collection) -> str:
+    return f"{collection.model.fingerprint}\0{collection.salt_digest}"
