@@ -45,6 +45,10 @@ def statuses(cli: Cli, *arguments: str) -> list[str]:
     return [r["status"] for r in result.records]
 
 
+def interrupted(*arguments: Any, **named: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def ask(cli: Cli, *arguments: str) -> dict[str, Any]:
     result = cli("ask", "alpha beta?", "-k", "2", "--max-tokens", "2", "--json", "--ids", *arguments)
     assert result.code == 0, result.err
@@ -164,7 +168,7 @@ def test_a_date_that_was_changed_halfway_is_gone_on_with(
 
     count = len(statuses(dated, "docs"))
     with monkeypatch.context() as patch:
-        patch.setattr(module._Run, "_store_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module._Run, "_store_batch", interrupted)
         assert dated("precompute", "docs", "--date", "2024-08-01", "--yes").code == 130
     assert statuses(dated, "docs", "--yes") == ["replaced"] * count
     assert len(dated("chunks", "ls", "--json").records) == count
