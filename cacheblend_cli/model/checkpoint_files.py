@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.model_files import AGAIN, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,12 +33,12 @@ def weight_names(model_dir: Path) -> list[str]:
     index = model_dir / INDEX
     if not index.is_file():
         return []
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{index} is not a valid index: {error}", "fetch the checkpoint again") from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise UsageError(f"{index} names files outside its directory", "fetch the checkpoint again")
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UsageError(f"{index} is not a valid index: it has no weight_map of file names", AGAIN)
+    names = sorted(set(weight_map.values()))
+    if any(Path(name).name != name for name in names):
+        raise UsageError(f"{index} names files outside its directory", AGAIN)
     return names
 
 
@@ -54,7 +54,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
         )
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:
-        raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", "fetch the checkpoint again")
+        raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", AGAIN)
     return [model_dir / name for name in names]
 
 
@@ -63,9 +63,9 @@ def refuse_other_formats(model_dir: Path) -> None:
     adapter or weights of another kind."""
     adapter = model_dir / "adapter_config.json"
     if adapter.is_file():
-        base = _base_model(adapter)
+        base = read_object(adapter).get("base_model_name_or_path", "another model")
         raise UsageError(
-            f"{model_dir} holds only a LoRA adapter (adapter_config.json){f' of {base}' if base else ''}",
+            f"{model_dir} holds only a LoRA adapter (adapter_config.json) of {base}",
             "merge it into its model with peft (merge_and_unload, then save_pretrained), and give that directory",
         )
     for pattern, (kind, hint) in OTHER_FORMATS.items():
@@ -79,11 +79,3 @@ def unused_adapter(model_dir: Path) -> str | None:
     if not (model_dir / "adapter_config.json").is_file():
         return None
     return f"an adapter (adapter_config.json) lies beside the weights of {model_dir}: it is not applied"
-
-
-def _base_model(adapter_config: Path) -> str:
-    try:
-        found = json.loads(adapter_config.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        return ""
-    return found if isinstance(found, str) else ""

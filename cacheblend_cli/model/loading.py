@@ -17,6 +17,7 @@ from cacheblend_cli.model.checkpoint_files import SINGLE, SMALL_FILES, checkpoin
 from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weights import expected_shapes, load_weights, weights_digest
@@ -176,13 +177,7 @@ def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype) -> str:
 
 def _eos_ids(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     """generation_config.json, else config.json, else the tokenizer's eos token."""
-    generation = path / "generation_config.json"
-    found: Any = None
-    if generation.is_file():
-        try:
-            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UsageError(f"{generation} is not a JSON object: {error}", "fetch the checkpoint again") from error
+    found: Any = read_object(path / "generation_config.json").get("eos_token_id")
     if found is None:
         found = spec.config.get("eos_token_id")
     if found is None and (token := tokenizer.special("eos_token")):

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
 from cacheblend_cli.model.tokenizer_json import for_the_middle
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
@@ -34,7 +35,7 @@ class Tokenizer:
             raise NotFoundError(
                 f"{model_dir} has no tokenizer.json", "save the tokenizer with transformers' save_pretrained"
             )
-        raw = path.read_text(encoding="utf-8")
+        raw = read_text(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(raw)
             data = json.loads(raw)
@@ -54,7 +55,9 @@ class Tokenizer:
         self._middle = self._tokenizer if middle is data else tokenizers.Tokenizer.from_str(json.dumps(middle))
         # Text is encoded by a copy that knows no added tokens, so `<|im_end|>` in a document is eight plain pieces.
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(middle | {"added_tokens": []}))
-        self.config = _read_json(model_dir / "tokenizer_config.json")
+        self.config = read_object(model_dir / "tokenizer_config.json")
+        if "added_tokens_decoder" not in self.config:  # transformers looks into the older file in this case only
+            self.config |= read_object(model_dir / "special_tokens_map.json")
         self._template_source = self._find_template(model_dir)
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
@@ -122,9 +125,12 @@ class Tokenizer:
         return found
 
     def special(self, name: str) -> str | None:
-        """The text of `bos_token`, `eos_token`, ... as tokenizer_config.json has it."""
+        """The text of `bos_token`, `eos_token`, ... as tokenizer_config.json or special_tokens_map.json has it."""
         value = self.config.get(name)
-        return value.get("content") if isinstance(value, dict) else value
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str | None):
+            raise UsageError(f"{name} in the tokenizer's configuration is {text!r}, and has to be a token", AGAIN)
+        return text
 
     def render(self, messages: list[dict[str, str]], strftime_now: Callable[[str], str] = _strftime_now) -> str:
         """The chat template over the messages with the generation prompt. Without a template: bos and the plain content.
@@ -185,11 +191,13 @@ class Tokenizer:
     def _find_template(self, model_dir: Path) -> str | None:
         file = model_dir / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return read_text(file)
         template = self.config.get("chat_template")
-        if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
+        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+            named = {str(entry.get("name")): entry.get("template") for entry in template}
             template = named.get("default") or next(iter(named.values()), None)
+        if not isinstance(template, str | None):
+            raise UsageError(f"chat_template of {model_dir} is no template: {str(template)[:60]}", AGAIN)
         return template
 
 
@@ -198,13 +206,3 @@ def _unknown_id(model: dict[str, Any]) -> int | None:
     name = model.get("unk_token")
     found: int | None = model.get("unk_id") if name is None else model["vocab"].get(name)
     return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}", "fetch the checkpoint again") from error
-    return data

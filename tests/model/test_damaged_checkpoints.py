@@ -48,12 +48,9 @@ def index(text: str) -> Callable[[Path], None]:
     return damage
 
 
-def generation(text: str) -> Callable[[Path], None]:
-    return lambda path: (path / "generation_config.json").write_text(text) and None
-
-
-def whole_config(text: str) -> Callable[[Path], None]:
-    return lambda path: (path / "config.json").write_text(text) and None
+def text(name: str, content: str) -> Callable[[Path], None]:
+    """Another file; surrogates are bytes that are no UTF-8."""
+    return lambda path: (path / name).write_bytes(content.encode(errors="surrogateescape")) and None
 
 
 def cut(path: Path) -> None:
@@ -76,12 +73,20 @@ def cut(path: Path) -> None:
         (index('{"weight_map": {"a": "../m/m.safetensors"}}'), "names files outside its directory"),
         (index('{"weight_map": ["a"]}'), "is not a valid index"),
         (index('{"weight_map": {"a": ["b"]}}'), "is not a valid index"),
-        (index('{"weight_map": {"a": 1}}'), "names files outside its directory"),
+        (index('{"weight_map": {"a": 1}}'), "is not a valid index"),
         (weights(lambda t: t.update({NORM.removeprefix("model."): t[NORM].clone()})), f"holds the tensor {NORM} twice"),
-        (generation("[2]"), "is not a JSON object"),
-        (generation('{"eos_token_id": "</s>"}'), "eos_token_id"),
-        (whole_config("[]"), "holds no JSON object"),
-        (whole_config("{"), "is not valid JSON"),
+        (text("generation_config.json", "[2]"), "generation_config.json holds no JSON object"),
+        (text("tokenizer_config.json", "[]"), "tokenizer_config.json holds no JSON object"),
+        (text("tokenizer_config.json", '{"chat_template": 3}'), "is no template"),
+        (text("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": 3}]}'), "is no template"),
+        (text("special_tokens_map.json", "[1]"), "special_tokens_map.json holds no JSON object"),
+        (text("tokenizer_config.json", "\udcff"), "tokenizer_config.json is no text"),
+        (text("chat_template.jinja", "\udcff"), "chat_template.jinja is no text"),
+        (text("tokenizer.json", "\udcff"), "tokenizer.json is no text"),
+        (text("tokenizer.json", "{}"), "is not a readable tokenizer"),
+        (text("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id"),
+        (text("config.json", "[]"), "holds no JSON object"),
+        (text("config.json", "{"), "is not valid JSON"),
         (config(layer_types=["full_attention"] * 3), "layer_types in config.json: 3"),
         (config(layer_types=["chunked_attention"] * 4), "layer_types in config.json: ['chunked_attention']"),
         (config(rope_parameters={"rope_type": "mrope"}), "unknown RoPE type 'mrope'"),

@@ -6,7 +6,6 @@ them), name it in FAMILIES, and put configurations of its models into tests/supp
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from cacheblend_cli.model.families.qwen2 import QWEN2
 from cacheblend_cli.model.families.qwen3 import QWEN3
 from cacheblend_cli.model.families.reader import ConfigFields, Family
 from cacheblend_cli.model.families.refusals import check_weights, refuse_what_is_not_implemented
+from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.spec import ModelSpec
 
 FAMILIES = {family.model_type: family for family in (LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3)}
@@ -32,13 +32,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
             f"{model_dir} has no config.json, so it is no model directory",
             "give --model a directory with config.json, tokenizer.json and *.safetensors, or a hub id",
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}", "fetch the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} holds no JSON object", "fetch the checkpoint again")
-    return spec_from_config(config)
+    return spec_from_config(read_object(path))
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
