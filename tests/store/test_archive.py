@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,11 @@ from cacheblend_store import (
     collection_id,
     export_chunks,
     import_chunks,
+    prune,
     stats,
     verify,
 )
+from cacheblend_store.archive import importing
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
 from children import Ended, limit_memory, outcomes
@@ -273,7 +276,7 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, archive: Path, monkeypatc
             import_chunks(other, archive, on_chunk=interrupt)
         assert len(list(other.chunks(prefixes=True))) == 3
         report = import_chunks(other, archive)
-        assert (report.chunks, report.documents) == ({"unchanged": 3, "new": 2}, 1)
+        assert (report.chunks, report.documents) == ({"unchanged": 3, "new": 2}, 0)  # its record came first
 
 
 def test_a_damaged_chunk_of_the_store_is_replaced(tmp_path: Path, archive: Path) -> None:
@@ -549,3 +552,25 @@ def test_what_a_quota_has_no_room_for_is_imported_as_text(tmp_path: Path) -> Non
         assert stats(other).live_bytes <= 1000
         assert len(list(other.chunks())) == 4
         assert verify(other).ok
+
+
+def test_prune_beside_an_import_removes_nothing_of_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fill(tmp_path / "a") as store:
+        export_chunks(store, tmp_path / "out")
+        wanted = {c.key for d in store.documents() for c in d.chunks}
+    put, pruned = ChunkStore.put_chunks, set[bytes]()
+
+    def put_and_prune(store: ChunkStore, *arguments: Any, **more: Any) -> Any:
+        done = put(store, *arguments, **more)
+        pruned.update(prune(store, orphans=True).keys)
+        return done
+
+    monkeypatch.setattr(importing, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(ChunkStore, "put_chunks", put_and_prune)
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        import_chunks(other, tmp_path / "out")
+        assert wanted <= {m.key for m in other.chunks()}
+    assert pruned
+    assert not pruned & wanted

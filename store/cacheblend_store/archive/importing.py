@@ -79,7 +79,8 @@ def import_chunks(
     Chunks without KV come as text, as do those that the quota has no room for.
     Documents it has in another version stay too unless `replace`. Interrupted, what is done stays, and a second import
     goes on from there. rename: from a source in the archive to one in the store. A signature says who made the archive;
-    without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again). Raises FileNotFoundError, ArchiveError, StoreErrors.
+    without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again).
+    Raises FileNotFoundError, ArchiveError, StoreErrors.
     """
     with open_archive(path, limits or ArchiveLimits()) as files:
         if MANIFEST not in files.sizes:
@@ -90,6 +91,9 @@ def import_chunks(
         documents, needless = _choose_documents(store, index, replace, report)
         if on_start is not None:
             on_start(report)
+        new = [document for document in documents if not _has(store, document)]
+        store.put_documents(new)  # first: no chunk on its way in is one that no document refers to
+        report.documents = len(new)
         taking = _Taking(store, report, len(index.chunks), on_chunk)
         for line in index.read_again():
             if line.manifest.key in needless:
@@ -97,9 +101,6 @@ def import_chunks(
             else:
                 taking.take(line, files)
         taking.flush()
-    new = [document for document in documents if not _has(store, document)]
-    store.put_documents(new)  # in one transaction: a chunk that moves from one of them to another stays
-    report.documents = len(new)
     return report
 
 
