@@ -64,6 +64,7 @@ def summary_line(answer: Answer) -> str:
     first = f"first token {t.ttft_s * 1000:.0f} ms"
     if answer.auto:
         first += f" ({answer.auto.predicted_ttft_s * 1000:.0f} predicted)"
+    first += f", {t.process_s:.1f} s after the start"
     return f"[{shown or 'no sources'}] {answer.prompt_tokens} prompt tokens, {work}, {first}{speed}"
 
 

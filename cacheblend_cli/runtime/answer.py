@@ -25,8 +25,10 @@ class ChunkUse:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. ttft_s: from the loaded model and the known question to the first token."""
+    """Seconds. process_s: from the start of the process to the first token; ttft_s: to it from the loaded model and the
+    known question."""
 
+    process_s: float
     model_load_s: float
     kv_load_s: float
     kv_load_stall_s: float

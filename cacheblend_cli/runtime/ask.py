@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.answer import Answer, ChunkUse, Timing, Verification
+from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.runtime.controller import AutoReport, Observed, controller_of, decided
 from cacheblend_cli.runtime.generate import Continuation, Generation, generate
 from cacheblend_cli.runtime.holes import store_holes
@@ -97,7 +98,15 @@ def _answer(
         recomputed_tokens=len(done.result.chosen),
         recompute_fraction=done.recompute_fraction,
         chunks=_chunk_uses(plan, done.result.chosen),
-        timing=Timing(runtime.load_s, loader.load_s, loader.stall_s, done.prefill_s, ttft_s, generation.tokens_per_s),
+        timing=Timing(
+            process_s=since_process_start(generation.first_token_at),
+            model_load_s=runtime.load_s,
+            kv_load_s=loader.load_s,
+            kv_load_stall_s=loader.stall_s,
+            prefill_s=done.prefill_s,
+            ttft_s=ttft_s,
+            decode_tokens_per_s=generation.tokens_per_s,
+        ),
         kv_bytes_loaded=loader.num_bytes,
         prompt_ids=plan.token_ids,
         generated_ids=generation.token_ids,

@@ -41,6 +41,7 @@ def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> N
         "prompt_ids", "generated_ids",
     }  # fmt: skip
     assert set(answer["timing"]) == {
+        "process_s",
         "model_load_s",
         "kv_load_s",
         "kv_load_stall_s",
