@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 def ask(
     settings: Settings,
     question: Annotated[
-        str | None, typer.Argument(help="The question; - reads it from stdin.", show_default=False)
+        str | None,
+        typer.Argument(help="The question; - reads it from stdin, as a pipe is without it.", show_default=False),
     ] = None,
     chunks: Annotated[
         str | None,

@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.settings import Resolved
 
@@ -111,6 +112,4 @@ def _table(engine: Engine, store: ChunkStore, count: int, output: Output, json: 
             )
         )
     output.text(f"\n{len(samples)} held-out questions, contexts of 3 or 4 pages, their paragraphs as chunks:")
-    output.table(
-        ("setting", "correct", "", "first token", "work recomputed", "gap closed"), rows, right=(1, 2, 3, 4, 5)
-    )
+    show_table(("setting", "correct", "share", "first token", "work recomputed", "gap closed"), rows, output)

@@ -109,6 +109,8 @@ class Tokenizer:
         return next((at for at, token_id in enumerate(ids) if token_id in self.control_ids), len(ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text as the tokenizer's decoder has it. `clean_up_tokenization_spaces` is not heeded: it takes spaces out that
+        are in the ids ("a ? b"), which is why transformers does not do it for BPE either."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
