@@ -60,7 +60,7 @@ class SampleChunks:
             for context in contexts
             for planned in (self._plan(c, context) for c in sample.contexts)
         }
-        missing = [p for p in wanted.values() if self._store.get_chunk(p.key) is None]
+        missing = [p for p in wanted.values() if not self._store.has_kv(p.key)]
         self._collector.store_prefix()
         for done, _ in enumerate(self._collector.store(missing), 1):
             if on_chunk:

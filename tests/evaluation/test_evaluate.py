@@ -195,6 +195,14 @@ def test_chunks_are_removed_after_their_last_sample_when_asked(setup: Setup) -> 
     assert sizes[-1] == 0
 
 
+def test_chunks_whose_kv_was_evicted_are_collected_again(setup: Setup) -> None:
+    chunks = SampleChunks(setup.engine, setup.store)
+    assert chunks.store(SAMPLES[:1], ["sink"]) == 3
+    setup.store.evict_chunks(chunks.keys(SAMPLES[0], "sink")[:2])
+    assert chunks.store(SAMPLES[:1], ["sink"]) == 2
+    assert all(map(setup.store.has_kv, chunks.keys(SAMPLES[0], "sink")))
+
+
 def test_a_sample_too_long_for_the_model_is_skipped(setup: Setup) -> None:
     long = Sample("Who?", (), (Context(" ".join(PARAGRAPHS * 20)),))
     results = evaluate(setup.engine, setup.store, [long, SAMPLES[0]], [REUSE], max_tokens=TOKENS)
