@@ -24,7 +24,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import load_model
-from cacheblend_cli.model.rope import RotaryEmbedding
+from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
@@ -75,7 +75,7 @@ class Prompt:
                 spec=self.spec,
                 device=CPU,
                 dtype=torch.float32,
-                rope=RotaryEmbedding(self.spec, CPU),
+                rope=LayerRotations(self.spec, CPU),
                 kernels=select_backend("torch", CPU),
             ),
         )

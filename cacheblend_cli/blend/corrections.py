@@ -29,18 +29,17 @@ class MeanShift:
         self._num_chunks = int(every.chunk.max()) + 1
         self._repaired = prompt.rows(repaired.positions)
         self._stale = prompt.rows(every.positions[stale])
-        cos, sin = self._repaired.cos, self._repaired.sin
-        stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
-        self._back = cos / stretch, -sin / stretch
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
         [num_repaired, num_kv_heads, head_dim]."""
         repaired, stale, index = self._repaired, self._stale, layer.index
         old_k, old_v = self._pool.read(index, repaired.slots)
-        old_k = layer.kernels.rope(old_k, *self._back)
+        cos, sin = repaired.cos_sin(layer)
+        stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
+        old_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
         stale_k, stale_v = self._pool.read(index, stale.slots)
-        moved = layer.kernels.rope(self._mean(k.float() - old_k), stale.cos, stale.sin)
+        moved = layer.kernels.rope(self._mean(k.float() - old_k), *stale.cos_sin(layer))
         self._pool.write(index, stale.slots, stale_k + moved, stale_v + self._mean(v.float() - old_v))
 
     def _mean(self, change: Tensor) -> Tensor:

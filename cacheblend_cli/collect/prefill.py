@@ -184,7 +184,7 @@ def _place_prefix(decoder: Decoder, pool: KVPool, sequence: PagedSequence, prefi
     if not prefix.token_ids:
         return
     positions = torch.arange(len(prefix.token_ids), device=decoder.device)
-    cos, sin = decoder.rope.cos_sin(positions, rope_len)
-    slots = Slots(sequence.slots(positions), cos, sin)
-    for cache, k, v in zip(pool.layers, prefix.kv.k, prefix.kv.v, strict=True):
-        decoder.kernels.load_kv(StoredKV(k, v), cache, slots)
+    places = sequence.slots(positions)
+    slots = [Slots(places, cos, sin) for cos, sin in decoder.rope.cos_sin(positions, rope_len)]
+    for rope, cache, k, v in zip(decoder.rope.of_layer, pool.layers, prefix.kv.k, prefix.kv.v, strict=True):
+        decoder.kernels.load_kv(StoredKV(k, v), cache, slots[rope])

@@ -33,22 +33,22 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     sequence = pool.new_sequence(len(ids))
     positions = torch.arange(len(ids), device=decoder.device)
     rows = rows_of(decoder, sequence, positions, len(ids), len(ids), dense=True)
-    stretch = (rows.cos.square() + rows.sin.square()).max().sqrt()  # not 1 under YaRN and LongRoPE
-    sizes = _Sizes(stretch)
+    sizes = _Sizes()
     run_layers(decoder, rows, upload(ids, decoder.device), KVOnly(decoder, rows), sizes)
     return KVScales(tuple(sizes.k_scales), tuple(sizes.v_scales))
 
 
 class _Sizes(Observer):
-    def __init__(self, stretch: Tensor) -> None:
-        self._stretch = stretch
+    def __init__(self) -> None:
         self.k_scales: list[Tensor] = []
         self.v_scales: list[Tensor] = []
 
     def fresh(self, fresh: FreshKV) -> None:
         k, half = fresh.k, fresh.k.shape[-1] // 2
         turned = torch.hypot(k[..., :half].float(), k[..., half:].float())  # the most a rotation can make of it
-        self.k_scales.append(_scale(turned * self._stretch))
+        cos, sin = fresh.rows.cos_sin(fresh.layer)
+        stretch = (cos.square() + sin.square()).max().sqrt()  # not 1 under YaRN and LongRoPE
+        self.k_scales.append(_scale(turned * stretch))
         self.v_scales.append(_scale(fresh.v.float().abs()))
 
 

@@ -164,7 +164,7 @@ def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
 
 def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:
     """q or K of the rows [num_rows, heads, head_dim], rotated to their positions."""
-    return layer.kernels.rope(x, rows.cos, rows.sin)
+    return layer.kernels.rope(x, *rows.cos_sin(layer))
 
 
 def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
@@ -174,5 +174,5 @@ def write_kv(layer: DecoderLayer, k: Tensor, v: Tensor, rows: Rows) -> None:
 
 def rotate_and_write(layer: DecoderLayer, q: Tensor | None, k: Tensor, v: Tensor, rows: Rows) -> Tensor | None:
     """The rotated q; K, rotated, and V are in the rows' slots of the layer."""
-    slots = Slots(rows.slots, rows.cos, rows.sin)
+    slots = Slots(rows.slots, *rows.cos_sin(layer))
     return layer.kernels.rope_and_cache(q, k, v, rows.pool.layers[layer.index], slots)

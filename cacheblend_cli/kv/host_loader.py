@@ -26,7 +26,7 @@ class HostLoader(KVLoader):
     def __init__(self, stored: StoredPrompt, by: Workers | None = None) -> None:
         self._stored, self._workers = stored, by or workers(num_workers(MOST_WORKERS))
         self._queue = LoadQueue(stored.num_layers, len(stored.spans))
-        self._slots: list[Slots] = []
+        self._slots: list[tuple[Slots, ...]] = []
         self._running: list[Future[None]] = []
         self._started = time.perf_counter()
         self._stall_s = 0.0

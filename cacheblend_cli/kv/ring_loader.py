@@ -38,7 +38,7 @@ class RingLoader(KVLoader):
         self._num_slots = min(NUM_SLOTS, self._num_batches)  # l * len(batches) + b
         self._ring = StagingRing(self._num_slots, [len(b.spans) for b in self._batches] * stored.num_layers)
         self._queue = LoadQueue(stored.num_layers, len(stored.spans))
-        self._slots: list[Slots] = []
+        self._slots: list[tuple[Slots, ...]] = []
         self._buffers: list[memoryview] = []
         self._running: list[Future[None]] = []
         self._submitter = threading.Thread(target=self._submit, name="kv-submitter", daemon=True)
@@ -111,7 +111,7 @@ class RingLoader(KVLoader):
         except BaseException as error:
             self._stop(error)
 
-    def _place(self, layer: int, batch: KVBatch, slots: Slots, staged: Tensor) -> None:
+    def _place(self, layer: int, batch: KVBatch, slots: tuple[Slots, ...], staged: Tensor) -> None:
         self._stored.place(layer, batch.tensors(staged), slots)
 
     def _stop(self, error: BaseException | None = None) -> None:

@@ -12,25 +12,29 @@ from torch import Tensor
 
 from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.rope import CosSin, rows_of_tables
 from cacheblend_cli.prompt.plan import Segment
 
 
 @dataclass(frozen=True)
 class Rows:
-    """pool: where their K and V go. positions, slots: [num_rows] int64; cos, sin: [num_rows, head_dim] fp32; attention:
-    the kernel's metadata. decode: one row a sequence, behind all that the sequence holds."""
+    """pool: where their K and V go. positions, slots: [num_rows] int64; rotations: cos and sin [num_rows, head_dim] fp32 of each
+    RoPE of the model; attention: the kernel's metadata. decode: one row a sequence, behind all that the sequence holds."""
 
     pool: KVPool
     positions: Tensor
     slots: Tensor
-    cos: Tensor
-    sin: Tensor
+    rotations: tuple[CosSin, ...]
     attention: AttentionMetadata
     decode: bool = False
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
+
+    def cos_sin(self, layer: DecoderLayer) -> CosSin:
+        """Of the layer's RoPE."""
+        return self.rotations[layer.rope]
 
     def take(self, index: Tensor) -> Rows:
         """Some of the rows of one sequence, in order. index: [n] int64."""
@@ -46,8 +50,7 @@ class Rows:
             self,
             positions=positions,
             slots=self.slots[index],
-            cos=self.cos[index],
-            sin=self.sin[index],
+            rotations=rows_of_tables(self.rotations, index),
             attention=attention,
         )
 
@@ -75,7 +78,6 @@ def packed_rows(
     device = parts[0][1].device
     positions = torch.cat([p for _, p, _ in parts]) if len(parts) > 1 else parts[0][1]
     slots = torch.cat([s.slots(p) for s, p, _ in parts]) if len(parts) > 1 else parts[0][0].slots(positions)
-    cos, sin = decoder.rope.cos_sin(positions, rope_len)
     counts = [int(p.shape[0]) for _, p, _ in parts]
     single = parts[0][0] if len(parts) == 1 else None
     if dense is None:
@@ -89,7 +91,7 @@ def packed_rows(
         dense=single is not None and dense,
         max_kv_len=max(n for _, _, n in parts),
     )
-    return Rows(parts[0][0].pool, positions, slots, cos, sin, meta)
+    return Rows(parts[0][0].pool, positions, slots, decoder.rope.cos_sin(positions, rope_len), meta)
 
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:

@@ -15,6 +15,7 @@ from torch import Tensor
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import BadChunk, KVReader, KVSource
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.rope import rows_of_tables
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
@@ -63,29 +64,34 @@ class StoredPrompt:
         of_spans = (blob_spec(s.codec, s.num_tokens, spec.num_kv_heads, spec.head_dim) for s in self.spans)
         return self.num_layers * sum(tensor.num_bytes for blob in of_spans for tensor in blob.values())
 
-    def slots(self, spans: Sequence[StoredSpan]) -> Slots:
-        """Where the spans' rows go, one span after another; made on the current stream."""
+    def slots(self, spans: Sequence[StoredSpan]) -> tuple[Slots, ...]:
+        """Where the spans' rows go, one span after another, for each RoPE of the model; made on the current stream."""
         return slots_of(self.decoder, self.sequence, spans, self.rope_len)
 
-    def place(self, layer: int, tensors: Mapping[str, Tensor], slots: Slots) -> None:
-        """Write stored rows to their slots of a layer. tensors: see `layouts.blob_spec`."""
+    def place(self, layer: int, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
+        """Write stored rows to their slots of a layer. tensors: see `layouts.blob_spec`; slots: see `slots`."""
         cache = self.sequence.pool.layers[layer]
-        self.decoder.kernels.load_kv(StoredKV(**tensors, group_size=GROUP), cache, slots)
+        self.decoder.kernels.load_kv(
+            StoredKV(**tensors, group_size=GROUP), cache, slots[self.decoder.rope.of_layer[layer]]
+        )
 
     def bad(self, index: int, error: StoreError) -> BadChunk:
         return BadChunk(self.manifests[index].key, error.message)
 
 
-def slots_of(decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int) -> Slots:
-    """Where the spans' rows go in a sequence. Where they are one run, cos and sin are views of RoPE's table."""
-    cos, sin = decoder.rope.table(rope_len)
+def slots_of(
+    decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int
+) -> tuple[Slots, ...]:
+    """Where the spans' rows go in a sequence, for each RoPE. Where they are one run, cos and sin are views of its table."""
+    tables = decoder.rope.tables(rope_len)
     if all(a.end == b.start for a, b in pairwise(spans)):
         start, end = spans[0].start, spans[-1].end
-        positions = torch.arange(start, end, device=decoder.device)
+        slots = sequence.slots(torch.arange(start, end, device=decoder.device))
         first = sequence.contiguous_slot + start if sequence.contiguous_slot >= 0 else -1
-        return Slots(sequence.slots(positions), cos[start:end], sin[start:end], first)
+        return tuple(Slots(slots, cos[start:end], sin[start:end], first) for cos, sin in tables)
     positions = torch.cat([torch.arange(s.start, s.end, device=decoder.device) for s in spans])
-    return Slots(sequence.slots(positions), cos.index_select(0, positions), sin.index_select(0, positions))
+    slots = sequence.slots(positions)
+    return tuple(Slots(slots, cos, sin) for cos, sin in rows_of_tables(tables, positions))
 
 
 def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:

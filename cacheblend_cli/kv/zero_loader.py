@@ -18,6 +18,7 @@ class ZeroLoader(KVLoader):
     def __init__(self, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan) -> None:
         spec, codec = decoder.spec, str(decoder.dtype).removeprefix("torch.")
         self._kernels, self._pool = decoder.kernels, sequence.pool
+        self._rope_of = decoder.rope.of_layer
         self._rows = []
         for segment in (s for s in plan.segments if s.cached):
             span = StoredSpan(segment.start, segment.end, codec)
@@ -27,4 +28,4 @@ class ZeroLoader(KVLoader):
 
     def wait(self, layer: int) -> None:
         for stored, slots in self._rows:
-            self._kernels.load_kv(stored, self._pool.layers[layer], slots)
+            self._kernels.load_kv(stored, self._pool.layers[layer], slots[self._rope_of[layer]])

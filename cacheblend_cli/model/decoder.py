@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.linear import Linear
-from cacheblend_cli.model.rope import RotaryEmbedding
+from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 
 MLP_ROWS = 256
@@ -38,6 +38,7 @@ class DecoderLayer:
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         self.sliding_window = spec.sliding_windows[index]
         self.attention = AttentionParams(spec.head_dim**-0.5, self.sliding_window)
+        self.rope = 0  # which of the decoder's RoPEs turns q and k
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
@@ -109,9 +110,11 @@ class Decoder:
         self.embedding, self.norm = weights["embed"], weights["norm"]
         tied = weights["lm_head"].data_ptr() == self.embedding.data_ptr()
         self._head = Linear(weights["lm_head"], pack=not tied)  # a packed copy of the embedding would be a second one
-        self.layers = [DecoderLayer(i, spec, weights, kernels) for i in range(spec.num_layers)]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.rope = RotaryEmbedding(spec, self.device)
+        self.rope = LayerRotations(spec, self.device)
+        self.layers = [DecoderLayer(i, spec, weights, kernels) for i in range(spec.num_layers)]
+        for layer, rope in zip(self.layers, self.rope.of_layer, strict=True):
+            layer.rope = rope
         self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:

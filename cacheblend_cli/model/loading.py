@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,10 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
 
 def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype) -> str:
     """blake2b-128 over everything K and V depend on: shape, RoPE, weights, compute dtype."""
-    shape = {k: v for k, v in vars(spec).items() if k != "config"}
+    unsaid = {
+        f.name: f.default for f in fields(spec) if f.default is not MISSING
+    }  # what other families have beside Llama
+    shape = {k: v for k, v in vars(spec).items() if k != "config" and not (k in unsaid and v == unsaid[k])}
     parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype)
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 

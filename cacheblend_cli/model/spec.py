@@ -13,7 +13,8 @@ LENGTHENED = ("linear", "dynamic", "yarn")
 class ModelSpec:
     """The shape of a decoder-only model. Sizes in elements; `sliding_windows` has an entry a layer (None: no window).
 
-    rope: RoPE's parameters as transformers 5 has them in `rope_parameters`. tied: config.json says that the output head
+    rope: RoPE's parameters as transformers 5 has them in `rope_parameters`. local_rope: those of layers with a window, where
+    they have others. unrotated: the layers that have no RoPE. tied: config.json says that the output head
     is the embedding (the weights may say otherwise, see `weights.load_weights`). config: config.json itself."""
 
     architecture: str
@@ -35,6 +36,15 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     rope: dict[str, Any]
     config: dict[str, Any]
+    local_rope: dict[str, Any] | None = None
+    unrotated: tuple[int, ...] = ()
+
+    def rope_of(self, layer: int) -> dict[str, Any] | None:
+        """RoPE's parameters of a layer; None: it has none."""
+        if layer in self.unrotated:
+            return None
+        local = self.local_rope if self.sliding_windows[layer] is not None else None
+        return local or self.rope
 
     @property
     def q_size(self) -> int:

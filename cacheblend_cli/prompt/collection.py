@@ -13,7 +13,6 @@ from cacheblend_store.format.layouts import CODECS, blob_spec
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.model.rope import LENGTH_DEPENDENT
 from cacheblend_cli.prompt.template import split_template
 
 
@@ -79,8 +78,8 @@ class Collection:
         """Tokens of a chunk and its left context at most: as wanted, within the model's context, and below the length at
         which RoPE changes its frequencies: chunks of one window are collected together, and get one set of them."""
         rope, limit = self.model.decoder.rope, self.model.spec.max_context
-        if rope.rope_type in LENGTH_DEPENDENT:
-            limit = min(limit, rope.original_max)
+        if rope.switches_at is not None:
+            limit = min(limit, rope.switches_at)
         return min(wanted, limit - len(self.prefix_ids))
 
     @property

@@ -20,7 +20,7 @@ from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import Rows, next_rows
 from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.rope import LENGTH_DEPENDENT
+from cacheblend_cli.model.rope import rows_of_tables
 
 CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengths on the host
 LEAST_KV_BUCKET = 1024
@@ -112,7 +112,7 @@ class DecodeGraph:
         self, decoder: Decoder, pool: KVPool, spare: int, num_seqs: int, max_kv_len: int, capture: CaptureGraph
     ) -> None:
         self._decoder, self._pool, self._max_kv_len = decoder, pool, max_kv_len
-        self._cos, self._sin = decoder.rope.table(max_kv_len)  # held: the graph reads these very tensors
+        self._tables = decoder.rope.tables(max_kv_len)  # held: the graph reads these very tensors
         width = pool.blocks_for(max_kv_len)
         self.buffers = DecodeBuffers(num_seqs, width, spare, decoder.spec.vocab_size, decoder.device)
         self.replay = capture(self._run)
@@ -124,8 +124,7 @@ class DecodeGraph:
             pool=self._pool,
             positions=b.positions,
             slots=block * size + b.positions % size,
-            cos=self._cos.index_select(0, b.positions),
-            sin=self._sin.index_select(0, b.positions),
+            rotations=rows_of_tables(self._tables, b.positions),
             attention=AttentionMetadata(b.positions, b.cu_rows, b.block_table, b.kv_lens, max_kv_len=self._max_kv_len),
             decode=True,
         )
@@ -175,7 +174,7 @@ def bucket(count: int, least: int) -> int:
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
     """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length."""
     graphs = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
-    if eager or not graphs or decoder.rope.rope_type in LENGTH_DEPENDENT:
+    if eager or not graphs or decoder.rope.switches_at is not None:
         return EagerRunner(decoder, pool)
     return GraphRunner(decoder, pool)
 

@@ -260,7 +260,7 @@ def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None
     shift.apply(layer, old_k[repaired] + 0.5, old_v[repaired] + 0.25)
     found_k, found_v = done.pool.read(1, rows.slots)
     stale = torch.tensor([0, 2, 4, 6, 7])
-    expected = decoder.kernels.rope(old_k + 0.5, rows.cos, rows.sin)
+    expected = decoder.kernels.rope(old_k + 0.5, *rows.cos_sin(layer))
     torch.testing.assert_close(found_k[stale], expected[stale], rtol=0, atol=1e-5)
     torch.testing.assert_close(found_v[stale], old_v[stale] + 0.25, rtol=0, atol=1e-5)
 

@@ -16,7 +16,7 @@ from cacheblend_cli.model.families import FAMILIES, read_spec, spec_from_config
 from cacheblend_cli.model.families.reader import OTHER_FIELDS, SHAPE_FIELDS
 from cacheblend_cli.model.families.refusals import QUANTIZATION, REFUSED
 from cacheblend_cli.model.families.rope_fields import FACTORS, NEEDED, NUMBERS, OTHERS
-from cacheblend_cli.model.rope import RotaryEmbedding
+from cacheblend_cli.model.rope import LayerRotations
 
 BASE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,11 +49,11 @@ DEFAULTS = {
 def read(config: dict[str, Any]) -> None:
     try:
         spec = spec_from_config(json.loads(json.dumps(config)))
-        cos, sin = RotaryEmbedding(spec, torch.device("cpu")).table(min(64, spec.max_context))
+        tables = LayerRotations(spec, torch.device("cpu")).tables(min(64, spec.max_context))
     except UsageError:
         return
     assert spec.max_context >= 1
-    assert bool(cos.isfinite().all() and sin.isfinite().all())
+    assert all(bool(cos.isfinite().all() and sin.isfinite().all()) for cos, sin in tables)
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=2))
