@@ -1,0 +1,50 @@
+"""What the documents name is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (ROOT, ROOT / "cacheblend_cli")
+NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|json|svg|png))\)")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def defined(file: Path) -> set[str]:
+    """Functions, classes, their methods and module constants of a file."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                own
+                for part in node.body
+                if isinstance(part, ast.FunctionDef)
+                for own in (part.name, f"{node.name}.{part.name}")
+            }
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_is_named_is_there(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for name, symbol in NAMED.findall(text):
+        files = [folder / name for folder in FOLDERS if (folder / name).is_file()]
+        assert files, f"{document.name} names {name}"
+        assert any(symbol in defined(file) for file in files), f"{document.name} names {symbol} of {name}"
+    for link in LINK.findall(text):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+def test_a_question_and_a_document_are_followed_by_name() -> None:
+    """So that the test above has something to hold."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(NAMED.findall(text)) > 30
