@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import takewhile
 
-from cacheblend_store.errors import BadBlob
+from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, parse_blob
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.layouts import blob_spec
@@ -47,6 +48,17 @@ class StoreReader:
         except BadBlob:
             return False
         return manifest is not None and manifest.has_kv
+
+    def manifests(self, start: bytes = b"") -> Iterator[ChunkManifest]:
+        """Those of the keys from `start` on, in order; damaged ones are passed over."""
+        return filter(None, map(self.undamaged, self.keys_from(start)))
+
+    def undamaged(self, key: bytes) -> ChunkManifest | None:
+        """The manifest, None when there is none or it is damaged."""
+        try:
+            return self.manifest(key)
+        except StoreError:
+            return None
 
     def layer(self, chunk: ChunkManifest | bytes, layer: int) -> dict[str, memoryview]:
         """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape.
@@ -109,6 +121,10 @@ class StoreReader:
         for node in self.pages.nodes(database, start):
             yield node.key
 
+    def keys_with(self, prefix: bytes, database: str) -> Iterator[bytes]:
+        """Keys of a database that begin with `prefix`, in order."""
+        return takewhile(lambda key: key.startswith(prefix), self.keys_from(prefix, database))
+
     def document(self, key: bytes) -> DocumentRecord | None:
         """None when there is none or it is damaged."""
         value = self.get("documents", key)
@@ -119,32 +135,20 @@ class StoreReader:
 
     def documents(self) -> Iterator[DocumentRecord]:
         """All that are not damaged."""
-        for key in self.keys_from(b"", "documents"):
-            record = self.document(key)
-            if record is not None:
-                yield record
+        return filter(None, map(self.document, self.keys_from(b"", "documents")))
 
     def documents_of(self, key: bytes) -> Iterator[bytes]:
         """Keys of the records of the documents that a chunk stands in."""
-        for name in self.keys_from(key, "refs"):
-            if not name.startswith(key):
-                return
+        for name in self.keys_with(key, "refs"):
             yield name[KEY_BYTES:]
 
     def memos(self) -> Iterator[Memo]:
         """All that are not damaged, and of a version that is known."""
-        for key in self.memo_keys():
-            value = self.get("meta", key)
+        for key in self.keys_with(MEMO_KEYS, "meta"):
             with suppress(BadBlob):
-                memo = None if value is None else decode_memo(key, value)
+                memo = decode_memo(key, self.get("meta", key) or b"")
                 if memo is not None:
                     yield memo
-
-    def memo_keys(self) -> Iterator[bytes]:
-        for key in self.keys_from(MEMO_KEYS, "meta"):
-            if not key.startswith(MEMO_KEYS):
-                return
-            yield key
 
     def meta(self, name: bytes) -> bytes | None:
         value = self.get("meta", name)

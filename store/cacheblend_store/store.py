@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -27,7 +29,7 @@ from cacheblend_store.writer import Blob, PutStatus, StoreWriter
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
-PAGE_OF_CHUNKS = 256  # manifests read in one transaction by `chunks`
+PAGE_OF_CHUNKS = 64  # manifests read in one transaction by `chunks`
 TOUCHES_HELD = 4096
 _LARGE = 4 << 20  # bytes of a transaction from which its memory matters
 T = TypeVar("T")
@@ -70,8 +72,9 @@ class ChunkStore:
         """Open a store.
 
         create: make it when it is not there; by default when mode == "write". max_bytes: the quota of KV from now on, kept
-        in the store (0: none; None: as it was); what is over it is evicted. lock_timeout: seconds to wait for the writer lock. force: a network filesystem, or a directory of somebody else's, is accepted.
-        map_size: address space to begin with, in bytes; the map grows by itself.
+        in the store (0: none; None: as it was); what is over it is evicted. lock_timeout: seconds to wait for the writer
+        lock. force: a network filesystem, or a directory of somebody else's, is accepted. map_size: address space to begin
+        with, in bytes; the map grows by itself.
         """
         write = mode == "write"
         store = cls(Path(path), write, write if create is None else create, lock_timeout, force, map_size)
@@ -129,7 +132,7 @@ class ChunkStore:
 
     @contextmanager
     def read(self) -> Iterator[StoreReader]:
-        """One read transaction. The reader belongs to the thread that opened it; views it gives end with it."""
+        """One read transaction. The reader belongs to the thread that opened it."""
         with self._environment().reading() as pages:
             yield StoreReader(pages)
 
@@ -141,29 +144,21 @@ class ChunkStore:
     def has_chunk(self, key: bytes) -> bool:
         """Whether the chunk is there, with KV or without, its manifest undamaged."""
         with self.read() as reader:
-            return _undamaged(reader, key) is not None
+            return reader.undamaged(key) is not None
 
     def has_kv(self, key: bytes) -> bool:
         """Whether the chunk is there and has KV, by its undamaged manifest. Its blobs are not looked at."""
         with self.read() as reader:
             return reader.has_kv(key)
 
-    def resolve(self, prefix: str, collection: str | None = None) -> bytes:
-        """The key whose hex id begins with `prefix`, among one collection's chunks or all.
-
-        Raises ChunkNotFound, AmbiguousId.
-        """
+    def resolve(self, prefix: str) -> bytes:
+        """The key whose hex id begins with `prefix`. Raises ChunkNotFound, AmbiguousId."""
         text = prefix.strip().lower()
-        if not text or len(text) > 2 * KEY_BYTES or any(c not in "0123456789abcdef" for c in text):
+        if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
             raise ChunkNotFound(f"{prefix!r} is no chunk id", "ids are hex; list them: cacheblend chunks ls")
-        low = bytes.fromhex(text.ljust(2 * KEY_BYTES, "0"))
-        found: list[str] = []
         with self.read() as reader:
-            for key in reader.keys_from(low):
-                if not key.hex().startswith(text) or len(found) == 4:
-                    break
-                if collection is None or _collection_of(reader, key) == collection:
-                    found.append(key.hex())
+            near = islice(reader.keys_from(bytes.fromhex(text.ljust(2 * KEY_BYTES, "0"))), 4)
+            found = [key.hex() for key in near if key.hex().startswith(text)]
         if not found:
             raise ChunkNotFound(f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls")
         if len(found) > 1:
@@ -174,56 +169,25 @@ class ChunkStore:
             )
         return bytes.fromhex(found[0])
 
-    def chunks(
-        self,
-        *,
-        collection: str | None = None,
-        source: str | None = None,
-        start_after: bytes | None = None,
-        limit: int | None = None,
-        prefixes: bool = False,
-    ) -> Iterator[ChunkManifest]:
-        """Chunks in key order, in short transactions: of one collection, of one source, after a key, at most `limit`.
+    def chunks(self, *, start_after: bytes | None = None, prefixes: bool = False) -> Iterator[ChunkManifest]:
+        """Chunks in key order, some of them a transaction. Damaged records are passed over (`damaged_keys` lists them).
 
-        Damaged records are passed over (`damaged_keys` lists them). prefixes: also the KV of prompts' prefixes.
+        start_after: a key. prefixes: also the KV of prompts' prefixes.
         """
-        wanted = None if source is None else self._keys_of(source)
-        given, start = 0, b"" if start_after is None else start_after + b"\0"
-        page_size = PAGE_OF_CHUNKS if limit is None else max(1, min(PAGE_OF_CHUNKS, limit))
+        start = b"" if start_after is None else start_after + b"\0"
         while True:
-            page: list[ChunkManifest] = []
             with self.read() as reader:
-                keys = []
-                for key in reader.keys_from(start):
-                    keys.append(key)
-                    if len(keys) == page_size:
-                        break
-                for key in keys:
-                    if wanted is not None and key not in wanted:
-                        continue
-                    manifest = _undamaged(reader, key)
-                    if manifest and collection in (None, manifest.collection):
-                        page.append(manifest)
-            for manifest in page:
-                if prefixes or manifest.context != "prefix":
-                    if given == limit:
-                        return
-                    given += 1
-                    yield manifest
-            if len(keys) < page_size or given == limit:
+                keys = list(islice(reader.keys_from(start), PAGE_OF_CHUNKS))
+                found = [reader.undamaged(key) for key in keys]
+            yield from (m for m in found if m is not None and (prefixes or m.context != "prefix"))
+            if not keys:
                 return
             start = keys[-1] + b"\0"
-
-    def _keys_of(self, source: str) -> set[bytes]:
-        """Chunks of the documents of that source; when there is no such document, those first found there."""
-        with self.read() as reader:
-            keys = {c.key for d in reader.documents() if d.source == source for c in d.chunks}
-        return keys or {m.key for m in self.chunks() if m.source == source}
 
     def damaged_keys(self) -> list[bytes]:
         """Keys whose manifest does not read."""
         with self.read() as reader:
-            return [key for key in reader.keys_from(b"") if _undamaged(reader, key) is None]
+            return [key for key in reader.keys_from(b"") if reader.undamaged(key) is None]
 
     def get_document(self, collection: str, source: str, context: str = "sink") -> DocumentRecord | None:
         """The record; None when there is none or it is damaged (the document is then precomputed again)."""
@@ -403,15 +367,3 @@ class ChunkStore:
     def require_writable(self) -> None:
         if not self.writable:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
-
-
-def _undamaged(reader: StoreReader, key: bytes) -> ChunkManifest | None:
-    try:
-        return reader.manifest(key)
-    except StoreError:
-        return None
-
-
-def _collection_of(reader: StoreReader, key: bytes) -> str:
-    manifest = _undamaged(reader, key)
-    return manifest.collection if manifest else ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cacheblend_store.errors import BadBlob
-from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import used_at
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.store import ChunkStore
@@ -24,14 +24,13 @@ class PruneReport:
     bytes: int
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    key: bytes
+class _Chunk(NamedTuple):
+    """used: seconds since the epoch, or when it was made. size: of its blobs."""
+
     used: float
+    key: bytes
     size: int
-    of_model: bool
-    referred: bool
-    context: str
+    unwanted: bool
 
 
 def prune(
@@ -52,51 +51,28 @@ def prune(
     """
     now = time.time()
     with store.read() as reader:
-        candidates = _candidates(reader, model)
-    gone = [c for c in candidates if (orphans and not c.referred and c.context != "prefix") or c.of_model]
-    goes = {c.key for c in gone}
-    left = [c for c in candidates if c.size and c.key not in goes]
-    evicted = [c for c in left if older_than is not None and now - c.used > older_than]
-    if to_bytes is not None:
-        old = {c.key for c in evicted}
-        evicted += _beyond([c for c in left if c.key not in old], to_bytes)
+        chunks = list(_chunks(reader, orphans=orphans, model=model))
+    gone = [chunk for chunk in chunks if chunk.unwanted]
+    left = sorted(chunk for chunk in chunks if chunk.size and not chunk.unwanted)
+    evicted, total = list[_Chunk](), sum(chunk.size for chunk in left)
+    for chunk in left:  # the least recently used first
+        is_old = older_than is not None and now - chunk.used > older_than
+        if not is_old and (to_bytes is None or total <= to_bytes):
+            break
+        evicted.append(chunk)
+        total -= chunk.size
     if not dry_run:
         for chosen, let_go in ((gone, store.remove_chunks), (evicted, store.evict_chunks)):
             for start in range(0, len(chosen), _BATCH):
-                let_go(c.key for c in chosen[start : start + _BATCH])
-    size = sum(c.size for c in gone + evicted)
-    return PruneReport(tuple(c.key for c in gone), tuple(c.key for c in evicted), size)
+                let_go(chunk.key for chunk in chosen[start : start + _BATCH])
+    removed, size = tuple(chunk.key for chunk in gone), sum(chunk.size for chunk in gone + evicted)
+    return PruneReport(removed, tuple(chunk.key for chunk in evicted), size)
 
 
-def _candidates(reader: StoreReader, model: str | None) -> list[_Candidate]:
-    referred = {key[:KEY_BYTES] for key in reader.keys_from(b"", "refs")}
-    found = []
-    for key in reader.keys_from(b""):
-        try:
-            manifest = reader.manifest(key)
-        except BadBlob:
-            continue
-        if manifest is not None:
-            use = reader.get("lru", key)
-            used = (used_at(key, bytes(use)) if use is not None else 0.0) or manifest.created
-            found.append(
-                _Candidate(
-                    key,
-                    used,
-                    manifest.num_bytes,
-                    model is not None and manifest.is_of_model(model),
-                    key in referred,
-                    manifest.context,
-                )
-            )
-    return found
-
-
-def _beyond(candidates: list[_Candidate], to_bytes: int) -> list[_Candidate]:
-    total, more = sum(c.size for c in candidates), []
-    for candidate in sorted(candidates, key=lambda c: (c.used, c.key)):
-        if total <= to_bytes:
-            break
-        total -= candidate.size
-        more.append(candidate)
-    return more
+def _chunks(reader: StoreReader, *, orphans: bool, model: str | None) -> Iterator[_Chunk]:
+    for manifest in reader.manifests():
+        use = reader.get("lru", manifest.key)
+        used = (used_at(manifest.key, bytes(use)) if use is not None else 0.0) or manifest.created
+        referred = manifest.context == "prefix" or any(reader.documents_of(manifest.key))
+        unwanted = (orphans and not referred) or (model is not None and manifest.is_of_model(model))
+        yield _Chunk(used, manifest.key, manifest.num_bytes, unwanted)

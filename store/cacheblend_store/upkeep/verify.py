@@ -9,7 +9,7 @@ import lmdb.verify
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
-from cacheblend_store.format.memos import decode_memo
+from cacheblend_store.format.memos import MEMO_KEYS, decode_memo
 from cacheblend_store.format.records import decode_document
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
@@ -153,7 +153,7 @@ def _check_documents(reader: StoreReader, known: set[bytes], report: VerifyRepor
 
 
 def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
-    for key in reader.memo_keys():
+    for key in reader.keys_with(MEMO_KEYS, "meta"):
         try:
             decode_memo(key, reader.get("meta", key) or b"")
         except BadBlob as error:

@@ -121,52 +121,34 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
     pointers = struct.unpack_from(f"<{count}H", data, HEADER)
     if min(pointers) < upper or max(pointers) + _NODE.size > size:
         raise ValueError("a node lies outside of it")
-    page, ends = (_parse_branch if is_branch else _parse_leaf)(data, pointers, num_pages)
-    nodes = sorted(zip(pointers, ends, strict=True))
-    if [start for start, _ in nodes] + [size] != [upper, *(end + (end & 1) for _, end in nodes)]:
+    places, keys, children, nodes = [], list[bytes](), list[int](), list[Node]()
+    for at in pointers:
+        low, high, node_flags, key_size = _NODE.unpack_from(data, at)
+        body, first = at + _NODE.size + key_size, 2
+        if is_branch:
+            first, end = low | high << 16 | node_flags << 32, body
+            children.append(first)
+        else:
+            num_bytes, big = low | high << 16, node_flags == _BIG
+            end = body + (_NUMBER.size if big else num_bytes)
+            if end > size or not 1 <= key_size <= 511 or node_flags not in (0, _BIG, _SUBTREE):
+                raise ValueError("a node of it is damaged")
+            if big:
+                (first,) = _NUMBER.unpack_from(data, body)
+            inline = b"" if big else data[body:end]
+            nodes.append(Node(data[at + _NODE.size : body], num_bytes, inline, first if big else 0, node_flags))
+        if not 2 <= first < num_pages:
+            raise ValueError("a node names a page that is not there")
+        keys.append(data[at + _NODE.size : body])
+        places.append((at, end))
+    places.sort()
+    if [start for start, _ in places] + [size] != [upper, *(end + (end & 1) for _, end in places)]:
         raise ValueError("its nodes overlap or leave a gap")  # which LMDB relies on when it moves them
-    keys = page.keys[1:] if is_branch else page.keys
-    order = [key[::-1] for key in keys] if integer_keys else keys
+    named = keys[1:] if is_branch else keys
+    order = [key[::-1] for key in named] if integer_keys else named
     if any(a >= b for a, b in itertools.pairwise(order)):
         raise ValueError("its keys are out of order")
-    return page
-
-
-def _parse_branch(data: bytes, pointers: tuple[int, ...], num_pages: int) -> tuple[Branch, list[int]]:
-    """The page, and where each node ends."""
-    keys: list[bytes] = []
-    children: list[int] = []
-    ends: list[int] = []
-    for at in pointers:
-        low, middle, high, key_size = _NODE.unpack_from(data, at)
-        end = at + _NODE.size + key_size
-        keys.append(data[at + _NODE.size : end])
-        children.append(low | middle << 16 | high << 32)
-        ends.append(end)
-    if min(children) < 2 or max(children) >= num_pages:
-        raise ValueError("a node names a page that is not there")
-    return Branch([b"", *keys[1:]], children), ends
-
-
-def _parse_leaf(data: bytes, pointers: tuple[int, ...], num_pages: int) -> tuple[Leaf, list[int]]:
-    """The page, and where each node ends."""
-    nodes: list[Node] = []
-    ends: list[int] = []
-    for at in pointers:
-        low, high, flags, key_size = _NODE.unpack_from(data, at)
-        body = at + _NODE.size + key_size
-        value_size = low | high << 16
-        end = body + (_NUMBER.size if flags == _BIG else value_size)
-        if end > len(data) or not 1 <= key_size <= 511 or flags not in (0, _BIG, _SUBTREE):
-            raise ValueError("a node of it is damaged")
-        inline, first = data[body:end], 0
-        if flags == _BIG:
-            inline, (first,) = b"", _NUMBER.unpack(inline)
-            if not 2 <= first < num_pages:
-                raise ValueError("a node names a page that is not there")
-        nodes.append(Node(data[at + _NODE.size : body], value_size, inline, first, flags))
-        ends.append(end)
-    return Leaf([node.key for node in nodes], nodes), ends
+    return Branch([b"", *named], children) if is_branch else Leaf(keys, nodes)
 
 
 def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cacheblend_store.errors import StoreCorrupt
@@ -46,10 +47,8 @@ class PageReader:
             node = self._find(self.meta.main, name.encode())
             if node is None:
                 return None
-            try:
+            with self._checked(self.meta.main.root):
                 self._trees[name] = parse_tree(node)
-            except ValueError as error:
-                raise self._bad(self.meta.main.root, str(error)) from error
         return self._trees[name]
 
     def get(self, database: str, key: bytes) -> Node | None:
@@ -99,10 +98,8 @@ class PageReader:
         """A big value lies where its node says, within the file. For nodes of `nodes`; `get` has done it."""
         if node.big:
             header = self._read(node.pgno, HEADER)
-            try:
+            with self._checked(node.pgno):
                 check_big(header, node, self.meta.page_size, self.meta.next_pgno)
-            except ValueError as error:
-                raise self._bad(node.pgno, str(error)) from error
 
     def value(self, node: Node) -> memoryview:
         """A copy of a node's value, whose extent was checked."""
@@ -143,10 +140,8 @@ class PageReader:
         tree, seen = self.meta.free, 0
         for node in self.nodes_in(tree):
             self.check_extent(node)
-            try:
+            with self._checked(tree.root):
                 pages = parse_free(node.key, self.value(node), self.meta.next_pgno)
-            except ValueError as error:
-                raise self._bad(tree.root, str(error)) from error
             seen += len(pages)
             yield pages
         if seen > self.meta.next_pgno:
@@ -169,10 +164,8 @@ class PageReader:
         page = self._pages.get(pgno)
         if page is None:
             data = self._read(pgno, self.meta.page_size)
-            try:
+            with self._checked(pgno):
                 page = parse_page(data, pgno, self.meta.next_pgno, integer_keys=tree is self.meta.free)
-            except ValueError as error:
-                raise self._bad(pgno, str(error)) from error
             self._pages[pgno] = page
         return page
 
@@ -219,6 +212,13 @@ class PageReader:
             raise bad_disk(self.store, error) from error
         if count != len(buffer):
             raise self._bad(pgno, "it lies behind the end of the file")
+
+    @contextmanager
+    def _checked(self, pgno: int) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise self._bad(pgno, str(error)) from error
 
     def _bad(self, pgno: int, reason: str) -> StoreCorrupt:
         return damaged(self.store, f"page {pgno}: {reason}")
