@@ -247,7 +247,9 @@ def _pool_error(bench: Bench, length: int) -> float:
                 assert segment.key is not None
                 count = segment.end - segment.start
                 shape = (count, spec.num_kv_heads, spec.head_dim)
-                k, v = decode_kv(view_kv(reader.layer(segment.key, layer), bench.collection.codec, *shape))
+                k, v = decode_kv(
+                    view_kv(reader.layer(reader.undamaged(segment.key), layer), bench.collection.codec, *shape)
+                )
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
                 tables = rope.cos_sin(positions, length)
                 slots = loaded.sequence.slots(positions)

@@ -60,12 +60,8 @@ class StoreReader:
         except StoreError:
             return None
 
-    def layer(self, chunk: ChunkManifest | bytes, layer: int) -> dict[str, memoryview]:
-        """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape.
-
-        chunk: the manifest, or the key (then the manifest is read first; unknown: BadBlob).
-        """
-        manifest = self._manifest_of(chunk)
+    def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
+        """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape."""
         blob = self.blob(manifest, layer)
         if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
@@ -160,14 +156,6 @@ class StoreReader:
     def entries(self, database: str) -> int:
         tree = self.pages.tree(database)
         return tree.entries if tree else 0
-
-    def _manifest_of(self, chunk: ChunkManifest | bytes) -> ChunkManifest:
-        if isinstance(chunk, ChunkManifest):
-            return chunk
-        manifest = self.manifest(chunk)
-        if manifest is None:
-            raise BadBlob(f"chunk {chunk.hex()[:12]} is not there", key=chunk, reason="is not there")
-        return manifest
 
 
 def _spec(manifest: ChunkManifest) -> BlobSpec:

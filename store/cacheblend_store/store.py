@@ -11,18 +11,16 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.memos import Memo, decode_memo, encode_memo, memo_key
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
-from cacheblend_store.lmdb_file.datafile import MAP_SIZE
 from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
 from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.heap import keep_freed_memory
 from cacheblend_store.lmdb_file.opened import acquire, release
-from cacheblend_store.lmdb_file.translation import MapFull
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter
@@ -42,11 +40,8 @@ class ChunkStore:
     child opens the store for itself. Raises StoreErrors, each with a message and a hint.
     """
 
-    def __init__(
-        self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool, map_size: int = MAP_SIZE
-    ) -> None:
-        self.path, self.writable, self.lock_timeout = path, write, lock_timeout
-        self._force, self._map_size = force, map_size
+    def __init__(self, path: Path, write: bool, create: bool, lock_timeout: float, force: bool) -> None:
+        self.path, self.writable, self.lock_timeout, self._force = path, write, lock_timeout, force
         self._touched: dict[bytes, float] = {}
         self._touch_lock = threading.Lock()
         self._env: Environment | None = self._acquire(create=create)
@@ -67,28 +62,22 @@ class ChunkStore:
         max_bytes: int | None = None,
         lock_timeout: float = 30.0,
         force: bool = False,
-        map_size: int = MAP_SIZE,
     ) -> ChunkStore:
         """Open a store.
 
         create: make it when it is not there; by default when mode == "write". max_bytes: the quota of KV from now on, kept
         in the store (0: none; None: as it was); what is over it is evicted. lock_timeout: seconds to wait for the writer
-        lock. force: a network filesystem, or a directory of somebody else's, is accepted. map_size: address space to begin
-        with, in bytes; the map grows by itself.
+        lock. force: a network filesystem, or a directory of somebody else's, is accepted.
         """
         write = mode == "write"
-        store = cls(Path(path), write, write if create is None else create, lock_timeout, force, map_size)
+        store = cls(Path(path), write, write if create is None else create, lock_timeout, force)
         if max_bytes is not None and write and max_bytes != store.max_bytes:
             store.set_max_bytes(max_bytes)
         return store
 
     def _acquire(self, *, create: bool = False) -> Environment:
         check_directory(self.path, write=self.writable, create=create, force=self._force)
-        return acquire(self.path, self._map_size, self.lock_timeout, write_identity)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A process that is sent a store (a spawned worker of a data loader) opens it for itself."""
-        return ChunkStore, (self.path, self.writable, False, self.lock_timeout, self._force, self._map_size)
+        return acquire(self.path, self.lock_timeout, write_identity)
 
     def __enter__(self) -> ChunkStore:
         return self
@@ -347,22 +336,17 @@ class ChunkStore:
         return self._env
 
     def transact(self, work: Callable[[StoreWriter], T], lock_timeout: float | None = None) -> T:
-        """Run `work` in a write transaction and commit; again in a larger map when it was full.
+        """Run `work` in a write transaction and commit.
 
         lock_timeout: seconds to wait for the writer lock, by default what the store was opened with.
         """
         self.require_writable()
         timeout = self.lock_timeout if lock_timeout is None else lock_timeout
-        while True:
-            env = self._environment()
-            try:
-                with env.writing(timeout) as (transaction, dbs, pages):
-                    writer = StoreWriter(transaction, dbs, pages)
-                    result = work(writer)
-                    writer.finish()
-                return result
-            except MapFull:
-                env.grow()
+        with self._environment().writing(timeout) as (transaction, dbs, pages):
+            writer = StoreWriter(transaction, dbs, pages)
+            result = work(writer)
+            writer.finish()
+        return result
 
     def require_writable(self) -> None:
         if not self.writable:

@@ -13,41 +13,38 @@ from typing import Any
 
 import lmdb
 
-from cacheblend_store.errors import StoreFull
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA, MAKING, check_space, sync_file
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 
-MAP_SIZE = 4 << 40  # sparse: address space, not disk
-_FIRST_MAP, _LEAST_MAP = 1 << 30, 64 << 20
+MAP_SIZE = 16 << 40  # sparse: address space, not disk
+_LEAST_MAP = 64 << 20
 Fill = Callable[[Any, dict[str, Any]], None]
 """Writes a new store's first records: (py-lmdb's transaction, database handles by name)."""
 
 
-def open_lmdb(store: Path, map_size: int) -> Any:
-    """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format."""
-    data, most = store / DATA, MAP_SIZE * 16
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+def open_lmdb(store: Path) -> Any:
+    """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format.
+
+    The map is as large as any store, or half of the address space where that is limited, and does not grow.
+    """
+    size, limit = MAP_SIZE, resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        most = max(limit // 2, _LEAST_MAP)
-    for _ in range(64):
-        size = min(max(map_size, 2 * data.stat().st_size if data.exists() else 0), most)
+        size = max(min(size, limit // 2), _LEAST_MAP)
+    while True:
         try:
             return lmdb.open(
                 str(store), map_size=size, max_dbs=len(DATABASES), max_readers=MAX_READERS, mode=0o600,
                 sync=True, metasync=True, writemap=False, readahead=True, lib_version=0,
             )  # fmt: skip
-        except lmdb.MapResizedError:
-            continue  # others have made it larger meanwhile
         except lmdb.Error as error:
             tight = isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
             if tight and size > _LEAST_MAP:
-                most = size // 2
+                size //= 2
                 continue
             with translated(store):
                 raise
-    raise StoreFull(f"the store at {store} outgrows the address space of this process", "raise the limit (ulimit -v)")
 
 
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
@@ -55,7 +52,7 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 
     def make(folder: Path) -> None:
         with translated(store):
-            made = open_lmdb(folder, _FIRST_MAP)
+            made = open_lmdb(folder)
             dbs = {name: made.open_db(name.encode()) for name in DATABASES}
             with made.begin(write=True) as transaction:
                 fill(transaction, dbs)
@@ -70,7 +67,7 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 def compact_copy(store: Path, folder: Path) -> None:
     """The store's data.mdb without its free pages, into an empty directory. For a store that nobody has open."""
     with translated(store):
-        source = open_lmdb(store, MAP_SIZE)
+        source = open_lmdb(store)
         try:
             source.copy(str(folder), compact=True)
         finally:

@@ -1,8 +1,8 @@
 """The transactions of one store in this process, each with the checked pages of its snapshot.
 
 LMDB gives a read transaction its place in the table of readers, which keeps its pages as they are; the pages are read
-by hand (`pages`). Writing is LMDB's. Its map may not change, and its environment not be closed, under an open
-transaction: so transactions are counted, and opening again waits until none is left.
+by hand (`pages`). Writing is LMDB's. Its environment may not be closed under an open transaction: so transactions are
+counted, and opening again waits until none is left.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import lmdb
 
-from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFull, StoreIOError, StorePermission
+from cacheblend_store.errors import StoreCorrupt, StoreError, StoreIOError, StorePermission
 from cacheblend_store.lmdb_file import locks
-from cacheblend_store.lmdb_file.datafile import MAP_SIZE, clear_making, open_lmdb
+from cacheblend_store.lmdb_file.datafile import clear_making, open_lmdb
 from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import check_index, read_metas, snapshot
 from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
@@ -31,9 +31,9 @@ _TRIES = 64  # at what others can make fail again and again
 class Environment:
     """Made by `opened.acquire`, given back by `opened.release`, which count its users."""
 
-    def __init__(self, store: Path, map_size: int, lock_timeout: float) -> None:
+    def __init__(self, store: Path, lock_timeout: float) -> None:
         self.store, self.pid, self.users = store, os.getpid(), 1
-        self._map_size, self._timeout = map_size, lock_timeout
+        self._timeout = lock_timeout
         self._changed = threading.Condition()
         self.transactions = self._waiting = 0
         self._file = -1  # while it is not open
@@ -61,7 +61,7 @@ class Environment:
             self._inode = info.st_dev, info.st_ino
             snapshot(self._file, self.store)  # LMDB believes the meta pages as soon as it opens the file
             if self._is_owner:
-                self._lmdb = open_lmdb(self.store, self._map_size)
+                self._lmdb = open_lmdb(self.store)
                 with translated(self.store):
                     self._lmdb.reader_check()
         except BaseException:
@@ -139,7 +139,7 @@ class Environment:
             transaction = None
             try:
                 if self._file < 0:  # another thread could not open it again
-                    raise Reopen("it does not open")
+                    raise Reopen(f"the store at {self.store} could not be opened again", "check the disk")
                 with translated(self.store):
                     if write:  # a reader that was killed would keep every page freed since
                         self._lmdb.reader_check()
@@ -195,22 +195,8 @@ class Environment:
             return read_metas(self._file, self.store)[1].txnid > txnid + 1
         return True
 
-    # opening again
-
-    def grow(self) -> None:
-        """A larger map, for a write that found it full. Raises StoreFull when the address space does not allow it."""
-        before = self._lmdb.info()["map_size"]
-        if before <= MAP_SIZE * 8:
-            self._map_size = before * 2
-            self.reopen()
-        if self._lmdb.info()["map_size"] <= before:
-            raise StoreFull(
-                f"the store at {self.store} has no room in its map", "remove chunks: cacheblend chunks prune"
-            )
-
     def reopen(self) -> None:
-        """Close and open once no transaction of this process is open: LMDB does not go on after a failed commit, nor with
-        a file that others have grown beyond its map."""
+        """Close and open once no transaction of this process is open: after a failed commit, or for another data.mdb."""
         with self._changed:
             self._waiting += 1
             try:

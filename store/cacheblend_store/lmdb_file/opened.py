@@ -16,7 +16,7 @@ _inherited: dict[str, Environment] = {}  # the parent's; kept, since LMDB would 
 _registry = threading.RLock()
 
 
-def acquire(store: Path, map_size: int, lock_timeout: float, fill: Fill) -> Environment:
+def acquire(store: Path, lock_timeout: float, fill: Fill) -> Environment:
     """The environment of the store, this process's own or a new one, its file made when there is none. The directory
     must have been checked. Raises a StoreError."""
     with _registry:
@@ -28,7 +28,7 @@ def acquire(store: Path, map_size: int, lock_timeout: float, fill: Fill) -> Envi
             _close_inherited(key)
         if not (store / DATA).exists():
             make_store(store, lock_timeout, fill)
-        _shared[key] = Environment(store, map_size, lock_timeout)
+        _shared[key] = Environment(store, lock_timeout)
         return _shared[key]
 
 

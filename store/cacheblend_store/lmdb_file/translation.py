@@ -25,15 +25,8 @@ _FULL_DISK = ("No space left", "Disk quota exceeded", os.strerror(errno.ENOSPC),
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError, lmdb.CursorFullError)
 
 
-class MapFull(StoreFull):
-    """The map is full, which a larger one mends."""
-
-
 class Reopen(StoreIOError):
-    """The environment has to be opened again: after a failed commit, or when the file has outgrown its map."""
-
-    def __init__(self, why: object) -> None:
-        super().__init__(f"the store has to be opened again: {why}", "check the disk, then try again")
+    """After a failed commit LMDB goes on when it is opened again."""
 
 
 @contextmanager
@@ -41,11 +34,12 @@ def translated(store: Path) -> Iterator[None]:
     """LMDB's errors as ours."""
     try:
         yield
-    except (lmdb.MapResizedError, lmdb.PanicError) as error:
-        raise Reopen(error) from error
-    except lmdb.MapFullError as error:
-        raise MapFull(
-            f"the store at {store} has no room in its map", "remove chunks: cacheblend chunks prune"
+    except lmdb.PanicError as error:
+        raise Reopen(f"an earlier write to the store at {store} failed", "check the disk, then try again") from error
+    except (lmdb.MapFullError, lmdb.MapResizedError) as error:
+        raise StoreFull(
+            f"the store at {store} has outgrown the address space of this process",
+            "raise its limit (ulimit -v), or remove chunks: cacheblend chunks prune",
         ) from error
     except lmdb.ReadersFullError as error:
         raise StoreIOError(f"the store at {store} has {MAX_READERS} readers already", "end some of them") from error
