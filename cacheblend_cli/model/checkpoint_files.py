@@ -9,13 +9,14 @@ from cacheblend_cli.model.model_files import AGAIN, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GGUF_INDEX = "gguf.json"
+"""In place of weights, in the directory that stands for a GGUF file: the file, and where in it the tensors are."""
 # All that is read of a model but its weights. adapter_config.json: to say what a directory without config.json is.
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "adapter_config.json", INDEX,
 )  # fmt: skip
 OTHER_FORMATS = {
-    "*.gguf": ("GGUF files", "take the checkpoint with safetensors weights that they were made from"),
     "*.bin": ("PyTorch weights", "convert them with transformers' save_pretrained, which writes safetensors"),
     "*.pth": ("PyTorch weights", "take the checkpoint that transformers reads, with model.safetensors"),
     "*.safetensors": ("other weights", f"transformers' save_pretrained writes {SINGLE}: that is what is read"),
@@ -42,9 +43,21 @@ def weight_names(model_dir: Path) -> list[str]:
     return names
 
 
+def is_converted(model_dir: Path) -> bool:
+    """Whether a directory stands for a GGUF file (see `gguf_files`)."""
+    return (model_dir / GGUF_INDEX).is_file()
+
+
+def gguf_file_of(model_dir: Path) -> Path:
+    """The file that such a directory stands for."""
+    return Path(read_object(model_dir / GGUF_INDEX)["file"])
+
+
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted. Raises NotFoundError when there are none or a shard is missing,
+    """The safetensors files of a checkpoint, sorted; or the GGUF file that a directory stands for. Raises NotFoundError when there are none or a shard is missing,
     UsageError when the directory holds weights of another format."""
+    if is_converted(model_dir):
+        return [gguf_file_of(model_dir)]
     names = weight_names(model_dir)
     if not names:
         refuse_other_formats(model_dir)

@@ -1,10 +1,11 @@
-"""From `--model` to a loaded decoder: a local directory or a hub id, its dtype, its fingerprint."""
+"""From `--model` to a loaded decoder: a local directory, a GGUF file or a hub id, its dtype, its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
-from cacheblend_cli.model.checkpoint_files import SINGLE, SMALL_FILES, checkpoint_files, weight_names
+from cacheblend_cli.model.checkpoint_files import (
+    SINGLE,
+    SMALL_FILES,
+    checkpoint_files,
+    gguf_file_of,
+    is_converted,
+    weight_names,
+)
 from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -35,6 +44,11 @@ class LoadedModel:
     tokenizer: Tokenizer
     fingerprint: str
     eos_ids: frozenset[int]
+
+    @property
+    def shown_path(self) -> Path:
+        """What the user has on disk: the GGUF file, where `path` only stands for one."""
+        return gguf_file_of(self.path) if is_converted(self.path) else self.path
 
     @property
     def spec(self) -> ModelSpec:
@@ -72,18 +86,19 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
     )
 
 
-def resolve_model(name: str) -> Path:
-    """A local directory as it is; else a hub id through huggingface_hub, from its cache when it is there."""
+def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
+    """A local directory as it is, or the one that stands for a GGUF file; else a hub id through huggingface_hub, from its
+    cache when it is there. say: told when a GGUF file is read for the first time."""
     local = Path(name).expanduser()
     if local.is_dir():
-        return local
-    if local.suffix == ".gguf":
-        raise UsageError(
-            f"{name} is a GGUF file, which is not read",
-            "give the directory of the checkpoint with safetensors weights that it was made from",
-        )
+        gguf = None if weight_names(local) else gguf_in(local)
+        return local if gguf is None else model_dir_of(gguf, say)
+    if local.is_file() and local.suffix == ".gguf":
+        return model_dir_of(local, say)
     if local.exists():
-        raise UsageError(f"{name} is a file, and a model is a directory", "give the directory that holds it")
+        raise UsageError(
+            f"{name} is a file, and a model is a directory or a .gguf file", "give the directory that holds it"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise NotFoundError(
             f"no model directory {name}",

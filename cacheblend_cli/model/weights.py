@@ -1,21 +1,21 @@
-"""Weights from HF safetensors checkpoints: sharded or single file, memory-mapped, copied once into fused tensors."""
+"""Weights under our names: copied from where they are read once, into fused tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import xxhash
 from platformdirs import user_cache_path
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.checkpoint_files import checkpoint_files
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
 
 # HF name of a part -> (our fused tensor, rank of the part in it). As vLLM's stacked_params_mapping.
 STACKED = {
@@ -43,8 +43,6 @@ QUANTISED = (
     ".SCB",
 )
 
-BLOCK_BYTES = 32 << 20
-
 
 def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Every tensor of the model under our names, in `dtype` on `device`.
@@ -52,7 +50,7 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
     Names: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
     `i.gate_up_proj.weight` [2 * intermediate, hidden], `i.down_proj.weight`, `i.input_layernorm`,
     `i.post_attention_layernorm`, `i.q_norm`, `i.k_norm` and the biases the spec has.
-    Each part is copied from the mapped file into its place; nothing is held twice.
+    Each part is copied from its file into its place, in blocks of rows; nothing is held twice.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, and quantised weights.
     """
@@ -61,7 +59,8 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
-    for file, stored, kind, found in _headers(checkpoint_files(model_dir)):
+    source = tensor_source(model_dir)
+    for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
         if name is None:
             if any(part in stored for part in NOT_THE_MODEL):
@@ -88,7 +87,7 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
             )
         if target not in weights:
             weights[target] = torch.empty(full_shape, dtype=dtype, device=device)
-        _copy(file, stored, weights[target][start : start + shape[0]])
+        _copy(source, stored, weights[target][start : start + shape[0]])
         seen.add(name)
     if spec.tied and (EMBEDDING in seen or HEAD in seen):
         _tie(weights)
@@ -199,25 +198,10 @@ def weights_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _headers(files: list[Path]) -> Iterator[tuple[Path, str, str, tuple[int, ...]]]:
-    """(file, tensor name, dtype, shape) of everything in the files, nothing read but their headers."""
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        except SafetensorError as error:
-            raise UsageError(
-                f"{file} is not a readable safetensors file: {error}", "fetch the checkpoint again"
-            ) from error
-        for name, (dtype, shape) in found.items():
-            yield file, name, dtype, shape
-
-
-def _copy(file: Path, name: str, target: Tensor) -> None:
-    """Copy a tensor in blocks of rows, each under a mapping of its own: pages already copied do not stay resident."""
+def _copy(source: TensorSource, name: str, target: Tensor) -> None:
+    """Copy a tensor in blocks of rows."""
     row_bytes = 4 * max(1, target[0].numel())
-    step = max(1, BLOCK_BYTES // row_bytes)
+    step = max(1, source.block_bytes // row_bytes)
     for start in range(0, target.shape[0], step):
-        with safe_open(file, framework="pt") as handle:
-            target[start : start + step].copy_(handle.get_slice(name)[start : start + step])
+        rows = target[start : start + step]
+        rows.copy_(source.read(name, start, start + len(rows)))

@@ -59,7 +59,7 @@ class Runtime:
 
             path, name = model_dir(), "demo"
         else:
-            path, name = resolve_model(config.model), config.model
+            path, name = resolve_model(config.model, say), config.model
         if progress:
             progress(f"loading {name}")
         runtime = cls(load_model(path, name, device, config.dtype, config.attention_backend), config)
@@ -145,7 +145,7 @@ class Runtime:
         spec, decoder = self.model.spec, self.decoder
         return {
             "name": self.model.name,
-            "path": str(self.model.path),
+            "path": str(self.model.shown_path),
             "architecture": spec.architecture,
             "layers": spec.num_layers,
             "parameters": decoder.num_bytes // decoder.dtype.itemsize,

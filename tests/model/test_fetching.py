@@ -104,14 +104,6 @@ def test_an_index_whose_shards_are_not_there_is_told(hub: Hub) -> None:
         load_model(resolve_model(ID), ID, torch.device("cpu"), "float32", "torch")
 
 
-def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "model-q4_0.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(CacheBlendError, match="is a GGUF file") as refused:
-        resolve_model(str(file))
-    assert refused.value.exit_code == 2
-
-
 def test_an_adapter_beside_the_weights_is_told_to_be_left_out(tmp_path: Path) -> None:
     HubModel("m", change=other_weights("adapter_model.safetensors")).write(tmp_path / "m")
     (tmp_path / "m" / "adapter_config.json").write_text("{}")

@@ -7,7 +7,6 @@ moved to where the hub has them. Both transformers and the engine read the resul
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,12 +146,6 @@ def without_weights(*others: str) -> Change:
 def adapter_alone(path: Path) -> None:
     without_weights("adapter_config.json", "adapter_model.safetensors")(path)
     (path / "config.json").unlink()
-
-
-def gguf_alone(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
-    (path / "model-q4_k_m.gguf").write_bytes(b"GGUF")
 
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
@@ -347,8 +340,6 @@ REFUSED = [
              refused="unexpected tensor model.layers.0.mlp.up_proj.qweight"),
     HubModel("int8 weights, config silent", refused="stored as I8",
              change=tensors(lambda held: held.update({"model.norm.weight": held["model.norm.weight"].to(torch.int8)}))),
-    HubModel("gguf", change=gguf_alone, refused="GGUF files (model-q4_k_m.gguf)"),
-    HubModel("gguf beside a config", change=without_weights("m.gguf"), refused="GGUF files (m.gguf)"),
     HubModel("adapter", change=adapter_alone, refused="LoRA adapter (adapter_config.json) of meta-llama/Llama-3.1-8B"),
     HubModel("adapter beside a config", change=without_weights("adapter_config.json"), refused="LoRA adapter"),
     HubModel("torch weights", change=without_weights("pytorch_model.bin"), refused="PyTorch weights (pytorch_model.bin)"),

@@ -1,0 +1,152 @@
+"""A GGUF file as a model directory: converted once a file, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from platformdirs import user_cache_path
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.checkpoint_files import GGUF_INDEX
+from cacheblend_cli.model.gguf_files.config import ARCHITECTURES, ROPE_FACTORS, config_of
+from cacheblend_cli.model.gguf_files.tensors import StoredTensor, is_readable, write_index
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+FORMAT = 1  # of what is kept: raised when a conversion gives something else
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The GGUF file of a directory. Raises UsageError where there are several."""
+    found = sorted(p for p in folder.glob("*.gguf") if not p.name.startswith("mmproj"))
+    if len(found) > 1:
+        raise UsageError(
+            f"{folder} holds {len(found)} GGUF files",
+            f"name one, such as --model {found[0]}; there is also {found[1].name}",
+        )
+    return found[0] if found else None
+
+
+def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
+    """The directory that stands for a GGUF file. say: told when the file is read for the first time.
+
+    Raises UsageError, which names what cannot be read.
+    """
+    try:
+        at = file.resolve(strict=True)
+        stat = at.stat()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}", "check the path") from error
+    stamp = repr((FORMAT, str(at), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    kept = user_cache_path("cacheblend") / "gguf" / hashlib.blake2b(stamp.encode(), digest_size=16).hexdigest()
+    if (kept / GGUF_INDEX).is_file():
+        return kept
+    if say:
+        say(f"reading {file.name} for the first time: its tokenizer and the places of its tensors are kept")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=kept.parent, prefix="new-"))
+    except OSError:  # nothing can be kept: for this process only
+        folder = kept = Path(tempfile.mkdtemp(prefix="cacheblend-gguf-"))
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
+    try:
+        _convert(at, folder)
+        if folder != kept:
+            _put_in_place(folder, kept)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return kept
+
+
+def _put_in_place(folder: Path, kept: Path) -> None:
+    """Whole or not at all; another process may have been faster."""
+    try:
+        os.replace(folder, kept)
+    except OSError:
+        if not (kept / GGUF_INDEX).is_file():
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from gguf import GGUFReader
+
+    from cacheblend_cli.model.gguf_files.tokenizer import write_tokenizer
+
+    try:
+        reader = GGUFReader(str(file))
+        metadata = {name: _value(field) for name, field in reader.fields.items()}
+    except Exception as error:  # the package raises what the bytes lead to
+        raise UsageError(f"{file} is not a readable GGUF file: {error}", "fetch it again") from error
+    if reader.byte_order != "I":
+        raise UsageError(f"{file} is a big-endian GGUF file, which is not read", "use a little-endian one")
+    if metadata.get("split.count", 1) > 1:
+        raise UsageError(
+            f"{file.name} is one of {metadata['split.count']} parts of a model",
+            "merge them with llama-gguf-split --merge",
+        )
+    tensors = {t.name: t for t in reader.tensors}
+    for tensor in reader.tensors:
+        if not is_readable(tensor.tensor_type):
+            raise UsageError(
+                f"{file.name} holds tensors of the type {tensor.tensor_type.name}, which is not read",
+                "use another quantisation of the model, such as Q8_0, Q6_K or Q4_K_M",
+            )
+    shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}
+    factors = tensors[ROPE_FACTORS].data if ROPE_FACTORS in tensors else None
+    config = config_of(metadata, shapes, factors, _dtype(reader))
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_tokenizer(file, metadata, folder)
+    write_index(folder, file, _index(reader, config, metadata["general.architecture"]))
+
+
+def _value(field: Any) -> Any:
+    """A value of the metadata. Long lists (the vocabulary) are left out: the tokenizer is read by transformers."""
+    return field.contents() if len(field.data) < 4096 else None
+
+
+def _dtype(reader: GGUFReader) -> str:
+    """Of most weights: their own where they are not quantised, else bfloat16."""
+    kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
+    return DTYPES.get(max(set(kinds), key=kinds.count), "bfloat16")
+
+
+def _index(reader: GGUFReader, config: dict[str, Any], architecture: str) -> dict[str, StoredTensor]:
+    """The tensors under transformers' names; those without one (nothing that a model of this family has) under their own."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    from cacheblend_cli.model.families import spec_from_config
+    from cacheblend_cli.model.weights import expected_shapes
+
+    arch = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    name_map = get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = {
+        own: name for name in expected_shapes(spec_from_config(config))
+        if (own := name_map.get_name(name, try_suffixes=(".weight", ".bias"))) is not None
+    }  # fmt: skip
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    index = {}
+    for tensor in reader.tensors:
+        if tensor.name == ROPE_FACTORS:
+            continue
+        name = names.get(tensor.name, tensor.name)
+        part = name.split(".")[-2] if "." in name else ""
+        index[name] = StoredTensor(
+            kind=tensor.tensor_type.name,
+            shape=tuple(int(n) for n in reversed(tensor.shape)),
+            offset=int(tensor.data_offset),
+            num_bytes=int(tensor.n_bytes),
+            permuted_heads=heads.get(part, 0) if ARCHITECTURES[architecture].permuted else 0,
+        )
+    return index

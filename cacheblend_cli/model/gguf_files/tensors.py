@@ -1,0 +1,106 @@
+"""Tensors of a GGUF file, dequantised as they are read: no more of them is held than the rows that are asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.checkpoint_files import GGUF_INDEX
+
+BLOCK_BYTES = 4 << 20  # of float32: more does not read faster, and takes memory beside the weights
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """kind: the name of its GGMLQuantizationType. shape: as torch has it, rows first. offset: from the file's beginning.
+
+    permuted_heads: llama.cpp's converter has put the rows of each of so many heads in another order: those of RoPE's
+    first and second half by turns. 0: it has not."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    permuted_heads: int = 0
+
+
+def write_index(folder: Path, file: Path, tensors: dict[str, StoredTensor]) -> None:
+    """The last file of a converted directory: where it is, the others are."""
+    content = {"file": str(file), "tensors": {name: asdict(tensor) for name, tensor in tensors.items()}}
+    (folder / GGUF_INDEX).write_text(json.dumps(content), encoding="utf-8")
+
+
+def is_readable(kind: Any) -> bool:
+    """Whether the gguf package dequantises a GGMLQuantizationType."""
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except (NotImplementedError, KeyError, ValueError):
+        return False
+    return True
+
+
+class GGUFTensors:
+    """The tensors of a converted directory, a `TensorSource`."""
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, folder: Path) -> None:
+        content = json.loads((folder / GGUF_INDEX).read_text(encoding="utf-8"))
+        self.file = Path(content["file"])
+        self.index = {name: StoredTensor(**tensor) for name, tensor in content["tensors"].items()}
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype as `read` gives it, shape)"""
+        for name, tensor in self.index.items():
+            yield name, "F32", tuple(tensor.shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, float32."""
+        tensor = self.index[name]
+        rows = tensor.shape[0]
+        if not tensor.permuted_heads:
+            return torch.from_numpy(self._rows(tensor, start, stop))
+        # whole heads are read, and of them the rows that are wanted, in their own order
+        width = rows // tensor.permuted_heads
+        first, last = start // width * width, -(-stop // width) * width
+        wanted = np.arange(start, stop)
+        half, at = np.divmod(wanted % width, width // 2)
+        stored = wanted // width * width + 2 * at + half - first
+        return torch.from_numpy(self._rows(tensor, first, last)[stored])
+
+    def _rows(self, tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+        """As they are stored, float32."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind = GGMLQuantizationType[tensor.kind]
+        if len(tensor.shape) == 1:  # norms and biases: a row of blocks, whatever they are stored as
+            raw = np.empty((1, tensor.num_bytes), np.uint8)
+            self._fill(raw, tensor.offset)
+            return np.array(dequantize(raw, kind)[0, start:stop])
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        raw = np.empty((stop - start, row_bytes), np.uint8)
+        self._fill(raw, tensor.offset + start * row_bytes)
+        return dequantize(raw, kind)
+
+    def _fill(self, raw: np.ndarray, offset: int) -> None:
+        """Read, not mapped: a file that is cut short is an error, and no page of it stays resident."""
+        view, done = raw.reshape(-1).data, 0
+        with open(self.file, "rb", buffering=0) as stream:
+            while done < len(view):
+                count = os.preadv(stream.fileno(), [view[done:]], offset + done)
+                if count == 0:
+                    raise UsageError(f"{self.file} ends before its tensors do", "fetch it again")
+                done += count
