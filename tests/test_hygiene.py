@@ -8,23 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 SOURCES = [f for d in ("cacheblend_cli", "store", "kernels", "tools", "benchmarks") for f in (ROOT / d).rglob("*.py")]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_code_from_data(path: Path) -> None:
-    """No pickle, torch.load, eval, exec or trust_remote_code."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
-            assert not {n.split(".")[0] for n in names} & {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in ("eval", "exec", "torch.load", "numpy.load", "np.load")
-            assert not any(k.arg in ("trust_remote_code", "allow_pickle") for k in node.keywords)
+def test_no_code_from_data() -> None:
+    """What the linter's rules (eval, exec, pickle, torch.load, numpy.load) do not see."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                assert not any(k.arg in ("trust_remote_code", "allow_pickle") for k in node.keywords), path
 
 
 def test_store_and_kernels_folders_are_not_importable(tmp_path: Path) -> None:

@@ -60,17 +60,17 @@ def export(
         raise UsageError(f"{path} is there already", "name another path, or give --force to replace it")
     if not path.absolute().parent.is_dir():
         raise NotFoundError(f"no such folder: {path.absolute().parent}", "make it first")
-    from cacheblend_store import export_chunks
+    from cacheblend_store import ArchiveOptions, export_chunks
 
     from cacheblend_cli.corpus.places import portable
 
     with options.open_store(settings, write=False) as kv_store, output.progress("export") as bar:
         keys = _choose(kv_store, named, source, model)
         ids = [key.hex() for key in keys or {m.key for m in kv_store.chunks()}] if quiet else []
+        made_with = ArchiveOptions(secret, settings.salt, portable)
         report = export_chunks(
-            kv_store, path, keys, sign_key=secret, salt=settings.salt, force=force, rename=portable,
-            progress=lambda done, total: bar(done, total, "chunks"),
-        )  # fmt: skip
+            kv_store, path, keys, made_with, force=force, progress=lambda done, total: bar(done, total, "chunks")
+        )
     if json:
         facts = {"chunks": report.chunks, "documents": report.documents, "bytes": report.num_bytes}
         facts["without_kv"] = report.without_kv
@@ -112,7 +112,7 @@ def import_(
     secret = _read_key(sign_key)
     if not path.exists():
         raise NotFoundError(f"no such file or folder: {path}", "make one: cacheblend chunks export PATH")
-    from cacheblend_store import ArchiveLimits, import_chunks
+    from cacheblend_store import ArchiveLimits, ArchiveOptions, import_chunks
 
     from cacheblend_cli.corpus.places import landed, shown
 
@@ -126,10 +126,10 @@ def import_(
             bar(done, total, "chunks")
             _tell(output, chunk, json, quiet)
 
+        read_with = ArchiveOptions(secret, settings.salt, landed, ArchiveLimits(max_entries, limit))
         report = import_chunks(
-            kv_store, path, sign_key=secret, salt=settings.salt, limits=ArchiveLimits(max_entries, limit),
-            replace=replace, rename=landed, on_start=lambda found: _warn(output, found), on_chunk=on_chunk,
-        )  # fmt: skip
+            kv_store, path, read_with, replace=replace, on_start=lambda found: _warn(output, found), on_chunk=on_chunk
+        )
     for name in report.kept:
         output.warn(f"{shown(name)} is in the store in another version, which stays; --replace takes the archive's")
     counts = [f"{report.chunks[s]} {s}" for s in ("new", "replaced", "unchanged", "skipped") if report.chunks.get(s)]

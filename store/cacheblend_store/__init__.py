@@ -1,7 +1,7 @@
 """The chunk-KV store on LMDB: records, digests, one transaction a chunk. Knows no model and imports no torch."""
 
 from cacheblend_store.archive.exporting import ExportReport, export_chunks
-from cacheblend_store.archive.files import ArchiveLimits
+from cacheblend_store.archive.files import ArchiveLimits, ArchiveOptions
 from cacheblend_store.archive.importing import ImportedChunk, ImportReport, import_chunks
 from cacheblend_store.errors import (
     AmbiguousId,
@@ -34,6 +34,7 @@ __all__ = [
     "AmbiguousId",
     "ArchiveError",
     "ArchiveLimits",
+    "ArchiveOptions",
     "BadBlob",
     "ChunkManifest",
     "ChunkNotFound",

@@ -22,6 +22,7 @@ from bare_store import bare_writing
 from cacheblend_store import (
     ArchiveError,
     ArchiveLimits,
+    ArchiveOptions,
     BadBlob,
     ChunkManifest,
     ChunkStore,
@@ -213,30 +214,32 @@ def test_damaged_chunks_stay_behind(tmp_path: Path, archive: Path) -> None:
 
 def test_signatures(tmp_path: Path, archive: Path) -> None:
     with fill(tmp_path / "a") as store:
-        export_chunks(store, archive, sign_key=SECRET)
+        export_chunks(store, archive, options=ArchiveOptions(sign_key=SECRET))
     with ChunkStore.open(tmp_path / "b", mode="write") as other:
         with pytest.raises(ArchiveError, match="signature is wrong"):
-            import_chunks(other, archive, sign_key=SECRET + b"x")
+            import_chunks(other, archive, options=ArchiveOptions(sign_key=SECRET + b"x"))
         assert list(other.chunks()) == []
         assert import_chunks(other, archive).signature == "unchecked"
-        assert import_chunks(other, archive, sign_key=SECRET).signature == "right"
+        assert import_chunks(other, archive, options=ArchiveOptions(sign_key=SECRET)).signature == "right"
         with fill(tmp_path / "a") as store:
             export_chunks(store, archive, force=True)
         with pytest.raises(ArchiveError, match="not signed"):
-            import_chunks(other, archive, sign_key=SECRET)
+            import_chunks(other, archive, options=ArchiveOptions(sign_key=SECRET))
 
 
 def test_a_signed_manifest_covers_the_files(tmp_path: Path) -> None:
     manifest = make_chunk(1)[0]
     with fill(tmp_path / "a") as store:
-        export_chunks(store, tmp_path / "x", sign_key=SECRET)
+        export_chunks(store, tmp_path / "x", options=ArchiveOptions(sign_key=SECRET))
     file = tmp_path / "x" / f"{manifest.id}.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
     seen: list[ImportedChunk] = []
     with ChunkStore.open(tmp_path / "b", mode="write") as other:
-        report = import_chunks(other, tmp_path / "x", sign_key=SECRET, on_chunk=lambda c, *_: seen.append(c))
+        report = import_chunks(
+            other, tmp_path / "x", options=ArchiveOptions(sign_key=SECRET), on_chunk=lambda c, *_: seen.append(c)
+        )
         assert report.chunks == {"new": 4, "rejected": 1}
         assert other.get_chunk(manifest.key) is None
     assert [(c.manifest.key, "digest" in c.reason) for c in seen if c.status == "rejected"] == [(manifest.key, True)]
@@ -244,14 +247,14 @@ def test_a_signed_manifest_covers_the_files(tmp_path: Path) -> None:
 
 def test_a_salt_is_neither_written_nor_guessed(tmp_path: Path, archive: Path) -> None:
     with fill(tmp_path / "a", salt="tenant-7") as store:
-        export_chunks(store, archive, salt="tenant-7")
+        export_chunks(store, archive, options=ArchiveOptions(salt="tenant-7"))
     files = [archive] if archive.is_file() else list(archive.iterdir())
     assert not any(b"tenant-7" in f.read_bytes() for f in files)
     with ChunkStore.open(tmp_path / "b", mode="write") as other:
         for salt in ("", "tenant-8"):
             with pytest.raises(ArchiveError, match=r"salt|digest"):
-                import_chunks(other, archive, salt=salt)
-        assert import_chunks(other, archive, salt="tenant-7").chunks == {"new": 5}
+                import_chunks(other, archive, options=ArchiveOptions(salt=salt))
+        assert import_chunks(other, archive, options=ArchiveOptions(salt="tenant-7")).chunks == {"new": 5}
 
 
 def test_without_the_prefix_ids_are_not_proven(tmp_path: Path, archive: Path) -> None:
@@ -336,11 +339,11 @@ def test_sources_are_renamed_with_kv_and_without(tmp_path: Path, archive: Path, 
     with fill(tmp_path / "a") as store:
         if evicted:
             store.evict_chunks([m.key for m in store.chunks(prefixes=True)])
-        export_chunks(store, archive, rename=lambda name: f"portable/{name}")
+        export_chunks(store, archive, options=ArchiveOptions(rename=lambda name: f"portable/{name}"))
     manifest = archive.with_suffix("") / "manifest.jsonl" if archive.is_dir() else archive
     assert b'"portable/0.md"' in manifest.read_bytes()
     with ChunkStore.open(tmp_path / "b", mode="write") as other:
-        import_chunks(other, archive, rename=lambda name: name.replace("portable", "here"))
+        import_chunks(other, archive, options=ArchiveOptions(rename=lambda name: name.replace("portable", "here")))
         assert {m.source for m in other.chunks()} == {f"here/{seed}.md" for seed in range(4)}
         assert [d.source for d in other.documents()] == ["here/a.md"]
 
@@ -415,8 +418,10 @@ def test_limits(tmp_path: Path, archive: Path) -> None:
     with ChunkStore.open(tmp_path / "b", mode="write") as other:
         for limits in (ArchiveLimits(entries=5), ArchiveLimits(bytes=size)):
             with pytest.raises(ArchiveError, match="more than"):
-                import_chunks(other, archive, limits=limits)
-        assert import_chunks(other, archive, limits=ArchiveLimits(6, size + 20_000)).chunks == {"new": 5}
+                import_chunks(other, archive, options=ArchiveOptions(limits=limits))
+        assert import_chunks(other, archive, options=ArchiveOptions(limits=ArchiveLimits(6, size + 20_000))).chunks == {
+            "new": 5
+        }
 
 
 def lies() -> dict[str, Callable[[dict[str, object]], object]]:
@@ -522,12 +527,12 @@ def test_errors_of_the_archive_are_store_errors() -> None:
 def test_chunks_without_kv_travel_as_text(tmp_path: Path) -> None:
     with fill(tmp_path / "a") as store:
         store.evict_chunks([make_chunk(1)[0].key])
-        report = export_chunks(store, tmp_path / "out", sign_key=SECRET)
+        report = export_chunks(store, tmp_path / "out", options=ArchiveOptions(sign_key=SECRET))
         assert (report.chunks, report.without_kv, report.damaged) == (5, 1, ())
         wanted = {m.key: (m.text, m.token_ids, m.has_kv) for m in store.chunks(prefixes=True)}
     for _ in range(2):
         with ChunkStore.open(tmp_path / "b", mode="write") as other:
-            found = import_chunks(other, tmp_path / "out", sign_key=SECRET)
+            found = import_chunks(other, tmp_path / "out", options=ArchiveOptions(sign_key=SECRET))
             assert {m.key: (m.text, m.token_ids, m.has_kv) for m in other.chunks(prefixes=True)} == wanted
             assert verify(other).ok
             assert len(other.documents()) == 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cacheblend_store.archive.files import MANIFEST, SIGNATURE, Add, create_archive
+from cacheblend_store.archive.files import MANIFEST, NO_OPTIONS, SIGNATURE, Add, ArchiveOptions, create_archive
 from cacheblend_store.archive.manifest import (
     ChunkLine,
     CollectionLine,
@@ -43,20 +43,17 @@ def export_chunks(
     store: ChunkStore,
     path: Path,
     keys: Iterable[bytes] | None = None,
+    options: ArchiveOptions = NO_OPTIONS,
     *,
-    sign_key: bytes | None = None,
-    salt: str = "",
     force: bool = False,
-    rename: Callable[[str], str] = str,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write chunks (None: all), the prefixes they stand behind and the documents they are of to `path`.
 
     A tar when the name ends in .tar, else a folder; it appears whole or not at all. Holds `manifest.jsonl`, a
-    safetensors file a chunk (K before RoPE and V of every layer, in the codec they are stored in) and, with sign_key,
-    `manifest.hmac`: the HMAC-SHA256 of the manifest, which holds the SHA-256 of every file. salt: what the chunks were
-    stored with; it is not written. rename: what the archive calls a source. Damaged chunks are left out; those that have
-    no KV now come as text. Raises ArchiveError, OSError.
+    safetensors file a chunk (K before RoPE and V of every layer, in the codec they are stored in) and, with a sign_key,
+    `manifest.hmac`: the HMAC-SHA256 of the manifest, which holds the SHA-256 of every file. Damaged chunks are left out;
+    those that have no KV now come as text. Raises ArchiveError, OSError.
     """
     wanted, prefixes = _choose(store, keys)
     collections, lines = dict[str, CollectionLine](), list[bytes]()
@@ -65,14 +62,14 @@ def export_chunks(
     with create_archive(path, force=force) as add:
         for count, key in enumerate(sorted(wanted), 1):
             try:
-                line = _add_chunk(store, add, key, rename)
+                line = _add_chunk(store, add, key, options.rename)
             except BadBlob:
                 line = None
                 damaged.append(key)
             if line is not None:
                 of = line.manifest.collection
                 if of not in collections:
-                    collections[of] = _collection(line.manifest, prefixes.get(of), salt)
+                    collections[of] = _collection(line.manifest, prefixes.get(of), options.salt)
                 lines.append(encode_line(chunk_record(line)))
                 done.add(key)
                 size += line.size
@@ -81,12 +78,12 @@ def export_chunks(
                 progress(count, len(wanted))
         documents = [d for d in store.documents() if any(c.key in done for c in d.chunks)]
         head = [first_line(whole=not without_kv), *map(collection_record, collections.values())]
-        tail = [document_record(replace(d, source=rename(d.source))) for d in documents]
+        tail = [document_record(replace(d, source=options.rename(d.source))) for d in documents]
         tail.append(last_line(len(collections), len(done), len(documents)))
         manifest = b"".join((*map(encode_line, head), *lines, *map(encode_line, tail)))
         add(MANIFEST, manifest)
-        if sign_key is not None:
-            add(SIGNATURE, sign(sign_key, [manifest]))
+        if options.sign_key is not None:
+            add(SIGNATURE, sign(options.sign_key, [manifest]))
     return ExportReport(len(done), len(documents), size, tuple(damaged), without_kv)
 
 

@@ -32,6 +32,20 @@ class ArchiveLimits:
     bytes: int = 100 << 30
 
 
+@dataclass(frozen=True)
+class ArchiveOptions:
+    """What an archive is written or read with. sign_key: a secret, for a signature over the manifest. salt: what the chunks
+    are stored with; it is not written. rename: from a source in the store to what the archive calls it, or back."""
+
+    sign_key: bytes | None = None
+    salt: str = ""
+    rename: Callable[[str], str] = str
+    limits: ArchiveLimits = ArchiveLimits()
+
+
+NO_OPTIONS = ArchiveOptions()
+
+
 @dataclass
 class ArchiveFiles:
     """sizes: bytes of each file by name, every name one that an export has. open: a file, to be read from its beginning."""

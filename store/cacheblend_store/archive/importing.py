@@ -10,7 +10,15 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Literal
 
-from cacheblend_store.archive.files import MANIFEST, SIGNATURE, SUFFIX, ArchiveFiles, ArchiveLimits, open_archive
+from cacheblend_store.archive.files import (
+    MANIFEST,
+    NO_OPTIONS,
+    SIGNATURE,
+    SUFFIX,
+    ArchiveFiles,
+    ArchiveOptions,
+    open_archive,
+)
 from cacheblend_store.archive.manifest import (
     MAX_LINE_BYTES,
     ChunkLine,
@@ -62,31 +70,26 @@ class ImportReport:
 def import_chunks(
     store: ChunkStore,
     path: Path,
+    options: ArchiveOptions = NO_OPTIONS,
     *,
-    sign_key: bytes | None = None,
-    salt: str = "",
-    limits: ArchiveLimits | None = None,
     replace: bool = False,
-    rename: Callable[[str], str] = str,
     on_start: Callable[[ImportReport], None] | None = None,
     on_chunk: Callable[[ImportedChunk, int, int], None] | None = None,
 ) -> ImportReport:
     """Take an export (see `export_chunks`) into the store.
 
-    Before anything is stored: names, types and sizes of the files; the signature, when sign_key is given; every record
-    of the manifest; ids against the digest of what they are made of. Then chunk by chunk the file's SHA-256, header
+    Before anything is stored: names, types and sizes of the files; the signature, with a sign_key; every record of the manifest; ids against the digest of what they are made of. Then chunk by chunk the file's SHA-256, header
     and shapes: a chunk that fails is rejected, the others are taken. Chunks the store has, undamaged, stay as they are.
     Chunks without KV come as text, as do those that the quota has no room for.
     Documents it has in another version stay too unless `replace`. Interrupted, what is done stays, and a second import
-    goes on from there. rename: from a source in the archive to one in the store. A signature says who made the archive;
-    without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again).
+    goes on from there. A signature says who made the archive; without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again).
     Raises FileNotFoundError, ArchiveError, StoreErrors.
     """
-    with open_archive(path, limits or ArchiveLimits()) as files:
+    with open_archive(path, options.limits) as files:
         if MANIFEST not in files.sizes:
             raise ArchiveError(f"{path} has no {MANIFEST}: it is no export", "make one: cacheblend chunks export PATH")
-        report = ImportReport(_check_signature(files, sign_key))
-        index = _Index(files, salt, rename)
+        report = ImportReport(_check_signature(files, options.sign_key))
+        index = _Index(files, options.salt, options.rename)
         report.unproven = index.unproven
         documents, needless = _choose_documents(store, index, replace, report)
         if on_start is not None:
