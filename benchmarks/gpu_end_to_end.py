@@ -251,7 +251,7 @@ def _pool_error(bench: Bench, length: int) -> float:
                     view_kv(reader.layer(reader.undamaged(segment.key), layer), bench.collection.codec, *shape)
                 )
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
-                tables = rope.cos_sin(positions, length)
+                tables = rope.cos_sin(positions, length)[rope.of_layer[layer]]
                 slots = loaded.sequence.slots(positions)
                 wanted = rope_reference(k.to(bench.device), *tables), v.to(bench.device)
                 cache = bench.memory.pool.layers[layer]
