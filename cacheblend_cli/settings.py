@@ -79,6 +79,19 @@ class Settings:
     top_k: int = _setting(5, "Chunks to search for without --chunks.", flag="--top-k -k")
     sample_top_k: int = _setting(0, "Sample among the k likeliest; 0 is off.")
     min_p: float = _setting(0.0, "Drop tokens below this share of the likeliest.", shown="0")
+    repetition_penalty: float = _setting(
+        1.0, "Divide the logits of what the prompt or the answer has said by this; 1 is off.", shown="1"
+    )
+    presence_penalty: float = _setting(0.0, "Take this off what the answer has said; 0 is off.", shown="0")
+    frequency_penalty: float = _setting(
+        0.0, "Take this off what the answer has said, for each time; 0 is off.", shown="0"
+    )
+    model_sampling: bool = _setting(
+        False,
+        "Sample as the model's generation_config.json says, but for what is set here.",
+        shown="no-model-sampling",
+        flag="--model-sampling/--no-model-sampling",
+    )
     seed: int | None = _setting(None, "Seed of the sampling.", shown=False)
     lock_timeout: float = _setting(30.0, "Seconds to wait for another writer of the store.", shown="30")
     force_store: bool = False

@@ -13,7 +13,7 @@ from cacheblend_cli.cli.answers import show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import Settings, of_settings
+from cacheblend_cli.settings import Resolved, Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "lock_timeout",
 )
 def ask(
-    settings: Settings,
+    resolved: Resolved,
     question: Annotated[
         str | None,
         typer.Argument(help="The question; - reads it from stdin, as a pipe is without it.", show_default=False),
@@ -82,20 +82,19 @@ def ask(
     from cacheblend_cli.corpus.places import EVERYTHING
     from cacheblend_cli.corpus.search import check_context
 
-    output = Output(quiet=quiet)
+    output, settings = Output(quiet=quiet), resolved.settings
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
     from cacheblend_cli.runtime.config import BlendConfig
-    from cacheblend_cli.runtime.sampling import SamplingParams
+    from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
 
     blend, auto = BlendConfig.of(settings), settings.ratio == "auto"
-    sampling = of_settings(
-        SamplingParams, settings, top_k=settings.sample_top_k, stop=tuple(stop or ()), logprobs=logprobs
-    )
+    sampling = sampling_of(resolved, stop=tuple(stop or ()), logprobs=logprobs)
     with options.open_store(settings, write=False) as reading:
         if batch is None:  # what is wrong with the only question is said before the model is loaded
             _keys(reading, asked[0])
     engine = options.load_engine(settings, output)
+    sampling = as_the_model(sampling, resolved, engine.model)
     from cacheblend_cli.api import Lookup, Question
 
     def answer(item: Asked) -> None:

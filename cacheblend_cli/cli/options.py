@@ -41,7 +41,10 @@ NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
 MACHINE = ("device", "dtype", "attention_backend", "threads")
 CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift")
 BLENDING = ("ratio", "ratio_floor", "selector", "gradual", *CHOOSING)
-SAMPLING = ("max_tokens", "temperature", "top_p", "sample_top_k", "min_p", "seed")
+SAMPLING = (
+    "max_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "model_sampling", "seed",
+)  # fmt: skip
 """Settings that go together."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE and compute dtype."""
+    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE and compute dtype.
+    generation_config: as the model's file has it, unchecked."""
 
     name: str
     path: Path
@@ -44,6 +45,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     fingerprint: str
     eos_ids: frozenset[int]
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shown_path(self) -> Path:
@@ -62,7 +64,7 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
     checkpoint_files(path)  # a directory of another format is told so, and not that it lacks a tokenizer
-    tokenizer = Tokenizer(path, spec.vocab_size)
+    tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
     try:
         kernels = select_backend(attention_backend, device)
     except KernelError as error:
@@ -82,7 +84,8 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
         decoder=Decoder(spec, weights, kernels),
         tokenizer=tokenizer,
         fingerprint=model_fingerprint(spec, path, compute_dtype),
-        eos_ids=_eos_ids(path, spec, tokenizer),
+        eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
+        generation_config=generation,
     )
 
 
@@ -193,14 +196,17 @@ def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype) -> str:
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
-def _eos_ids(path: Path, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """generation_config.json, else config.json, else the tokenizer's eos token."""
-    found: Any = read_object(path / "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = spec.config.get("eos_token_id")
-    if found is None and (token := tokenizer.special("eos_token")):
-        found = tokenizer.token_id(token)
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise UsageError(f"eos_token_id of {path} is {found!r}, and has to be an id or a list of ids", "correct it")
-    return frozenset(ids)
+def _eos_ids(
+    path: Path, generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer
+) -> frozenset[int]:
+    """All that generation_config.json, config.json and the tokenizer name: each lacks some in one checkpoint or another."""
+    ids = set[int]()
+    for place in (generation, config):
+        found = place.get("eos_token_id")
+        named = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
+            raise UsageError(f"eos_token_id of {path} is {found!r}, and has to be an id or a list of ids", "correct it")
+        ids.update(named)
+    token = tokenizer.special("eos_token")
+    own = tokenizer.token_id(token) if token else None
+    return frozenset(ids if own is None else ids | {own})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,16 +39,18 @@ class Generation:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Where decoding begins: the sequence holds kv_len tokens; logits, fp32 [vocab_size], are those after the last."""
+    """Where decoding begins: the sequence holds kv_len tokens; logits, fp32 [vocab_size], are those after the last.
+    prompt_ids: the tokens, for a repetition penalty."""
 
     sequence: PagedSequence
     kv_len: int
     logits: Tensor
+    prompt_ids: Sequence[int] = ()
 
     @classmethod
     def of(cls, done: Prefilled) -> Continuation:
         """Behind the prompt."""
-        return cls(done.sequence, done.plan.num_tokens, done.logits)
+        return cls(done.sequence, done.plan.num_tokens, done.logits, done.plan.token_ids)
 
 
 def generate(
@@ -66,7 +68,7 @@ def generate(
     ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so
     the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
     """
-    sampler, eos_ids = Sampler(params, begin.logits.device), runtime.model.eos_ids
+    sampler, eos_ids = Sampler(params, begin.logits.device, begin.prompt_ids), runtime.model.eos_ids
     runner = runner or runtime.decode_runner(begin.sequence.pool)
     ahead = begin.logits.is_cuda if ahead is None else ahead
     newest, num_drawn = sampler.draw(begin.logits), 1

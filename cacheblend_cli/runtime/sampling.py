@@ -1,7 +1,8 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, and log-probabilities on request."""
+"""From logits to the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from cacheblend_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off.
+    """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
+    the penalties (see `Penalties`), which greedy choices heed, too.
 
     logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all.
     """
@@ -22,6 +24,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
@@ -34,16 +39,21 @@ class SamplingParams:
             (0 < self.top_p <= 1, "--top-p is above 0 and at most 1"),
             (self.top_k >= 0, "--sample-top-k is 0 (off) or more"),
             (0 <= self.min_p < 1, "--min-p is at least 0 and below 1"),
+            (self.repetition_penalty > 0, "--repetition-penalty is above 0; 1 is off"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
         ):
             if not ok:
                 raise UsageError(what, "see cacheblend ask --help")
 
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of the chosen token and of the likeliest alternatives, before temperature."""
+    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and temperature."""
 
     token_id: int
     logprob: float
@@ -87,8 +97,10 @@ def _to_host(tensor: Tensor) -> Tensor:
 class Sampler:
     """Draws tokens with a generator of its own, so that a seed gives the same answer whatever else runs."""
 
-    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+    def __init__(self, params: SamplingParams, device: torch.device, prompt_ids: Sequence[int] = ()) -> None:
+        """prompt_ids: what a repetition penalty counts beside what is drawn."""
         self.params = params
+        self._penalties = Penalties(params, prompt_ids) if params.penalises else None
         self._generator = torch.Generator(device=device)
         if params.seed is not None:
             self._generator.manual_seed(params.seed)
@@ -97,7 +109,9 @@ class Sampler:
 
     def draw(self, logits: Tensor) -> Draw:
         """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards."""
-        token = self._token(logits)
+        token = self._token(logits if self._penalties is None else self._penalties.applied(logits))
+        if self._penalties is not None:
+            self._penalties.note(token)
         if self.params.logprobs is None:
             return Draw(token)
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -111,6 +125,35 @@ class Sampler:
         # As torch.multinomial draws one sample, without its checks, which wait for the device: argmax of p / Exp(1).
         noise = torch.empty_like(probs).exponential_(1, generator=self._generator)
         return (probs / noise).argmax(-1, keepdim=True)
+
+
+class Penalties:
+    """Makes what was said less likely. The repetition penalty divides the positive logits of every token of the prompt and the
+    answer, and multiplies the negative ones, as transformers does. Of the answer's tokens alone, the frequency penalty is
+    taken off a logit once for each time, and the presence penalty once.
+
+    Everything is kept on the logits' device, so that nothing waits for it."""
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        self._params, self._prompt_ids = params, prompt_ids
+        self._in_prompt: Tensor | None = None  # [vocab_size] bool
+        self._counts: Tensor | None = None  # [vocab_size] fp32, of the answer
+
+    def applied(self, logits: Tensor) -> Tensor:
+        """New logits, fp32 [vocab_size]."""
+        if self._in_prompt is None or self._counts is None:
+            self._in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            self._in_prompt[torch.tensor(self._prompt_ids, dtype=torch.int64, device=logits.device)] = True
+            self._counts = torch.zeros_like(logits)
+        said, factor = self._counts > 0, self._params.repetition_penalty
+        weaker = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(said | self._in_prompt, weaker, logits)
+        return logits - self._params.frequency_penalty * self._counts - self._params.presence_penalty * said
+
+    def note(self, token: Tensor) -> None:
+        """token: [1] int64, drawn from the logits last penalised."""
+        assert self._counts is not None
+        self._counts.index_add_(0, token, torch.ones_like(token, dtype=self._counts.dtype))
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
