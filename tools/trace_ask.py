@@ -75,9 +75,19 @@ def trace_ask(folder: Path) -> dict[str, dict[str, int]]:
 
     store = str(folder / "store")
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-        command("precompute", str(handbook_dir()), "--store", store, "--chunk-tokens", "56", "--quiet")
+        command(
+            "precompute",
+            str(handbook_dir()),
+            "--store",
+            store,
+            "--chunk-tokens",
+            "56",
+            "--model",
+            "handbook",
+            "--quiet",
+        )
         with Trace() as trace:
-            command("ask", QUESTION, "--store", store, "--quiet")
+            command("ask", QUESTION, "--model", "handbook", "--store", store, "--quiet")
     return trace.functions()
 
 

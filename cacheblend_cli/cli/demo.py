@@ -31,7 +31,7 @@ def demo(
     from cacheblend_store import ChunkStore
 
     output = Output()
-    settings = replace(resolved.settings, model="")
+    settings = replace(resolved.settings, model="handbook")
     engine = options.load_engine(settings, Output(quiet=True))
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder:
         path = settings.store_path if resolved.origin["store"] == "flag" else Path(folder) / "store"

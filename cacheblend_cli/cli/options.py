@@ -138,13 +138,18 @@ def load_engine(settings: Settings, output: Output) -> Engine:
 
 
 def about_demo(settings: Settings, output: Output, sources: Iterable[str]) -> None:
-    """Where no model was named, and not all of these files are the handbook's: say what the bundled model can be used for."""
+    """Where no model was named, there is only the handbook's, and not all of these files are the handbook's: say what it can
+    be used for, and how to get another."""
     from cacheblend_cli.corpus.places import is_below, place_of
     from cacheblend_cli.demo import handbook_dir
+    from cacheblend_cli.model.named import HANDBOOK, INSTALL, default_model
 
+    if settings.model or (name := default_model()) != HANDBOOK:
+        return
     places, handbook = [place_of(source) for source in sources], place_of(str(handbook_dir()))
-    if not settings.model and not (places and all(p == handbook or is_below(p, handbook) for p in places)):
-        output.note("no --model given: using the bundled demo model, which knows the demo handbook's kind of text only")
+    if not (places and all(p == handbook or is_below(p, handbook) for p in places)):
+        output.note(f"no --model given: {name} answers, which knows the demo handbook's kind of text only")
+        output.note(f"a small real model, which is then taken: {INSTALL}")
 
 
 def open_store(

@@ -27,6 +27,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weights import expected_shapes, load_weights, weights_digest
@@ -90,9 +91,9 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
-    """A local directory as it is, or the one that stands for a GGUF file; else a hub id through huggingface_hub, from its
+    """A model with a name; a local directory as it is, or the one that stands for a GGUF file; else a hub id through huggingface_hub, from its
     cache when it is there. say: told when a GGUF file is read for the first time."""
-    local = Path(name).expanduser()
+    local = named_model(name) or Path(name).expanduser()
     if local.is_dir():
         gguf = None if weight_names(local) else gguf_in(local)
         return local if gguf is None else model_dir_of(gguf, say)

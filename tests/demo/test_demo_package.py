@@ -41,7 +41,7 @@ def test_a_later_paragraph_does_not_name_its_subject() -> None:
 
 
 def test_full_prefill_answers_and_reuse_does_worse(tmp_path: Path) -> None:
-    engine = Engine.load(EngineConfig())
+    engine = Engine.load(EngineConfig(model="handbook"))
     samples = [s for s in spellable_samples() if s.tags["across"]][::12]
     settings = [FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("all", BlendConfig(ratio=1.0))]
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
