@@ -15,8 +15,6 @@ from cacheblend_cli.collect.precompute import (
     precompute,
 )
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
-from cacheblend_cli.corpus.documents import read_documents
-from cacheblend_cli.corpus.places import place_of
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
@@ -84,8 +82,7 @@ class Engine:
         self.runtime.take_date(store, options.salt)
         if options.day is not None:
             self.runtime.use_date(options.day)
-        collection, names = self.runtime.collection(options.salt), [place_of(path) for path in paths]
-        return precompute(collection, store, read_documents(paths), options, on_event, names, confirm)
+        return precompute(self.runtime.collection(options.salt), store, paths, options, on_event, confirm)
 
     def recheck(
         self,

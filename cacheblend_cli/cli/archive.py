@@ -169,7 +169,7 @@ def _choose(store: ChunkStore, named: Sequence[str] | None, source: str | None, 
     if source is None and model is None:
         return None
     from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.places import EVERYTHING, Scope
+    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 
     scope = EVERYTHING if source is None else Scope.matching(source)
     citations = Citations(store, scope)

@@ -79,7 +79,7 @@ def ask(
     as they are stored. Of those that are searched, one that is also stored behind just what precedes it in the prompt is
     taken from there, since it then needs no repair; for the others --context says which is taken.
     """
-    from cacheblend_cli.corpus.places import EVERYTHING
+    from cacheblend_cli.corpus.scopes import EVERYTHING
     from cacheblend_cli.corpus.search import check_context
 
     output, settings = Output(quiet=quiet), resolved.settings

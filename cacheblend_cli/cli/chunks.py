@@ -41,7 +41,7 @@ def ls(
     The KV of a prompt's prefix is stored like a chunk's; it is not listed here.
     """
     from cacheblend_cli.corpus.citations import Citations
-    from cacheblend_cli.corpus.places import EVERYTHING, Scope
+    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 
     output = Output(quiet=quiet)
     last = None
@@ -124,7 +124,8 @@ def rm(
     quiet: options.Quiet = False,
 ) -> None:
     """Remove chunks. The documents are computed again by the next precompute."""
-    from cacheblend_cli.corpus.places import EVERYTHING, Scope, known_as, settle
+    from cacheblend_cli.corpus.places import known_as, settle
+    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.api import Engine
     from cacheblend_cli.cli.output import Output
-    from cacheblend_cli.corpus.places import Scope
+    from cacheblend_cli.corpus.scopes import Scope
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
 
     Raises NotFoundError when --source matches nothing that is stored.
     """
-    from cacheblend_cli.corpus.places import EVERYTHING, Scope, scope_here
+    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope, scope_here
     from cacheblend_cli.corpus.search import searchable
 
     names = searchable(store)
@@ -124,7 +124,7 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
         return scope
     if everywhere or not names:
         return EVERYTHING
-    scope, told = scope_here(names)
+    scope, told = scope_here(store, names)
     output.note(told)
     return scope
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
@@ -116,16 +116,15 @@ class PrecomputeReport:
 def precompute(
     collection: Collection,
     store: ChunkStore | None,
-    documents: Iterable[Document | Skipped],
+    paths: Sequence[str],
     options: PrecomputeOptions,
     on_event: OnEvent,
-    paths: Sequence[str] = (),
     confirm: Confirm | None = None,
 ) -> PrecomputeReport:
-    """Bring the store up to date with the documents. Each chunk is committed before it is reported.
+    """Bring the store up to date with the documents at and below the paths. Each chunk is committed before it is reported.
 
-    collection: of any codec. store None: a dry run. paths: the names of the paths that led to the documents: what is gone
-    from disk below them is removed from the store. confirm: asked before documents are computed again because they are
+    collection: of any codec. store None: a dry run. paths: what is gone from disk below them is removed from the store, too.
+    confirm: asked before documents are computed again because they are
     stored with other settings. Safe to interrupt and to run again: what is there is `unchanged`.
 
     Raises UsageError when it is not confirmed, and for settings that do not fit the model.
@@ -141,7 +140,7 @@ def precompute(
 
     if store is not None and not options.dry_run:
         rename_documents(store)
-    found = survey(collection, store, documents, paths, skip)
+    found = survey(collection, store, paths, skip)
     parts = plan_parts(store, found, options.given, reading)
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
     room = room_for(store, parts, quota)
@@ -155,15 +154,15 @@ def precompute(
     start += _confirm(report.difference, confirm)
     on_event(PrecomputeEvent("plan", total=report.tokens))
     run = _Run(found, store, room.keep, on_event, report)
-    settings = {path: replace(found.settings_of(path, path), **options.given) for path in paths} if parts else {}
-    found.roots.remember(store, settings, options.given, found.linked, done=False)
+    roots = found.given_roots(options.given) if parts else []
+    found.roots.remember(store, roots, options.given, done=False)
     if parts:
         keep_date(store, collection)
     for part in parts:
         run.store(part, force=options.force)
     run.remove_gone()
     run.remove_outdated()
-    found.roots.remember(store, settings, options.given, found.linked, done=True)
+    found.roots.remember(store, roots, options.given, done=True)
     report.seconds = time.perf_counter() - start
     return report
 

@@ -10,17 +10,17 @@ from typing import Any
 from cacheblend_store import ChunkStore, Memo
 
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.places import is_below
+from cacheblend_cli.corpus.places import is_below, is_within
+from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.prompt.collection import Collection
-
-_KIND = "root"
 
 
 @dataclass(frozen=True)
 class DocumentRoot:
     """A path that was given to precompute, for one model and salt, and how what is below it is cut and collected.
 
-    path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to.
+    path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
+    that a link below them leads to it.
     """
 
     path: str
@@ -28,18 +28,20 @@ class DocumentRoot:
     salt: str
     settings: CollectSettings
     linked: frozenset[str] = frozenset()
+    projects: frozenset[str] = frozenset()
     updated: float = field(default=0.0, compare=False)
 
     def covers(self, name: str) -> bool:
         """Whether a document is at or below the path."""
-        return name == self.path or is_below(name, self.path)
+        return is_within(name, self.path)
 
     def memo(self) -> Memo:
         value = {
             "path": self.path, "model": self.model, "salt": self.salt,
             "settings": vars(self.settings), "linked": sorted(self.linked),
+            "projects": sorted(self.projects),
         }  # fmt: skip
-        return Memo(_KIND, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
+        return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
 
     @classmethod
     def of_memo(cls, memo: Memo) -> DocumentRoot | None:
@@ -47,10 +49,11 @@ class DocumentRoot:
         value: Mapping[str, Any] = memo.value
         try:
             path, model, salt = (str(value[name]) for name in ("path", "model", "salt"))
-            settings, linked = CollectSettings.remembered(value["settings"]), frozenset(map(str, value["linked"]))
+            linked, projects = (frozenset(map(str, value[name])) for name in ("linked", "projects"))
+            settings = CollectSettings.remembered(value["settings"])
         except (KeyError, TypeError, AttributeError):
             return None
-        return None if settings is None else cls(path, model, salt, settings, linked, memo.updated)
+        return None if settings is None else cls(path, model, salt, settings, linked, projects, memo.updated)
 
 
 class Roots:
@@ -58,7 +61,7 @@ class Roots:
 
     def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
         self._model, self._salt = collection.model.fingerprint, collection.salt_digest
-        found = map(DocumentRoot.of_memo, store.memos(_KIND) if store is not None else ())
+        found = map(DocumentRoot.of_memo, store.memos(ROOTS) if store is not None else ())
         self._known = [root for root in found if root is not None and root.salt == self._salt]
 
     def nearest(self, name: str) -> DocumentRoot | None:
@@ -81,29 +84,23 @@ class Roots:
         }
 
     def remember(
-        self,
-        store: ChunkStore,
-        settings: Mapping[str, CollectSettings],
-        given: Mapping[str, Any],
-        linked: Mapping[str, Set[str]],
-        *,
-        done: bool,
+        self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
     ) -> None:
-        """Write down how the paths are collected from now on. given: what was asked for, which counts for roots below
-        them too. linked: by path. done: the run is at its end; before it, documents it may yet remove stay linked."""
+        """Write down how these are collected from now on. given: the settings that were asked for, which count for roots
+        below them, too. done: the run is at its end; before it, documents that it may yet remove stay linked."""
         now = time.time()
         known = {r.path: r for r in self._known if r.model == self._model}
-        after = dict(known)
-        for path, wanted in settings.items():
-            names = frozenset(linked.get(path, ()))
-            if path in known and not done:
-                names |= known[path].linked
-            above = self.nearest(path)
-            if path in known or names or above is None or above.model != self._model or above.settings != wanted:
-                after[path] = DocumentRoot(path, self._model, self._salt, wanted, names, now)
-            for root in known.values():
-                if is_below(root.path, path) and root.path not in settings:
-                    after[root.path] = replace(root, settings=replace(root.settings, **given), updated=now)
-        changed = [root for path, root in after.items() if root != known.get(path)]
-        store.put_memos([root.memo() for root in changed])
+        after, wanted = dict(known), {root.path: root for root in roots}
+        for path, root in wanted.items():
+            above, old = self.nearest(path), known.get(path)
+            if old is not None:
+                linked = root.linked if done else root.linked | old.linked
+                root = replace(root, linked=linked, projects=root.projects | old.projects)
+            inherits = above is not None and above.model == self._model and above.settings == root.settings
+            if old is not None or root.linked or root.projects or not inherits:
+                after[path] = replace(root, updated=now)
+            for below in known.values():
+                if is_below(below.path, path) and below.path not in wanted:
+                    after[below.path] = replace(below, settings=replace(below.settings, **given), updated=now)
+        store.put_memos([root.memo() for path, root in after.items() if root != known.get(path)])
         self._known = [r for r in self._known if r.model != self._model] + list(after.values())

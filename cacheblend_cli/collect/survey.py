@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
+from typing import Any
 
 from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.collect.document_records import gone_documents, stored_documents
-from cacheblend_cli.collect.roots import Roots
+from cacheblend_cli.collect.roots import DocumentRoot, Roots
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.documents import Document, Skipped
-from cacheblend_cli.corpus.places import is_below
+from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import kept_dates
 
 
 @dataclass(frozen=True)
 class Survey:
-    """documents: in order. kept: name -> digest of the documents that are there, "" of those that nobody could read.
+    """paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order. kept: name -> digest of the documents that are there, "" of those that nobody could read.
     stored: key in the store -> record, under the name the document has now. gone: the records of documents that are no
     more. codecs: by collection. earlier: collections behind an earlier date, and it; their documents are stored anew.
     roots: what the store remembers. collection: of any codec."""
 
     collection: Collection
+    paths: dict[str, str | None]
     documents: list[Document]
     kept: dict[str, str]
     stored: dict[bytes, DocumentRecord]
@@ -40,7 +42,7 @@ class Survey:
         """Root -> names of the documents that links below it led to."""
         found: dict[str, set[str]] = {}
         for document in self.documents:
-            if document.source != document.root and not is_below(document.source, document.root):
+            if not is_within(document.source, document.root):
                 found.setdefault(document.root, set()).add(document.source)
         return found
 
@@ -91,7 +93,7 @@ class Survey:
         known = self.roots.nearest(name) or self.roots.nearest(root)
         if known is not None:
             return known.settings
-        records = [r for r in self.stored.values() if r.source == root or is_below(r.source, root)]
+        records = [r for r in self.stored.values() if is_within(r.source, root)]
         records = records or [r for r in self.gone if r.content_digest in self.names]
         for record in sorted(records, key=lambda r: r.updated, reverse=True):
             codec = self.codecs[record.collection]
@@ -100,17 +102,32 @@ class Survey:
                 return found
         return CollectSettings()
 
+    def given_roots(self, given: Mapping[str, Any]) -> list[DocumentRoot]:
+        """What there is to remember of the paths. given: the settings that were asked for."""
+        of = self.collection
+        return [
+            DocumentRoot(
+                path,
+                of.model.fingerprint,
+                of.salt_digest,
+                replace(self.settings_of(path, path), **given),
+                frozenset(self.linked.get(path, ())),
+                frozenset(filter(None, [project])),
+            )
+            for path, project in self.paths.items()
+        ]
+
 
 def survey(
     collection: Collection,
     store: ChunkStore | None,
-    documents: Iterable[Document | Skipped],
     paths: Sequence[str],
     on_skipped: Callable[[Skipped], None],
 ) -> Survey:
-    """Read the documents, and compare. paths: the names of the paths that led to them."""
+    """Read the documents at and below the paths, and compare."""
+    names = {place_of(path): linked_from(path) for path in paths}
     found, kept, no_documents = list[Document](), dict[str, str](), set[str]()
-    for document in documents:
+    for document in read_documents(paths):
         if isinstance(document, Document):
             found.append(document)
             kept[document.source] = document.digest
@@ -125,8 +142,8 @@ def survey(
     codecs |= {of.id: of.codec for of, _ in earlier}
     stored = {k: r for k, r in stored_documents(store).items() if r.collection in codecs} if store else {}
     roots = Roots(collection, store)
-    gone = gone_documents(stored.values(), kept, no_documents | roots.unlinked(paths, kept.keys()), paths)
-    return Survey(collection, found, kept, stored, gone, codecs, {of.id: day for of, day in earlier}, roots)
+    gone = gone_documents(stored.values(), kept, no_documents | roots.unlinked(names, kept.keys()), names)
+    return Survey(collection, names, found, kept, stored, gone, codecs, {of.id: day for of, day in earlier}, roots)
 
 
 def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:

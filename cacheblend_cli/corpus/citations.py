@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from cacheblend_store import ChunkManifest, ChunkStore, StoreError, StoreReader
 
-from cacheblend_cli.corpus.places import EVERYTHING, Scope, is_on_disk, known_as, project_folder, settle, shown
+from cacheblend_cli.corpus.places import is_on_disk, known_as, settle, shown
+from cacheblend_cli.corpus.scopes import Scope, project_scope
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Citations:
     of the current project, and one that is still on disk before one that is not."""
 
     def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
-        folder = project_folder()
-        self._store, self._scope = store, scope or (Scope(folder) if folder else EVERYTHING)
+        self._store, self._scope = store, scope or project_scope(store)
         self._documents: dict[bytes, tuple[str, dict[bytes, int]]] = {}
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:

@@ -1,4 +1,4 @@
-"""Where documents are: the one name a document has, how it is shown, and which documents a command takes.
+"""Where documents are: the one name a document has, and how it is shown.
 
 A document is known by its real path: absolute, links resolved, whatever was typed. What was read from stdin is known by
 the project it was read in, or the directory where there is none: that path and `//-`, which ends no real path. A store
@@ -8,13 +8,10 @@ are `.../DIGEST/docs/a.md` here until a command runs in that directory or below 
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,6 @@ from cacheblend_cli.settings import FILE
 STDIN = "-"
 _STDIN = "//-"
 _TYPED = ".../"
-_MAGIC = re.compile(r"[*?\[]")
 
 
 def place_of(path: str) -> str:
@@ -83,6 +79,19 @@ def is_below(name: str, folder: str) -> bool:
     return name.startswith(folder.rstrip("/") + "/")
 
 
+def is_within(name: str, path: str) -> bool:
+    """Whether it is that path or below it."""
+    return name == path or is_below(name, path)
+
+
+def linked_from(path: str) -> str | None:
+    """The current project, where the path as it was typed is below it, and by a link leads out of it."""
+    folder = project_folder()
+    if folder is None or path == STDIN or is_within(place_of(path), folder):
+        return None
+    return folder if is_within(text_of(os.path.normpath(os.path.join(os.getcwd(), path))), folder) else None
+
+
 def shown(name: str) -> str:
     """The name as a person standing here types it: relative where that is no longer than the whole path."""
     name = settle(name)
@@ -117,58 +126,6 @@ def project_folder(here: Path | None = None) -> str | None:
     found = (f for f in (here, *here.parents) if (f / FILE).is_file() or (f / ".git").exists())
     folder = next(found, None)
     return None if folder is None else text_of(str(folder))
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Which documents are taken: those at or below a path, those a pattern matches, or, with neither, all.
-
-    path: a real path. pattern: with *, ? and [...], which match slashes too, from a real path on.
-    """
-
-    path: str = ""
-    pattern: str = ""
-    typed: str = ""
-
-    @classmethod
-    def matching(cls, text: str) -> Scope:
-        """What `--source` means: a document, a directory, or a pattern of them, from here on unless it is absolute."""
-        parts = text.split("/")
-        plain = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
-        if plain == len(parts):
-            return cls(place_of(text), "", text)
-        head = place_of("/".join(parts[:plain]) or ("/" if text.startswith("/") else "."))
-        tail = "/".join(parts[plain:]).replace("**/", "*")
-        return cls(place_of(text), f"{glob.escape(head).rstrip('/')}/{tail}", text)
-
-    def holds(self, name: str) -> bool:
-        if not self.path:
-            return True
-        if self.typed and name.startswith(_TYPED):
-            return fnmatchcase(shown(name), self.typed)
-        if name == self.path or is_below(name, self.path):
-            return True
-        return bool(self.pattern) and (fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}/*"))
-
-
-EVERYTHING = Scope()
-
-
-def scope_here(names: Iterable[str]) -> tuple[Scope, str]:
-    """What a command takes of these documents when nothing was said: those below the current project, where there are
-    any, else all; and a sentence that says so."""
-    everything = list(names)
-    folder = project_folder()
-    if folder is None:
-        return (
-            EVERYTHING,
-            f"searching all {len(everything)} documents: there is no cacheblend.toml or .git here or above",
-        )
-    scope = Scope(folder)
-    count = sum(map(scope.holds, everything))
-    if not count:
-        return EVERYTHING, f"searching all {len(everything)} documents: none of them is below {folder}"
-    return scope, f"searching the {count} of {len(everything)} documents below {folder}; --all takes the others too"
 
 
 def directory_digest(folder: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.places import EVERYTHING, Scope, settle
+from cacheblend_cli.corpus.places import settle
+from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
 from cacheblend_cli.errors import NotFoundError, UsageError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.contexts import prefer_exact
-from cacheblend_cli.corpus.places import EVERYTHING, Scope
+from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.corpus.search import Hit, found_elsewhere, search
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.runtime.request import Question, chunk_of, collection_of

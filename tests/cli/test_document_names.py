@@ -178,6 +178,24 @@ def test_a_changed_document_leaves_nothing_of_its_old_text_in_another_codec(cli:
     assert listed(cli) == {"b.md"}
 
 
+def test_a_project_has_what_its_links_lead_to(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
+    one, two = projects
+    write(tmp_path / "wiki/page.md", "# Wiki\n\nbilling was in Oslo\n")
+    write(tmp_path / "far/other.md", "billing is far\n")
+    (one / "wiki").symlink_to(tmp_path / "wiki")
+    (two / "docs/linked.md").symlink_to(tmp_path / "far/other.md")
+    os.chdir(one)
+    assert cli("precompute", "wiki").code == 0
+    assert found(cli) == cited(cli) == {"docs/a.md", "../wiki/page.md"}
+    assert found(cli, "--source", "wiki") == {"../wiki/page.md"}
+    os.chdir(two)
+    assert cli("precompute", "docs").code == 0
+    assert found(cli) == cited(cli) == {"docs/a.md", "../far/other.md"}
+    (two / "docs/linked.md").unlink()
+    assert cli("precompute", "docs").code == 0
+    assert found(cli) == {"docs/a.md"}
+
+
 def test_stdin_is_a_document_of_the_project_it_is_piped_in(cli: Cli, projects: tuple[Path, Path]) -> None:
     one, two = projects
     for project, text in ((one, "billing moved to Bergen\n"), (two, "billing moved to Oslo\n")):

@@ -1,0 +1,84 @@
+"""Scopes: which documents a command takes."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.corpus.places import is_settled, is_within, place_of, project_folder, shown
+
+ROOTS = "root"
+"""The kind of the store's memos of document roots, see collect/roots.py."""
+_MAGIC = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The documents at or below a path, those a pattern matches, or, with neither, all.
+
+    path: a real path. pattern: with *, ? and [...], which match slashes too, from a real path on. linked: paths elsewhere
+    that links below the path lead to, which count as if they were there.
+    """
+
+    path: str = ""
+    pattern: str = ""
+    typed: str = ""
+    linked: frozenset[str] = frozenset()
+
+    @classmethod
+    def matching(cls, text: str) -> Scope:
+        """What `--source` means: a document, a directory, or a pattern of them, from here on unless it is absolute."""
+        parts = text.split("/")
+        plain = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+        if plain == len(parts):
+            return cls(place_of(text), "", text)
+        head = place_of("/".join(parts[:plain]) or ("/" if text.startswith("/") else "."))
+        tail = "/".join(parts[plain:]).replace("**/", "*")
+        return cls(place_of(text), f"{glob.escape(head).rstrip('/')}/{tail}", text)
+
+    def holds(self, name: str) -> bool:
+        if not self.path:
+            return True
+        if self.typed and not is_settled(name):
+            return fnmatchcase(shown(name), self.typed)
+        if is_within(name, self.path) or any(is_within(name, path) for path in self.linked):
+            return True
+        return bool(self.pattern) and (fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}/*"))
+
+
+EVERYTHING = Scope()
+
+
+def project_scope(store: ChunkStore) -> Scope:
+    """What lies below the current project, links followed; everything where there is no project."""
+    folder = project_folder()
+    if folder is None:
+        return EVERYTHING
+    linked = set[str]()
+    for memo in store.memos(ROOTS):
+        with suppress(KeyError, TypeError):
+            if folder in memo.value["projects"]:
+                linked.add(memo.value["path"])
+            if folder in memo.value["projects"] or is_within(memo.value["path"], folder):
+                linked.update(memo.value["linked"])
+    return Scope(folder, linked=frozenset(linked))
+
+
+def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
+    """What a command takes of these documents when nothing was said: those below the current project, where there are
+    any, else all; and a sentence that says so."""
+    everything, scope = list(names), project_scope(store)
+    if not scope.path:
+        why = "there is no cacheblend.toml or .git here or above"
+        return EVERYTHING, f"searching all {len(everything)} documents: {why}"
+    count = sum(map(scope.holds, everything))
+    if not count:
+        return EVERYTHING, f"searching all {len(everything)} documents: none of them is below {scope.path}"
+    told = f"searching the {count} of {len(everything)} documents below {scope.path}; --all takes the others too"
+    return scope, told
