@@ -1,28 +1,50 @@
-"""CacheBlend a second time, in plain torch over transformers' modules: what the engine's blending is compared with.
+"""CacheBlend a second time, over transformers' own forward pass: what the engine's blending is compared with.
 
-It shares nothing with the engine. Attention is one matrix with a mask made of positions, in the model's own dtype (float64);
-K and V are kept as they are projected, before RoPE, one tensor [num_tokens, num_kv_heads, head_dim] a layer.
+It shares nothing with the engine and knows no architecture. transformers computes every row at every layer, in the model's
+own dtype (float64). Two of its functions are ours: the one that rotates (where K before RoPE is seen), and attention, which
+is one matrix with a mask made of positions. There the K and V of rows that are not recomputed are put back to the old ones,
+so nobody sees what such rows compute. K is kept before RoPE, [num_tokens, num_kv_heads, head_dim] a layer.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+NAME = "blend_reference"
+CHECK_LAYER = 1
 KV = list[tuple[Tensor, Tensor]]
 
 
 class Reference:
     def __init__(self, model: Any) -> None:
-        self.model, self.base, self.config = model, model.model, model.config
+        self.model = model
+        self._own = model.config._attn_implementation
 
     @torch.no_grad()
     def full(self, ids: list[int]) -> Tensor:
         """transformers' own logits of every position."""
         return self.model(torch.tensor([ids])).logits[0]
+
+    @torch.no_grad()
+    def generate(self, ids: list[int], count: int) -> list[int]:
+        """What transformers generates, greedily; without its cache, which for some configs has a window that the model has
+        not (a Llama with a left-over sliding_window)."""
+        given = torch.tensor([ids])
+        config = GenerationConfig(
+            max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False
+        )
+        self.model.generation_config = config
+        found = self.model.generate(given, attention_mask=torch.ones_like(given), generation_config=config)
+        return found[0, len(ids) :].tolist()
 
     @torch.no_grad()
     def blend(
@@ -31,72 +53,113 @@ class Reference:
         """Logits of the suffix and the positions recomputed: those whose K deviates most at layer 1, a share `ratio` of
         the cached tokens whose KV is not right as it is."""
         ids = prefix + [i for chunk in chunks for i in chunk] + suffix
-        parts = [self._layers(prefix, [], torch.arange(len(prefix)))[1]]
-        for chunk in chunks:
-            kv = self._layers(prefix + chunk, [], torch.arange(len(prefix + chunk)))[1]
-            parts.append([(k[len(prefix) :], v[len(prefix) :]) for k, v in kv])
-        parts.append([(k[:0].expand(0, *k.shape[1:]), v[:0]) for k, v in parts[0]])
-        old = [tuple(torch.cat(t) for t in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
-        old = [tuple(torch.cat((t, t.new_zeros(len(suffix), *t.shape[1:]))) for t in layer) for layer in old]
+        whole = self._run(ids)
+        alone = [self._run(prefix + chunk) for chunk in chunks]
+        old: KV = []
+        for layer, (fresh_k, fresh_v) in enumerate(whole.kv):  # what nobody stores is fresh: the prefix and the suffix
+            parts = [tuple(t[len(prefix) :] for t in run.kv[layer]) for run in alone]
+            start, end = len(prefix), len(ids) - len(suffix)
+            old.append(
+                tuple(  # type: ignore[arg-type]
+                    torch.cat((fresh[:start], *(part[n] for part in parts), fresh[end:]))
+                    for n, fresh in enumerate((fresh_k, fresh_v))
+                )
+            )
         # Behind the prefix alone is where chunks were computed, so the first one is right: if RoPE still turns as fast.
-        collected = max(len(prefix) + len(chunk) for chunk in chunks)
-        same = torch.equal(self._rotation(collected)[0], self._rotation(len(ids))[0][:collected])
-        right = len(prefix) + len(chunks[0]) if same else 0
-        rows, keep = torch.arange(right, len(ids)), len(ids) - len(suffix)
-        if not same:  # the prefix is computed, and only what stands behind it is a question of choice
-            right = len(prefix)
-        count = math.ceil(ratio * (keep - right) - 1e-9)
-        hidden, _, chosen = self._layers(ids, old, rows, (right, keep, count))
-        logits = self.model.lm_head(self.base.norm(hidden))
-        return logits[-len(suffix) :], chosen
+        longest = max(alone, key=lambda run: run.length)
+        same = all(torch.equal(a, b[: longest.length]) for a, b in zip(longest.turns, whole.turns, strict=True))
+        right = len(prefix) + (len(chunks[0]) if same else 0)
+        keep = len(ids) - len(suffix)
+        blended = self._run(ids, old, (right, keep, math.ceil(ratio * (keep - right) - 1e-9)))
+        return blended.logits[-len(suffix) :], blended.chosen
 
-    def _rotation(self, length: int) -> tuple[Tensor, Tensor]:
-        dummy = self.base.embed_tokens.weight[:1]
-        cos, sin = self.base.rotary_emb(dummy, torch.arange(length)[None])
-        return cos[0][:, None].double(), sin[0][:, None].double()
-
-    def _layers(
-        self, ids: list[int], old: KV, rows: Tensor, check: tuple[int, int, int] | None = None
-    ) -> tuple[Tensor, KV, list[int]]:
-        """The rows through all layers, over `old` KV where there is no fresh one. check: of positions [0] to [1], the [2]
-        that deviate most at layer 1 stay rows, with all that is outside of these positions."""
-        cos, sin = self._rotation(len(ids))
-        x, fresh, chosen = self.base.embed_tokens(torch.tensor(ids))[rows], [], []
-        for number, layer in enumerate(self.base.layers):
-            attention, h = layer.self_attn, layer.input_layernorm(x)
-            k, v = self._heads(attention, "k", h), self._heads(attention, "v", h)
-            keys, values = (old[number][0].clone(), old[number][1].clone()) if old else (k, v)
-            if old:
-                keys[rows], values[rows] = k, v
-            if check and number == 1:
-                first, last, count = check
-                deviation = (keys - old[1][0]).square().sum((1, 2))[first:last]
-                chosen = (first + deviation.argsort(descending=True, stable=True)[:count]).sort().values.tolist()
-                stays = torch.tensor([not first <= p < last or p in chosen for p in rows.tolist()])
-                rows, x, h = rows[stays], x[stays], h[stays]
-            q = _turned(self._heads(attention, "q", h), cos[rows], sin[rows])
-            x = x + attention.o_proj(self._attend(attention, q, _turned(keys, cos, sin), values, rows))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-            fresh.append((k, v))
-        return x, fresh, chosen
-
-    def _heads(self, attention: Any, name: str, h: Tensor) -> Tensor:
-        x = getattr(attention, f"{name}_proj")(h).view(len(h), -1, attention.head_dim)
-        return getattr(attention, f"{name}_norm")(x) if hasattr(attention, f"{name}_norm") else x
-
-    def _attend(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-        group, at = q.shape[1] // k.shape[1], torch.arange(len(k))
-        hidden = at > rows[:, None]
-        window = getattr(attention, "sliding_window", None)
-        if self.config.model_type == "mistral":
-            window = self.config.sliding_window
-        if window is not None:
-            hidden |= at <= rows[:, None] - window
-        scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(group, 1)) / math.sqrt(q.shape[-1])
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        return torch.einsum("hrk,khd->rhd", weights, v.repeat_interleave(group, 1)).reshape(len(rows), -1)
+    def _run(self, ids: list[int], old: KV | None = None, check: tuple[int, int, int] = (0, 0, 0)) -> _Pass:
+        run = _Pass(len(ids), old, check)
+        ALL_ATTENTION_FUNCTIONS.register(NAME, run.attention)
+        self.model.set_attn_implementation(NAME)
+        try:
+            with _rotary_replaced(self.model, run):
+                run.logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+        finally:
+            self.model.set_attn_implementation(self._own)
+        return run
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
+class _Pass:
+    """One forward pass. check: of positions [0] to [1], the [2] that deviate most at layer 1 keep their fresh K and V
+    behind it, with all that is outside of these positions."""
+
+    def __init__(self, length: int, old: KV | None, check: tuple[int, int, int]) -> None:
+        self.length, self.old, self.check = length, old, check
+        self.kv: KV = []
+        self.turns: list[Tensor] = []  # what RoPE makes of ones at every position, a layer
+        self.chosen: list[int] = []
+        self.logits = torch.empty(0)
+        self._fresh = torch.ones(length, dtype=torch.bool)
+        self._turned: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
+
+    def rotary(self, original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def rotate(q: Tensor, k: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+            self._turned = k, lambda x: original(x, x, *rest, **named)[1]
+            return original(q, k, *rest, **named)
+
+        return rotate
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **named: Any
+    ) -> tuple[Tensor, None]:
+        """query: [1, num_heads, num_tokens, head_dim], rotated, as key is."""
+        layer, (before, turn) = len(self.kv), self._before_rope(key)
+        self.kv.append((before[0].transpose(0, 1), value[0].transpose(0, 1)))
+        self.turns.append(turn(torch.ones_like(before[:, :1]))[0, 0])
+        if self.old is not None and layer >= CHECK_LAYER:
+            old_k, old_v = (t.transpose(0, 1)[None] for t in self.old[layer])
+            if layer == CHECK_LAYER:
+                self._choose((before - old_k).square().sum((0, 1, 3)))
+            else:
+                fresh = self._fresh[:, None]
+                before, value = torch.where(fresh, before, old_k), torch.where(fresh, value, old_v)
+        group, at = query.shape[1] // before.shape[1], torch.arange(self.length)
+        scores = query @ turn(before).repeat_interleave(group, 1).transpose(-1, -2) * scaling
+        if named.get("softcap"):
+            scores = named["softcap"] * torch.tanh(scores / named["softcap"])
+        hidden = at > at[:, None]
+        if named.get("sliding_window") is not None:
+            hidden |= at <= at[:, None] - named["sliding_window"]
+        scores = scores.masked_fill(hidden, -math.inf)
+        if named.get("s_aux") is not None:
+            sinks = named["s_aux"].to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : self.length]
+        return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+    def _before_rope(self, key: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """K before RoPE, and RoPE. A module may rotate the first dimensions of a head only, or none."""
+        if self._turned is None:
+            return key, lambda x: x
+        (turned, rotate), self._turned = self._turned, None
+        width = turned.shape[-1]
+        return torch.cat((turned, key[..., width:]), -1), lambda x: torch.cat(
+            (rotate(x[..., :width]), x[..., width:]), -1
+        )
+
+    def _choose(self, deviation: Tensor) -> None:
+        first, last, count = self.check
+        order = deviation[first:last].argsort(descending=True, stable=True)[:count]
+        self.chosen = (first + order).sort().values.tolist()
+        self._fresh[first:last] = False
+        self._fresh[self.chosen] = True
+
+
+@contextmanager
+def _rotary_replaced(model: Any, run: _Pass) -> Iterator[None]:
+    """transformers' function that rotates q and k, in the files of the model and of its parts, tells the pass."""
+    files = {sys.modules[type(part).__module__] for part in model.modules()}
+    found = [(file, file.apply_rotary_pos_emb) for file in files if hasattr(file, "apply_rotary_pos_emb")]
+    for file, original in found:
+        file.apply_rotary_pos_emb = run.rotary(original)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for file, original in found:
+            file.apply_rotary_pos_emb = original  # type: ignore[attr-defined]

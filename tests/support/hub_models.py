@@ -73,6 +73,11 @@ class HubModel:
             self.change(path)
 
 
+def load_reference(path: Path) -> Any:
+    """transformers' model of a checkpoint, in float64."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
 def old(rope_theta: Any = DROP, **scaling: Any) -> dict[str, Any]:
     """config.json as transformers 4 wrote it: rope_theta and rope_scaling."""
     return {"rope_parameters": DROP, "rope_theta": rope_theta, "rope_scaling": scaling or None, "torch_dtype": "float16",

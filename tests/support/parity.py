@@ -1,0 +1,100 @@
+"""One model beside transformers and beside a second implementation of blending: how far apart they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blend_reference import Reference
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS
+from hub_models import HubModel, load_reference
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.runtime.prefill import prefill
+from cacheblend_cli.runtime.request import Question, resolve
+
+NUM_GENERATED = 6
+QUESTION, GREEDY = "where does Mara work?", SamplingParams(max_tokens=NUM_GENERATED, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest differences of logits, and whether the same was done.
+
+    full: a full prefill and transformers, at every position. everything: blending at ratio 1 and the full prefill, over the
+    question. some: blending at ratio .15 and the reference, over the question. repair: how far that reference is from a full
+    prefill, so what a comparison can tell. reference: the reference at ratio 1 and transformers. same_choice: the same tokens
+    were recomputed. same_answer: decoding gave the tokens of transformers' generate.
+    """
+
+    full: float
+    everything: float
+    some: float
+    repair: float
+    reference: float
+    same_choice: bool
+    same_answer: bool
+    num_tokens: int
+
+
+def write_documents(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for d in range(2):
+        paragraphs = [" ".join(WORDS[(d + p) % 7 : (d + p) % 7 + 9]) + f" {d}{p}." for p in range(3)]
+        (folder / f"{d}.md").write_text("\n\n".join(paragraphs) + "\n")
+    return folder
+
+
+def compare(model: HubModel, path: Path, documents: Path) -> Parity:
+    """Write the model below `path`, and run it everywhere."""
+    model.write(path / "model")
+    engine = Engine.load(EngineConfig(model=str(path / "model"), block_size=16, dtype="float32", kv_dtype="float32"))
+    store = ChunkStore.open(path / "store", mode="write")
+    try:
+        options = PrecomputeOptions(chunk_tokens=40, context="sink")
+        engine.precompute(store, [str(documents)], options, lambda event: None)
+        keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index))][:4]
+        return _compare(engine, store, keys, Reference(load_reference(path / "model")))
+    finally:
+        store.close()
+
+
+def _compare(engine: Engine, store: ChunkStore, keys: list[bytes], reference: Reference) -> Parity:
+    def run(blend: BlendConfig) -> Any:
+        request = resolve(engine.runtime, store, Question(QUESTION, keys, blend, GREEDY))
+        done = prefill(
+            engine.runtime, request, output_positions=lambda plan: torch.arange(
+                0 if blend.mode == "full" else plan.segments[-1].start, plan.num_tokens
+            ),
+        )  # fmt: skip
+        done.sequence.release()
+        return done
+
+    full = run(BlendConfig(mode="full"))
+    everything = run(BlendConfig(ratio=1.0, selector="hkvd"))
+    some = run(BlendConfig(ratio=0.15, selector="hkvd"))
+    answer = engine.ask(store, Question(QUESTION, keys, BlendConfig(mode="full"), GREEDY))
+
+    plan, suffix = full.plan, [*full.plan.segments[-1].token_ids]
+    prefix, chunks = [*plan.segments[0].token_ids], [[*segment.token_ids] for segment in plan.chunks]
+    theirs = reference.full(plan.token_ids)
+    logits, chosen = reference.blend(prefix, chunks, suffix, 0.15)
+    of_all, _ = reference.blend(prefix, chunks, suffix, 1.0)
+    question = slice(-len(suffix), None)
+    return Parity(
+        full=_apart(full.result.logits, theirs),
+        everything=_apart(everything.result.logits, full.result.logits[question]),
+        some=_apart(some.result.logits, logits),
+        repair=_apart(logits, theirs[question]),
+        reference=_apart(of_all, theirs[question]),
+        same_choice=some.result.chosen.tolist() == chosen,
+        same_answer=answer.generated_ids == reference.generate([*plan.token_ids], NUM_GENERATED),
+        num_tokens=plan.num_tokens,
+    )
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
