@@ -63,7 +63,7 @@ def _layers(
     At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones go on; at
     the last layer one row goes on. Chosen rows are taken to be spread evenly, the suffix is at the end.
     """
-    q_size, mlp = spec.hidden_size * spec.q_size, 3 * spec.hidden_size * spec.intermediate_size
+    q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
     kv_size = 2 * spec.hidden_size * spec.kv_size
     found = []
     for index, report in enumerate(layers):

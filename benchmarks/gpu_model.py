@@ -17,7 +17,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weights import expected_shapes
+from cacheblend_cli.model.weight_map import expected_shapes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY_CONFIG: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from cacheblend_kernels import AttentionParams
 from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
@@ -123,7 +124,7 @@ class AtCheckLayer:
     def perturbation(self, candidates: Candidates) -> Tensor:
         """First-order change of the suffix's attention output when a token's old KV is replaced, [n] fp32.
 
-        Summed over suffix rows and heads: a_t * (|q . dk_t| / sqrt(d) * |v_t - o| + |dv_t|), where softmax's derivative
+        Summed over suffix rows and heads: a_t * (scale * |q . dk_t| * |v_t - o| + |dv_t|), where softmax's derivative
         is a_t * (v_t - o) along the logit of token t.
         """
         q, positions = self._suffix_queries()
@@ -138,12 +139,12 @@ class AtCheckLayer:
         for head in range(spec.num_kv_heads):
             rows = q[:, head * group : (head + 1) * group].float().reshape(-1, spec.head_dim)
             at = positions.repeat_interleave(group)
-            p = _probabilities(rows, keys[:, head], at, spec.head_dim**-0.5, layer.sliding_window)
+            p = _probabilities(rows, keys[:, head], at, layer.attention)
             out = p @ values[:, head]
             a = p[:, candidates.positions]
             v = old_v[:, head]
             distance = (v.square().sum(-1) - 2 * out @ v.T + out.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
-            moved = (rows @ dk[:, head].T).abs() * spec.head_dim**-0.5 * distance
+            moved = (rows @ dk[:, head].T).abs() * layer.attention.scale * distance
             total += (a * (moved + dv[:, head].norm(dim=-1))).sum(0)
         return total
 
@@ -162,14 +163,16 @@ def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Ten
     for head in range(spec.num_kv_heads):
         rows = q[:, head * group : (head + 1) * group].float().reshape(-1, spec.head_dim)
         at = positions.repeat_interleave(group)
-        p = _probabilities(rows, keys[:, head], at, spec.head_dim**-0.5, layer.sliding_window)
+        p = _probabilities(rows, keys[:, head], at, layer.attention)
         found = torch.maximum(found, p[:, candidates.positions].amax(0))
     return found
 
 
-def _probabilities(q: Tensor, keys: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
+def _probabilities(q: Tensor, keys: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
     """[num_rows, kv_len] fp32, causal by position."""
-    logits = (q @ keys.T) * scale
+    logits, window = (q @ keys.T) * params.scale, params.sliding_window
+    if params.soft_cap is not None:
+        logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
     key_at = torch.arange(keys.shape[0], device=q.device)
     hidden = key_at > positions[:, None]
     if window is not None:

@@ -30,7 +30,8 @@ from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weights import expected_shapes, load_weights, weights_digest
+from cacheblend_cli.model.weight_map import expected_shapes
+from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

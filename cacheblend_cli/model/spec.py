@@ -15,7 +15,21 @@ class ModelSpec:
 
     rope: RoPE's parameters as transformers 5 has them in `rope_parameters`. local_rope: those of layers with a window, where
     they have others. unrotated: the layers that have no RoPE. tied: config.json says that the output head
-    is the embedding (the weights may say otherwise, see `weights.load_weights`). config: config.json itself."""
+    is the embedding (the weights may say otherwise, see `weights.load_weights`). config: config.json itself.
+
+    What a Llama has not, each field at its default:
+    - interleaved: RoPE turns channels 2i and 2i + 1, and not i and i + half (see `folding`);
+    - norms: which norms a layer has, and what the checkpoint calls them. attention_in and mlp_in: of what goes in,
+      attention_out and mlp_out: of what is added to the residual stream;
+    - parallel: the MLP gets the input of attention, and both are added at once;
+    - layer_norm: norms take the mean out first; norm_bias: they add something; norm_offset: what is added to their weights;
+    - qk_norm_over_all: the norm of q and k goes over all heads at once;
+    - gated_mlp: false where an MLP is up, activation, down;
+    - attention_scale: of the scores, null: head_dim ** -0.5; the soft caps: x becomes cap * tanh(x / cap);
+    - embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds, on the logits;
+    - fused: qkv_proj and gate_up_proj, where the checkpoint holds them in one tensor as we do;
+    - renamed: parts of a layer and their names in the checkpoint, where they are not a Llama's;
+    - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes."""
 
     architecture: str
     vocab_size: int
@@ -38,6 +52,26 @@ class ModelSpec:
     config: dict[str, Any]
     local_rope: dict[str, Any] | None = None
     unrotated: tuple[int, ...] = ()
+    interleaved: bool = False
+    norms: tuple[tuple[str, str], ...] = (
+        ("attention_in", "input_layernorm"),
+        ("mlp_in", "post_attention_layernorm"),
+    )
+    parallel: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    qk_norm_over_all: bool = False
+    gated_mlp: bool = True
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    fused: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    other_parts: tuple[str, ...] = ()
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """RoPE's parameters of a layer; None: it has none."""
@@ -45,6 +79,11 @@ class ModelSpec:
             return None
         local = self.local_rope if self.sliding_windows[layer] is not None else None
         return local or self.rope
+
+    @property
+    def rotated_dim(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return int(self.head_dim * (self.rope.get("partial_rotary_factor") or 1))
 
     @property
     def q_size(self) -> int:
@@ -76,5 +115,9 @@ class ModelSpec:
     @property
     def num_matmul_params(self) -> int:
         """Weights that every row of a prefill is multiplied with (embeddings and the output head excluded)."""
-        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.num_layers * (self.hidden_size * (2 * self.q_size + 2 * self.kv_size) + self.mlp_params)
+
+    @property
+    def mlp_params(self) -> int:
+        """Weights of a layer's MLP that a row is multiplied with."""
+        return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size

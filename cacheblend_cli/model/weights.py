@@ -14,19 +14,11 @@ from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.checkpoint_files import checkpoint_files
+from cacheblend_cli.model.folding import fold
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
+from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, expected_shapes
 
-# HF name of a part -> (our fused tensor, rank of the part in it). As vLLM's stacked_params_mapping.
-STACKED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
 # reward models.
 NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
@@ -47,9 +39,7 @@ QUANTISED = (
 def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Every tensor of the model under our names, in `dtype` on `device`.
 
-    Names: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
-    `i.gate_up_proj.weight` [2 * intermediate, hidden], `i.down_proj.weight`, `i.input_layernorm`,
-    `i.post_attention_layernorm`, `i.q_norm`, `i.k_norm` and the biases the spec has.
+    Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `folding`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, and quantised weights.
@@ -63,7 +53,7 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
     for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
         if name is None:
-            if any(part in stored for part in NOT_THE_MODEL):
+            if any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts):
                 continue
             quantised = stored.endswith(QUANTISED)
             raise UsageError(
@@ -98,12 +88,15 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
             f"{model_dir} lacks {len(missing)} tensors, the first is {missing[0]}",
             "fetch the checkpoint again",
         )
+    fold(spec, weights)
     return weights
 
 
 def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """The model's name of a stored tensor: a bare model (LlamaModel) is saved without `model.` before its names."""
-    return next((n for n in (stored, f"model.{stored}", stored.removeprefix("model.")) if n in shapes), None)
+    """The model's name of a stored tensor: a bare model (LlamaModel) is saved without `model.` before its names, and a
+    language model inside another with `language_model.` before or behind it."""
+    own = stored.replace("language_model.", "")
+    return next((n for n in (own, f"model.{own}", own.removeprefix("model.")) if n in shapes), None)
 
 
 def _tie(weights: dict[str, Tensor]) -> None:
@@ -111,63 +104,6 @@ def _tie(weights: dict[str, Tensor]) -> None:
     embed = weights["embed"] if "embed" in weights else weights["lm_head"]
     if torch.equal(embed, weights.get("lm_head", embed)):
         weights["embed"] = weights["lm_head"] = embed
-
-
-def expected_shapes(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str, int, tuple[int, ...]]]:
-    """HF name -> (its shape, our tensor, first row in it, shape of our tensor)."""
-    hidden, inter = spec.hidden_size, spec.intermediate_size
-    parts = {
-        "q_proj": (spec.q_size, hidden),
-        "k_proj": (spec.kv_size, hidden),
-        "v_proj": (spec.kv_size, hidden),
-        "o_proj": (hidden, spec.q_size),
-        "gate_proj": (inter, hidden),
-        "up_proj": (inter, hidden),
-        "down_proj": (hidden, inter),
-    }
-    starts = {
-        "q_proj": 0,
-        "k_proj": spec.q_size,
-        "v_proj": spec.q_size + spec.kv_size,
-        "gate_proj": 0,
-        "up_proj": inter,
-    }
-    rows = {"qkv_proj": spec.q_size + 2 * spec.kv_size, "gate_up_proj": 2 * inter}
-    shapes: dict[str, tuple[tuple[int, ...], str, int, tuple[int, ...]]] = {}
-
-    def whole(name: str, target: str, *shape: int) -> None:
-        shapes[name] = (shape, target, 0, shape)
-
-    whole(EMBEDDING, "embed", spec.vocab_size, hidden)
-    whole("model.norm.weight", "norm", hidden)
-    if not spec.tied:
-        whole(HEAD, "lm_head", spec.vocab_size, hidden)
-    for i in range(spec.num_layers):
-        base = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            whole(f"{base}.{norm}.weight", f"{i}.{norm}", hidden)
-        if spec.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                whole(f"{base}.self_attn.{norm}.weight", f"{i}.{norm}", spec.head_dim)
-        for part, (out, width) in parts.items():
-            block = "mlp" if part in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-            target = STACKED.get(part, (part, 0))[0]
-            total = rows.get(target, out)
-            shapes[f"{base}.{block}.{part}.weight"] = (
-                (out, width), f"{i}.{target}.weight", starts.get(part, 0), (total, width),
-            )  # fmt: skip
-            has_bias = {
-                "self_attn": spec.o_bias if part == "o_proj" else spec.qkv_bias,
-                "mlp": spec.mlp_bias,
-            }[block]
-            if has_bias:
-                shapes[f"{base}.{block}.{part}.bias"] = (
-                    (out,),
-                    f"{i}.{target}.bias",
-                    starts.get(part, 0),
-                    (total,),
-                )
-    return shapes
 
 
 def weights_digest(model_dir: Path) -> str:

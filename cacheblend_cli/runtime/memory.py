@@ -19,7 +19,8 @@ from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.kv.zero_loader import ZeroLoader
-from cacheblend_cli.model.decoder import GPU_MLP_ROWS, Decoder
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.decode import DecodeRunner, make_runner
 

@@ -104,7 +104,7 @@ def kv_share(spec: ModelSpec) -> float:
     """K and V's part of a row's work in a layer, by multiplications."""
     attention = 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     kv = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
-    return kv / (attention + 3 * spec.hidden_size * spec.intermediate_size)
+    return kv / (attention + spec.mlp_params)
 
 
 @torch.inference_mode()

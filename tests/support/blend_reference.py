@@ -115,7 +115,7 @@ class _Pass:
         if self.old is not None and layer >= CHECK_LAYER:
             old_k, old_v = (t.transpose(0, 1)[None] for t in self.old[layer])
             if layer == CHECK_LAYER:
-                self._choose((before - old_k).square().sum((0, 1, 3)))
+                self._choose((turn(before) - turn(old_k)).square().sum((0, 1, 3)))
             else:
                 fresh = self._fresh[:, None]
                 before, value = torch.where(fresh, before, old_k), torch.where(fresh, value, old_v)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from text_tokenizers import write_text_tokenizer
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -44,7 +45,7 @@ class HubModel:
     of `checkpoints`."""
 
     name: str
-    config: type[PretrainedConfig] = LlamaConfig
+    config: Callable[..., PretrainedConfig] = LlamaConfig
     shape: dict[str, Any] = field(default_factory=dict)
     edit: dict[str, Any] = field(default_factory=dict)
     change: Change | None = None
@@ -57,7 +58,7 @@ class HubModel:
     def write(self, path: Path, seed: int = 0) -> None:
         torch.manual_seed(seed)
         config = self.config(**(SHAPE | self.shape))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = _auto(hasattr(config, "vision_config")).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * 0.15)
@@ -75,7 +76,12 @@ class HubModel:
 
 def load_reference(path: Path) -> Any:
     """transformers' model of a checkpoint, in float64."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    sees = "vision_config" in json.loads((path / "config.json").read_text())
+    return _auto(sees).from_pretrained(path, dtype=torch.float64).eval()
+
+
+def _auto(sees: bool) -> Any:
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def old(rope_theta: Any = DROP, **scaling: Any) -> dict[str, Any]:
@@ -302,14 +308,12 @@ def config_fault(name: str, told: str, config: type[PretrainedConfig] = LlamaCon
 
 REFUSED = [
     # Families and their fields
-    HubModel("granite", GraniteConfig, {"attention_multiplier": 0.1}, refused="unknown model_type 'granite'"),
     HubModel("granite as llama", GraniteConfig, {"attention_multiplier": 0.1, "residual_multiplier": 0.3},
              {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, refused="_multiplier = 0."),
-    HubModel("granite by its class", GraniteConfig, {}, {"model_type": DROP}, refused="GraniteForCausalLM is unknown"),
     HubModel("granite that names Llama's class", GraniteConfig, {}, {"architectures": ["LlamaForCausalLM"]},
-             refused="unknown model_type 'granite'"),
+             refused="LlamaForCausalLM of model_type 'granite'"),
     HubModel("smollm3 that names Llama's class", SmolLM3Config, {}, {"architectures": ["LlamaForCausalLM"]},
-             refused="unknown model_type 'smollm3'"),
+             refused="LlamaForCausalLM of model_type 'smollm3'"),
     HubModel("smollm3 as llama", SmolLM3Config, {"no_rope_layers": [1, 0, 1]},
              {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, refused="no_rope_layer"),
     config_fault("ministral 3", "unknown model_type 'ministral3'", model_type="ministral3"),

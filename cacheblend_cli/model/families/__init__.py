@@ -6,21 +6,41 @@ them), name it in FAMILIES, and put configurations of its models into tests/supp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.checkpoint_files import refuse_other_formats
+from cacheblend_cli.model.families.cohere import COHERE, COHERE2
+from cacheblend_cli.model.families.exaone4 import EXAONE4
+from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from cacheblend_cli.model.families.glm import GLM, GLM4
+from cacheblend_cli.model.families.granite import GRANITE
 from cacheblend_cli.model.families.llama import LLAMA
 from cacheblend_cli.model.families.mistral import MINISTRAL, MISTRAL
+from cacheblend_cli.model.families.olmo import OLMO2, OLMO3
+from cacheblend_cli.model.families.phi3 import PHI3
 from cacheblend_cli.model.families.qwen2 import QWEN2
 from cacheblend_cli.model.families.qwen3 import QWEN3
+from cacheblend_cli.model.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from cacheblend_cli.model.families.reader import ConfigFields, Family
 from cacheblend_cli.model.families.refusals import check_weights, refuse_what_is_not_implemented
+from cacheblend_cli.model.families.smollm3 import SMOLLM3
+from cacheblend_cli.model.families.stablelm import STABLELM
+from cacheblend_cli.model.families.starcoder2 import STARCODER2
+from cacheblend_cli.model.families.unsupported import UNSUPPORTED
+from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.spec import ModelSpec
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3,
+        OLMO2, OLMO3, GLM, GLM4, STARCODER2, STABLELM, COHERE, COHERE2, EXAONE4,
+    )
+}  # fmt: skip
 
 
 def read_spec(model_dir: Path) -> ModelSpec:
@@ -39,21 +59,27 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Translate a HF config. Raises UsageError, which names the field, on a family, a value or a field that is not
     implemented, and on a field that is missing or has the wrong type."""
     check_weights(config)
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
+        return _inner_spec(wrapper, config)
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)
     return family.read(ConfigFields(config))
 
 
+def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
+    """The spec of the language model inside another."""
+    _check_architectures(config, wrapper)
+    if config.get("text_config") is not None:
+        refuse_what_is_not_implemented(config, wrapper)
+    spec = spec_from_config(wrapper.text_config(config))
+    return replace(spec, architecture=wrapper.architectures[0], other_parts=EYES)
+
+
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a config: by `model_type`, as transformers' AutoModel, which `architectures` has to agree with."""
-    model_type, names = config.get("model_type"), config.get("architectures")
-    if names is None:
-        names = []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UsageError(
-            f"architectures in config.json is {names!r}, and has to be a list of names", "correct config.json"
-        )
-    known = f"known: model_type {', '.join(FAMILIES)}"
+    model_type, names = config.get("model_type"), _architectures(config)
+    known = f"known: model_type {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
     if model_type is None:
         family = next((f for f in FAMILIES.values() if set(names) & set(f.architectures)), None)
         if family is None:
@@ -61,15 +87,33 @@ def family_of(config: dict[str, Any]) -> Family:
         return family
     if model_type == "mistral" and "layer_types" in config:
         model_type = "ministral"  # as transformers' AutoConfig
+    if isinstance(model_type, str) and model_type in UNSUPPORTED:
+        raise UsageError(f"model_type {model_type!r} is not read: {UNSUPPORTED[model_type]}", known)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"unknown model_type {model_type!r} (architecture {_named(names)})", known)
     family = FAMILIES[model_type]
+    _check_architectures(config, family)
+    return family
+
+
+def _check_architectures(config: dict[str, Any], family: Family | Wrapper) -> None:
+    names = _architectures(config)
     if names and not set(names) & set(family.architectures):
         raise UsageError(
-            f"unknown architecture {_named(names)} of model_type {model_type!r}",
+            f"unknown architecture {_named(names)} of model_type {family.model_type!r}",
             f"known: {', '.join(family.architectures)}",
         )
-    return family
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    if names is None:
+        names = []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"architectures in config.json is {names!r}, and has to be a list of names", "correct config.json"
+        )
+    return names
 
 
 def _named(names: list[str]) -> str:

@@ -42,7 +42,7 @@ SHAPE_FIELDS = {
     "rope_scaling": "RoPE's scaling as transformers 4 wrote it",
     "rope_theta": "RoPE's base, beside rope_scaling",
     "original_max_position_embeddings": "the context before the scaling of yarn, longrope and llama3",
-    "partial_rotary_factor": "the share of a head that RoPE rotates: only all of it is implemented",
+    "partial_rotary_factor": "the share of a head that RoPE rotates, in families that can; in others only all of it",
 }
 # Fields of transformers' config classes that do not touch the forward pass.
 OTHER_FIELDS = {
@@ -110,9 +110,21 @@ class ConfigFields:
             raise wrong_value(name, value, "a number of 0 or more")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """True or false; false where the field is missing or null."""
-        value = self.values.get(name)
+    def factor(self, name: str, default: float) -> float:
+        """A finite number above 0."""
+        value: Any = self.values.get(name, default)
+        if not is_number(value) or value <= 0:
+            raise wrong_value(name, value, "a number above 0")
+        return float(value)
+
+    def optional_factor(self, name: str, default: float | None) -> float | None:
+        """A finite number above 0, or null."""
+        value = self.values.get(name, default)
+        return None if value is None else self.factor(name, value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false; false where the field is null."""
+        value = self.values.get(name, default)
         if not isinstance(value, bool | None):
             raise wrong_value(name, value, "true or false")
         return bool(value)
@@ -133,45 +145,57 @@ class ConfigFields:
         return [LAYER_TYPES[kind] for kind in types]
 
 
-def plain_decoder(fields: ConfigFields, architecture: str, missing: Mapping[str, int]) -> ModelSpec:
+def plain_decoder(
+    fields: ConfigFields,
+    architecture: str,
+    missing: Mapping[str, Any],
+    eps: str = "rms_norm_eps",
+    activation: str = "hidden_act",
+) -> ModelSpec:
     """The decoder with full attention, without biases and without a norm on heads, as config.json shapes it.
 
-    missing: what the family's class takes for max_position_embeddings, num_key_value_heads and head_dim where they are
-    not in config.json.
+    missing: what the family's class takes for max_position_embeddings and other fields where they are not in config.json;
+    partial_rotary_factor in it says that the family can rotate a part of the head. eps, activation: the fields' names.
     """
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers = fields.integer("num_hidden_layers")
+    hidden = fields.integer("hidden_size", missing.get("hidden_size"))
+    heads = fields.integer("num_attention_heads", missing.get("num_attention_heads"))
+    layers = fields.integer("num_hidden_layers", missing.get("num_hidden_layers"))
     kv_heads = fields.optional_integer("num_key_value_heads", missing.get("num_key_value_heads")) or heads
     if heads % kv_heads:
         raise UsageError(f"{heads} attention heads do not divide into {kv_heads} KV heads", "check config.json")
     head_dim = fields.optional_integer("head_dim", missing.get("head_dim")) or hidden // heads
     if head_dim % 2:
         raise wrong_value("head_dim", head_dim, "even: RoPE rotates pairs")
-    activation = fields.values.get("hidden_act", "silu")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise UsageError(f"unknown activation {activation!r} (hidden_act)", f"known: {', '.join(ACTIVATIONS)}")
+    act = fields.values.get(activation, missing.get(activation, "silu"))
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        raise UsageError(f"unknown activation {act!r} ({activation})", f"known: {', '.join(ACTIVATIONS)}")
     max_positions = fields.integer("max_position_embeddings", missing["max_position_embeddings"])
     return ModelSpec(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", missing.get("vocab_size")),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", missing.get("intermediate_size")),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        activation=ACTIVATIONS[activation],
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[act],
+        rms_norm_eps=fields.number(eps, missing.get(eps, 1e-6)),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        tied=fields.flag("tie_word_embeddings"),
+        tied=fields.flag("tie_word_embeddings", missing.get("tie_word_embeddings", False)),
         max_position_embeddings=max_positions,
         sliding_windows=(None,) * layers,
-        rope=rope_parameters(fields.values, max_positions, head_dim),
+        rope=rope_parameters(fields.values, max_positions, head_dim, missing),
         config=fields.values,
     )
+
+
+def every_nth(num_layers: int, pattern: int) -> list[str]:
+    """Windows on all layers but every `pattern`-th."""
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
 
 
 def windows_of(types: list[str], window: int | None) -> tuple[int | None, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.values import shown
+from cacheblend_cli.model.families.wrappers import Wrapper
 
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")  # transformers', its older one, MLX's
 
@@ -51,7 +52,7 @@ def check_weights(config: dict[str, Any]) -> None:
         )
 
 
-def refuse_what_is_not_implemented(config: dict[str, Any], family: Family) -> None:
+def refuse_what_is_not_implemented(config: dict[str, Any], family: Family | Wrapper) -> None:
     """Raises UsageError for a field that changes the forward pass, has a value that does so, and is not the family's."""
     for name, value in config.items():
         if family.knows(name) or name.startswith("_") or not changes(name, value):

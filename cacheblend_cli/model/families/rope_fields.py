@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
@@ -25,12 +27,18 @@ FACTORS = ("short_factor", "long_factor")  # a number for each pair of dimension
 OTHERS = ("rope_type", "type", "truncate", "finetuned")
 MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # 0: not given
 THETA = 10000.0
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+KINDS = ("full_attention", "sliding_attention")
 
 
-def rope_parameters(config: dict[str, Any], max_positions: int, head_dim: int) -> dict[str, Any]:
+def rope_parameters(
+    config: Mapping[str, Any], max_positions: int, head_dim: int, missing: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 has it after it has read a config (`convert_rope_params_to_dict` and
     `standardize_rope_params` of its RotaryEmbeddingConfigMixin): `rope_type` and `rope_theta` always, and the original
     length for the types that have one. Raises UsageError, which names the field.
+
+    missing: what the family's class takes for rope_theta and, where it rotates a part of the head, partial_rotary_factor.
     """
     parameters = _chosen(config)
     if "type" in parameters:
@@ -38,8 +46,9 @@ def rope_parameters(config: dict[str, Any], max_positions: int, head_dim: int) -
     rope_type = parameters.setdefault("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in NEEDED:
         raise UsageError(f"unknown RoPE type {shown(rope_type)}", f"known: {', '.join(NEEDED)}")
-    parameters.setdefault("rope_theta", config.get("rope_theta", THETA))
-    _check_values(parameters, head_dim)
+    parameters.setdefault("rope_theta", config.get("rope_theta", missing.get("rope_theta", THETA)))
+    rotated = _set_partial(parameters, config, head_dim, missing.get("partial_rotary_factor"))
+    _check_values(parameters, rotated)
     if rope_type in WITH_ORIGINAL:
         original = config.get("original_max_position_embeddings")  # beside them it counts for more than in them
         original = original or parameters.get("original_max_position_embeddings") or max_positions
@@ -50,17 +59,60 @@ def rope_parameters(config: dict[str, Any], max_positions: int, head_dim: int) -
         raise UsageError(
             f"rope_parameters of type {rope_type!r} are incomplete: they lack {', '.join(lacking)}", "check config.json"
         )
-    for where in (parameters, config):
-        partial = where.get("partial_rotary_factor")
-        if partial not in (None, 1):
-            raise UsageError(
-                f"partial_rotary_factor in config.json is {shown(partial)}: RoPE over a part of the head is not implemented",
-                "only models that rotate the whole head are known",
-            )
     return parameters
 
 
-def _chosen(config: dict[str, Any]) -> dict[str, Any]:
+def rope_by_kind(
+    config: Mapping[str, Any], max_positions: int, head_dim: int, full: float, local: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """RoPE's parameters of layers without and with a window, where a family's config gives them by kind of layer, or in the
+    older way: rope_theta and rope_scaling for the first, rope_local_base_freq for the second. full, local: the thetas of
+    the family's class."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, dict | None):
+        raise wrong_value("rope_parameters", given, "an object or null")
+    given = given or {}
+    if given and not set(given) <= set(KINDS):
+        raise UsageError(
+            f"rope_parameters in config.json have {shown(sorted(set(given) - set(KINDS))[0])}, and this family gives them "
+            f"by kind of layer",
+            f"write them as {{{', '.join(KINDS)}}}, each with its own parameters",
+        )
+    found = []
+    for kind, theta, named in zip(KINDS, (full, local), ("rope_theta", "rope_local_base_freq"), strict=True):
+        own = given.get(kind)
+        scaling = config.get("rope_scaling") if kind == KINDS[0] else None
+        for name, value in ((kind, own), ("rope_scaling", scaling)):
+            if not isinstance(value, dict | None):
+                raise wrong_value(name, value, "an object or null")
+        one = {"rope_theta": config.get(named, theta)} | (own or {}) | (scaling or {})
+        found.append(rope_parameters({"rope_parameters": one}, max_positions, head_dim))
+    return found[0], found[1]
+
+
+def _set_partial(parameters: dict[str, Any], config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
+    """How many channels of a head RoPE turns; what turns a part of it is written into the parameters. default: None of a
+    family that rotates all of it."""
+    if default is None:
+        for where in (parameters, config):
+            partial = where.get("partial_rotary_factor")
+            if partial not in (None, 1):
+                raise UsageError(
+                    f"partial_rotary_factor in config.json is {shown(partial)}: RoPE over a part of the head is not "
+                    "implemented for this family",
+                    "only models that rotate the whole head are known",
+                )
+        return head_dim
+    partial = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    rotated = int(head_dim * _number("partial_rotary_factor", partial))
+    if partial > 1 or rotated % 2 or not rotated:
+        raise wrong_value("partial_rotary_factor", partial, f"a part of {head_dim} channels that makes pairs")
+    if rotated != head_dim:
+        parameters["partial_rotary_factor"] = partial
+    return rotated
+
+
+def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
     """The one of the two fields that counts: `rope_scaling`, where both are there."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name), dict | None):

@@ -1,0 +1,33 @@
+"""GLM-4: RoPE turns neighbouring channels of the first half of a head; of 0414 on (glm4), norms around attention and MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder
+from cacheblend_cli.model.spec import ModelSpec
+
+FIELDS = {"attention_bias": "biases of the q, k and v projections"}
+AROUND = (
+    ("attention_in", "input_layernorm"),
+    ("attention_out", "post_self_attn_layernorm"),
+    ("mlp_in", "post_attention_layernorm"),
+    ("mlp_out", "post_mlp_layernorm"),
+)
+MISSING = {
+    "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 0.00000015625,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
+
+def read(fields: ConfigFields) -> ModelSpec:
+    spec = plain_decoder(fields, GLM.architectures[0], MISSING)
+    return replace(spec, interleaved=True, fused=("gate_up_proj",), qkv_bias=fields.flag("attention_bias", True))
+
+
+def read_4(fields: ConfigFields) -> ModelSpec:
+    return replace(read(fields), architecture=GLM4.architectures[0], norms=AROUND)
+
+
+GLM = Family("glm", ("GlmForCausalLM", "GlmModel"), FIELDS, read)
+GLM4 = Family("glm4", ("Glm4ForCausalLM", "Glm4Model"), FIELDS, read_4)

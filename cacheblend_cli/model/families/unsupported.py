@@ -1,0 +1,30 @@
+"""Models that cannot be read, by model_type, and why."""
+
+from __future__ import annotations
+
+RECURRENT = (
+    "some of its layers are recurrent or linear attention: they carry a state of all tokens before, so nothing of a chunk "
+    "can stand behind other text"
+)
+LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another place"
+ALIBI = "its positions are a bias of attention (ALiBi), which is not implemented"
+ENCODER = "it is an encoder: it writes no text"
+CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
+LATENT = "it keeps K and V as a latent vector (MLA), which is not implemented"
+
+_TYPES = {
+    RECURRENT: """
+        qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text lfm2 lfm2_moe lfm2_vl falcon_h1 nemotron_h
+        granitemoehybrid bamba jamba mamba mamba2 falcon_mamba zamba zamba2 rwkv recurrent_gemma minimax kimi_linear xlstm
+        olmo_hybrid bailing_hybrid
+    """,
+    LEARNED: "gpt2 opt gpt_bigcode gpt_neo openai-gpt xglm biogpt ctrl",
+    ALIBI: "bloom mpt",
+    ENCODER: """
+        bert roberta xlm-roberta modernbert deberta deberta-v2 distilbert electra albert camembert nomic_bert mpnet eurobert
+        roformer
+    """,
+    CROSS: "t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper mllama t5gemma t5gemma2 led longt5 blenderbot bert-generation",
+    LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k25 minicpm3 longcat_flash glm4_moe_lite glm_moe_dsa axk1 youtu",
+}
+UNSUPPORTED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

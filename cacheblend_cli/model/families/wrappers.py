@@ -1,0 +1,67 @@
+"""Models with a language model inside that is read alone: their pictures are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_cli.model.families.reader import OTHER_FIELDS
+from cacheblend_cli.model.families.values import wrong_value
+
+FIELDS = {
+    "text_config": "the language model",
+    "vision_config": "pictures",
+    "tie_word_embeddings": "the output head is the embedding",
+    "multimodal_projector_bias": "pictures",
+    "projector_hidden_act": "pictures",
+    "vision_feature_layer": "pictures",
+    "spatial_merge_size": "pictures",
+    "mm_tokens_per_image": "pictures",
+}
+EYES = tuple(
+    f"{base}{part}."
+    for base in ("", "model.")
+    for part in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One model_type of transformers around a text_config. text: the text_config's model_type where it has none.
+
+    flat: a config without text_config has the language model's fields itself. tied: tie_word_embeddings where it is missing."""
+
+    model_type: str
+    architectures: tuple[str, ...]
+    text: str
+    flat: bool = False
+    tied: bool = False
+
+    def knows(self, field: str) -> bool:
+        return field in FIELDS or field in OTHER_FIELDS
+
+    def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The language model's config, with what the outer one says for both."""
+        inner = config.get("text_config")
+        if inner is None and self.flat:
+            inner = {k: v for k, v in config.items() if k not in (*FIELDS, "model_type", "architectures")}
+        if not isinstance(inner, dict):
+            raise wrong_value("text_config", inner, "an object")
+        both = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
+        tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings", self.tied))
+        if self.flat:
+            tied = tied or inner.get("tie_word_embeddings", False)
+        return {"model_type": self.text} | both | inner | {"tie_word_embeddings": tied, "architectures": None}
+
+
+WRAPPERS = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        Wrapper("mistral3", ("Mistral3ForConditionalGeneration",), "mistral", tied=True),
+        Wrapper("qwen2_vl", ("Qwen2VLForConditionalGeneration",), "qwen2_vl_text", flat=True),
+        Wrapper("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", flat=True),
+        Wrapper("qwen3_vl", ("Qwen3VLForConditionalGeneration",), "qwen3_vl_text"),
+        Wrapper("gemma3", ("Gemma3ForConditionalGeneration",), "gemma3_text", tied=True),
+    )
+}

@@ -1,0 +1,50 @@
+"""The MLP of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from cacheblend_kernels import KernelBackend
+from torch import Tensor
+
+from cacheblend_cli.model.linear import Linear
+from cacheblend_cli.model.spec import ModelSpec
+
+MLP_ROWS = 256
+
+GPU_MLP_ROWS = 4096  # every turn reads all weights: with few rows a GPU waits for its memory
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class MLP:
+    """Gate, up, activation and down; or, where the spec has no gate, up, activation and down."""
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], kernels: KernelBackend) -> None:
+        self._gated, self._activation, self._kernels = spec.gated_mlp, spec.activation, kernels
+        self._up = Linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"))
+        self._down = Linear(weights["down_proj.weight"], weights.get("down_proj.bias"))
+        self.num_bytes = self._up.num_bytes + self._down.num_bytes
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> the same, some rows at a time: the widest activations of a prefill stay small."""
+        most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
+        if h.shape[0] <= most:
+            return self._rows(h)
+        step = -(-h.shape[0] // -(-h.shape[0] // most))  # turns of about one size: a small last one costs the most
+        out = torch.empty_like(h)
+        for start in range(0, h.shape[0], step):
+            out[start : start + step] = self._rows(h[start : start + step])
+        return out
+
+    def _rows(self, h: Tensor) -> Tensor:
+        up = self._up(h)
+        if self._gated:
+            return self._down(self._kernels.act_and_mul(up, self._activation))
+        return self._down(ACTIVATIONS[self._activation](up))

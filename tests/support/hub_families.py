@@ -1,0 +1,199 @@
+"""Configurations of the families beside Llama, Mistral and Qwen, as their models on the hub have them, in small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hub_models import DROP, HubModel, new, old, tensors
+from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    Mistral3Config,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+)
+
+LONG = {"short_factor": [1.0, 1.3, 1.7], "long_factor": [1.5, 3.0, 6.0]}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+QWEN_EYES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "fullatt_block_indexes": [0],
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+
+
+def mistral3(tied: bool = False, **shape: Any) -> PretrainedConfig:
+    text = MistralConfig(**shape).to_dict()
+    return Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **EYES}, tie_word_embeddings=tied)
+
+
+def qwen_vl(cls: type[PretrainedConfig]) -> Any:
+    def config(tied: bool = False, **shape: Any) -> PretrainedConfig:
+        eyes = QWEN_EYES | {"out_hidden_size": 32, "hidden_size": 32 if cls is Qwen2VLConfig else 16}
+        return cls(text_config=shape, vision_config=eyes, tie_word_embeddings=tied)
+
+    return config
+
+
+def gemma3(**shape: Any) -> PretrainedConfig:
+    return Gemma3Config(
+        text_config=Gemma3TextConfig(**shape).to_dict(), vision_config={"image_size": 28, "patch_size": 14, **EYES}
+    )
+
+
+def flat(path: Any) -> None:
+    """Qwen2.5-VL's config.json as the hub has it: the language model's fields beside vision_config."""
+    import json
+
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    inner = config.pop("text_config")
+    inner.pop("model_type")
+    inner["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    inner["rope_theta"] = inner.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps({**inner, **config}))
+
+
+def newer_names(held: dict[str, torch.Tensor]) -> None:
+    """As the modules are called, and as new models are stored: model.language_model.layers, model.vision_tower."""
+    for name in list(held):
+        own = name.removeprefix("language_model.")
+        if own.startswith("model."):
+            own = f"model.language_model.{own.removeprefix('model.')}"
+        held[own if own.startswith(("lm_head.", "model.")) else f"model.{own}"] = held.pop(name)
+
+
+WIDE = {"head_dim": 16}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
+
+RUN = [
+    # A language model inside another
+    HubModel("mistral-small-3", mistral3, {"sliding_window": None, "head_dim": 8}),
+    HubModel("mistral-small-3, newer names", mistral3, {"sliding_window": None, "head_dim": 8}, change=tensors(newer_names)),
+    HubModel("mistral3, tied, window", mistral3, {"tied": True, "sliding_window": 24, "head_dim": 16}),
+    HubModel("qwen2.5-vl", qwen_vl(Qwen2_5_VLConfig), {"rope_parameters": SECTIONS}),
+    HubModel("qwen2.5-vl, flat", qwen_vl(Qwen2_5_VLConfig), {"rope_parameters": SECTIONS}, change=flat),
+    HubModel("qwen2-vl, tied", qwen_vl(Qwen2VLConfig), {"rope_parameters": SECTIONS, "tied": True}),
+    HubModel("qwen3-vl", qwen_vl(Qwen3VLConfig), {"head_dim": 16, "rope_parameters": SECTIONS | {"mrope_section": [2, 3, 3]}}),
+    HubModel("qwen3-vl, tied", qwen_vl(Qwen3VLConfig), {"head_dim": 8, "rope_parameters": SECTIONS, "tied": True}),
+    HubModel("gemma-3-4b", gemma3, GEMMA | {"sliding_window_pattern": 2}),
+    HubModel("gemma-3-4b, newer names", gemma3, GEMMA | {"layer_types": MIXED}, change=tensors(newer_names)),
+    # Gemma
+    HubModel("gemma", GemmaConfig, WIDE),
+    HubModel("gemma, the first release", GemmaConfig, WIDE | {"num_key_value_heads": 1}, old(10000.0) | {"hidden_act": "gelu", "head_dim": 16}),
+    HubModel("gemma, biases, float16", GemmaConfig, WIDE | {"attention_bias": True}, dtype=torch.float16),
+    HubModel("gemma-2", Gemma2Config, GEMMA, old(10000.0) | {"head_dim": 16}),
+    HubModel("gemma-2, small caps", Gemma2Config, GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    HubModel("gemma-2, no caps", Gemma2Config, GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    HubModel("gemma-2, windows by name", Gemma2Config, GEMMA | {"layer_types": MIXED[1:] + MIXED[1:2]}),
+    HubModel("gemma-3-1b", Gemma3TextConfig, GEMMA | {"layer_types": MIXED}),
+    HubModel("gemma-3-1b, as the hub", Gemma3TextConfig, GEMMA, old(1000000.0, rope_type="linear", factor=8.0) | {
+             "head_dim": 16, "layer_types": DROP, "sliding_window_pattern": 2, "rope_local_base_freq": 10000.0}),
+    HubModel("gemma-3, logits capped", Gemma3TextConfig, GEMMA | {"final_logit_softcapping": 3.0, "layer_types": MIXED}),
+    # Phi
+    HubModel("phi-3-mini-4k", Phi3Config, {"sliding_window": 30, "num_key_value_heads": 4}, old(10000.0) | {"num_key_value_heads": DROP}),
+    HubModel("phi-3-mini-128k", Phi3Config, {"head_dim": 8, "original_max_position_embeddings": 64},
+             old(10000.0, type="longrope", short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[1.5, 2.0, 4.0, 8.0])),
+    HubModel("phi-4-mini", Phi3Config, {"tie_word_embeddings": True, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75},
+             old(10000.0, type="longrope", **LONG) | {"partial_rotary_factor": 0.75}),
+    HubModel("phi-4-mini, short prompt", Phi3Config, {"original_max_position_embeddings": 400},
+             new("longrope", partial_rotary_factor=0.75, **LONG)),
+    HubModel("phi-4", Phi3Config, {"sliding_window": None, "max_position_embeddings": 512}, new("default", rope_theta=250000)),
+    # Granite, SmolLM 3, OLMo
+    HubModel("granite-3", GraniteConfig, {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+                                          "logits_scaling": 0.25, "tie_word_embeddings": True}),
+    HubModel("granite, biases", GraniteConfig, {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7,
+                                                "logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True}),
+    HubModel("granite, factors of 1", GraniteConfig, {}, {"attention_multiplier": DROP, "residual_multiplier": DROP}),
+    HubModel("smollm3", SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+    HubModel("smollm3, by interval", SmolLM3Config, {"no_rope_layer_interval": 2}, old(5000000.0) | {"no_rope_layers": DROP, "layer_types": DROP}),
+    HubModel("smollm3, window", SmolLM3Config, {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 20},
+             {"layer_types": DROP}),
+    HubModel("smollm3, yarn", SmolLM3Config, {"no_rope_layers": [0, 1, 1]}, new("yarn", factor=4.0, original_max_position_embeddings=64)),
+    HubModel("olmo-2", Olmo2Config, {"num_key_value_heads": 4}, old(500000.0)),
+    HubModel("olmo-2, grouped", Olmo2Config, {"attention_bias": True}),
+    HubModel("olmo-3", Olmo3Config, {"sliding_window": 20, "layer_types": MIXED}),
+    HubModel("olmo-3, yarn", Olmo3Config, {"sliding_window": 20, "layer_types": MIXED, "rope_parameters": {
+             "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64,
+                                "attention_factor": 1.2},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
+    HubModel("olmo-3, as the hub", Olmo3Config, {"sliding_window": 20, "num_hidden_layers": 4},
+             old(500000, rope_type="yarn", factor=8.0, original_max_position_embeddings=64) | {"layer_types": DROP}),
+    # GLM
+    HubModel("glm-4-9b", GlmConfig, WIDE | {"attention_bias": True}, old(10000.0) | {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    HubModel("glm, three quarters", GlmConfig, {"head_dim": 8, "partial_rotary_factor": 0.75, "attention_bias": False}),
+    HubModel("glm, whole head", GlmConfig, {"head_dim": 8, "partial_rotary_factor": 1.0}),
+    HubModel("glm-4-0414", Glm4Config, WIDE | {"attention_bias": True}),
+    HubModel("glm-4-0414, tied, bfloat16", Glm4Config, WIDE | {"tie_word_embeddings": True}, dtype=torch.bfloat16),
+    # StarCoder, StableLM
+    HubModel("starcoder2", Starcoder2Config, {"sliding_window": 24}),
+    HubModel("starcoder2, no biases", Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu"}),
+    HubModel("starcoder2, as the hub", Starcoder2Config, {}, old(100000) | {"activation_function": "gelu", "sliding_window": 24}),
+    HubModel("stablelm-3b", StableLmConfig, {"num_key_value_heads": 4}, old(10000) | {"partial_rotary_factor": 0.25}),
+    HubModel("stablelm-2", StableLmConfig, {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    HubModel("stablelm, parallel", StableLmConfig, {"use_parallel_residual": True}),
+    # Cohere, EXAONE
+    HubModel("command-r", CohereConfig, {"logit_scale": 0.5}),
+    HubModel("command-r, biases", CohereConfig, {"attention_bias": True, "tie_word_embeddings": False}, old(8000000.0)),
+    HubModel("command-r7b", Cohere2Config, {"sliding_window": 20, "logit_scale": 0.25, "num_hidden_layers": 4}),
+    HubModel("command-r7b, as the hub", Cohere2Config, {"sliding_window": 20, "num_hidden_layers": 4},
+             old(50000) | {"layer_types": DROP, "sliding_window_pattern": 2}),
+    HubModel("command-a, biases", Cohere2Config, {"sliding_window": 20, "layer_types": MIXED, "attention_bias": True}),
+    HubModel("exaone-4-1.2b", Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
+    HubModel("exaone-4-32b", Exaone4Config, {"sliding_window": 20, "layer_types": MIXED}),
+    HubModel("exaone-4, by pattern", Exaone4Config, {"sliding_window": 20, "sliding_window_pattern": 2}, {"layer_types": DROP}),
+]  # fmt: skip
+
+
+def fault(name: str, told: str, config: Any = None, **edit: Any) -> HubModel:
+    """A model that is refused, whatever its weights are."""
+    return HubModel(name, config or GemmaConfig, {}, edit, refused=told)
+
+
+REFUSED = [
+    *(fault(kind, f"model_type '{kind}' is not read: {why}", model_type=kind, architectures=None) for kind, why in (
+        ("qwen3_next", "some of its layers are recurrent"), ("lfm2", "some of its layers are recurrent"),
+        ("falcon_h1", "some of its layers are recurrent"), ("nemotron_h", "some of its layers are recurrent"),
+        ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
+        ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
+        ("deepseek_v3", "it keeps K and V as a latent vector"), ("bloom", "its positions are a bias"),
+    )),
+    fault("both directions", "use_bidirectional_attention = true", use_bidirectional_attention=True),
+    fault("gemma 3 with a soft cap that transformers does not apply", "attn_logit_softcapping", Gemma3TextConfig,
+          attn_logit_softcapping=50.0),
+    fault("gemma 3, one RoPE", "by kind of layer", Gemma3TextConfig, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    fault("gemma 2, no size of windows", "there is no sliding_window", Gemma2Config, sliding_window=None),
+    fault("gemma 2, cap of nothing", "final_logit_softcapping in config.json is 0", Gemma2Config, final_logit_softcapping=0),
+    fault("phi-3 with yarn", "RoPE of a phi3 is of type 'yarn'", Phi3Config, **new("yarn", factor=4.0)),
+    fault("phi-3, odd part", "partial_rotary_factor", Phi3Config, **new("default", partial_rotary_factor=0.4)),
+    fault("stablelm 2 12b", "qk_layernorm = true", StableLmConfig, qk_layernorm=True),
+    fault("command r+", "use_qk_norm = true", CohereConfig, use_qk_norm=True),
+    fault("granite, logits divided by 0", "logits_scaling in config.json is 0", GraniteConfig, logits_scaling=0),
+    fault("smollm3, no places", "no layer of this model has RoPE", SmolLM3Config, no_rope_layers=[0, 0, 0]),
+    fault("smollm3, layers missing", "no_rope_layers", SmolLM3Config, no_rope_layers=[1, 0]),
+    fault("text_config missing", "text_config in config.json is null", model_type="mistral3", architectures=None),
+    fault("text of another family", "unknown model_type 'ministral3'", mistral3, text_config={"model_type": "ministral3"}),
+]  # fmt: skip
