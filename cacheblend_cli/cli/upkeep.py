@@ -130,7 +130,9 @@ def verify(
             f"the store was rebuilt from what reads: {rebuilt.chunks} chunks; cacheblend precompute brings the others back"
         )
         if rebuilt.sources:
-            output.note(f"to be precomputed again: {', '.join(rebuilt.sources)}")
+            from cacheblend_cli.corpus.places import shown
+
+            output.note(f"to be precomputed again: {', '.join(map(shown, rebuilt.sources))}")
     if not count:
         output.note("nothing is damaged")
     elif done:

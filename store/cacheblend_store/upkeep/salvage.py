@@ -26,8 +26,8 @@ from cacheblend_store.store import ChunkStore
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """chunks, documents: whose records were kept. lost: chunks that are named and whose KV did not read. sources: documents
-    that have such chunks."""
+    """chunks, documents: whose records were kept. lost: chunks that are named and whose KV did not read. sources: where they
+    stand, which is to be precomputed again."""
 
     chunks: int
     documents: int
@@ -55,10 +55,11 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
 
 
 def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) -> SalvageReport:
-    keys, lost = list(_keys(source, "chunks")), set[bytes]()
+    keys, lost = list(_keys(source, "chunks")), dict[bytes, str]()  # lost: chunk -> source, "" where nothing says
     for done, key in enumerate(keys, 1):
-        if not _copy_chunk(source, target, key):
-            lost.add(key)
+        of = _copy_chunk(source, target, key)
+        if of is not None:
+            lost[key] = of
         if progress is not None:
             progress(done, len(keys))
     documents: list[DocumentRecord] = []
@@ -72,13 +73,13 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
         target.set_max_bytes(state.max_bytes if state else 0)
     with target.read() as reader:
         kept = set(reader.keys_from(b""))
-    lost |= {chunk.key for document in documents for chunk in document.chunks} - kept
-    sources = {document.source for document in documents if any(chunk.key in lost for chunk in document.chunks)}
-    return SalvageReport(len(kept), len(documents), len(lost), tuple(sorted(sources)))
+    for document in documents:  # which know better than a chunk where it stands now
+        lost |= {c.key: document.source for c in document.chunks if c.key in lost or c.key not in kept}
+    return SalvageReport(len(kept), len(documents), len(lost), tuple(sorted(filter(None, set(lost.values())))))
 
 
-def _copy_chunk(source: StoreReader, target: ChunkStore, key: bytes) -> bool:
-    """Whether all that the chunk had was there. Of one whose KV does not read the text is kept."""
+def _copy_chunk(source: StoreReader, target: ChunkStore, key: bytes) -> str | None:
+    """None when all that the chunk had was there, else its source. Of one whose KV does not read the text is kept."""
     manifest = None
     try:
         manifest = source.manifest(key)
@@ -86,12 +87,12 @@ def _copy_chunk(source: StoreReader, target: ChunkStore, key: bytes) -> bool:
             for layer in range(manifest.num_layers):
                 source.layer(manifest, layer)
             target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_layers)])
-            return True
+            return None
         whole = manifest is not None
     except (BadBlob, StoreCorrupt):
         whole = False
     target.put_records(filter(None, [manifest]))
-    return whole
+    return None if whole else manifest.source if manifest else ""
 
 
 def _memos(source: StoreReader) -> Iterator[Memo]:
