@@ -16,11 +16,8 @@ from cacheblend_cli.evaluation.summary import Summary, summarise
 SETTINGS: tuple[Setting, ...] = (
     FULL,
     Setting("reuse, chunks alone", BlendConfig(mode="reuse")),
-    Setting("hkvd .05, chunks alone", BlendConfig(ratio=0.05, selector="hkvd")),
     Setting("hkvd .15, chunks alone", BlendConfig(ratio=0.15, selector="hkvd")),
-    Setting("hkvd .30, chunks alone", BlendConfig(ratio=0.30, selector="hkvd")),
     Setting("reuse, in their page", BlendConfig(mode="reuse"), "document"),
-    Setting("query .05, in their page", BlendConfig(ratio=0.05), "document"),
     Setting("query .15, in their page", BlendConfig(), "document"),
 )
 """CacheBlend as published over chunks that were collected alone, and what `ask` does by default, over chunks collected
