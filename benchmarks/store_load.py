@@ -26,7 +26,6 @@ from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import load_model
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.prefill import prefill
@@ -151,13 +150,12 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
         torch.randint(5, model.spec.vocab_size, (CHUNK_TOKENS,), generator=generator).tolist()
         for _ in range(TOKENS // CHUNK_TOKENS)
     ]
-    prefix_ids = torch.randint(5, 1000, (4,), generator=generator).tolist()
     suffix = tuple(torch.randint(5, 1000, (SUFFIX_TOKENS,), generator=generator).tolist())
     runtime = Runtime(model, EngineConfig(block_size=BLOCK_SIZE))
     rows = []
     with ChunkStore.open(folder / "stall", mode="write") as store:
         for codec in CODECS:
-            collection = Collection.of(model, prefix_ids, codec, "")
+            collection = runtime.collection("", codec)
             collector = Collector(collection, store)
             collector.store_prefix()
             planned = [

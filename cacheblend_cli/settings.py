@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from platformdirs import user_config_path, user_data_path
 
@@ -54,6 +54,15 @@ class Settings:
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", shown=False)
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.", shown=False)
     attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)
+    prompt: str = _setting(
+        "",
+        "File with the wording of the prompt: text with {chunks} and {question} in it.",
+        shown="the model's own, or a plain one",
+    )
+    system: str = _setting("", "The system prompt.", shown=False)
+    template_var: tuple[str, ...] = _setting(
+        (), "Tell the chat template something: NAME=VALUE, as enable_thinking=true (repeatable).", shown=False
+    )
     mode: str = _setting("blend", "blend, full (no reuse) or reuse (no repair).")
     ratio: float | str = _setting(
         0.15,
@@ -134,7 +143,7 @@ class Resolved:
 
 def _kind(hint: Any) -> type:
     """The type a setting's value has when it is given."""
-    kind: type = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+    kind: type = get_args(hint)[0] if isinstance(hint, UnionType) else get_origin(hint) or hint
     return kind
 
 
@@ -143,11 +152,11 @@ _LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # what
 _MOST = {"threads": 4096}  # other whole numbers: what 64 bits hold
 _WORDS = {"ratio": "auto"}  # what can stand where a number is wanted
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_PATHS = ("store", "model")  # in a file they are relative to it
+_PATHS = ("store", "model", "prompt")  # in a file they are relative to it
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:
-    """Put the layers together; a flag of None was not given. Raises UsageError naming the place of a bad value."""
+    """Put the layers together; a flag of None, or of no values, was not given. Raises UsageError naming the place of a bad value."""
     values: dict[str, Any] = {}
     origin = dict.fromkeys(_FIELDS, "default")
     for path in config_files():
@@ -156,7 +165,7 @@ def resolve(flags: Mapping[str, Any]) -> Resolved:
     for variable, text in os.environ.items():
         if variable.startswith(_ENV) and text:  # an empty variable is an unset one
             _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
-    _merge(values, origin, {k: v for k, v in flags.items() if v is not None}, "flag")
+    _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
     return Resolved(Settings(**values), origin)
 
 
@@ -214,6 +223,8 @@ def _convert(name: str, value: Any, place: str) -> Any:
             return str(value)
         if place == "flag" and isinstance(value, str):  # such a flag takes words, so it comes as text
             value = _Text(value)
+    if kind is tuple:
+        return _texts(value, shown)
     fits = isinstance(value, kind) or (kind is float and isinstance(value, int)) or isinstance(value, _Text)
     try:
         if not fits or (isinstance(value, bool) and kind is not bool):
@@ -230,6 +241,14 @@ def _convert(name: str, value: Any, place: str) -> Any:
     if name in _LEAST and converted < _LEAST[name]:
         raise UsageError(f"{shown} is {value!r}, and {_LEAST[name]} is the least", "see: cacheblend config show")
     return converted
+
+
+def _texts(value: Any, shown: str) -> tuple[str, ...]:
+    """Of a list, or of a variable with commas."""
+    values = value.split(",") if isinstance(value, _Text) else value
+    if not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
+        raise UsageError(f"{shown} is {value!r}, and a list of text is wanted", "see: cacheblend config show")
+    return tuple(v.strip() for v in values)
 
 
 def _beside(folder: Path, name: str, value: str) -> str:

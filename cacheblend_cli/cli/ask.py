@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     "mode",
     *options.BLENDING,
     *options.SAMPLING,
+    *options.PROMPT,
     "model",
     "store",
     "kv_dtype",

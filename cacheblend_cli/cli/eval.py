@@ -31,6 +31,7 @@ _MAX_TOKENS = 32
     "window",
     "neighbours",
     *options.CHOOSING,
+    *options.PROMPT,
     "model",
     "kv_dtype",
     *options.MACHINE,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -40,6 +40,7 @@ NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
 
 MACHINE = ("device", "dtype", "attention_backend", "threads")
 CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift")
+PROMPT = ("prompt", "system", "template_var")
 BLENDING = ("ratio", "ratio_floor", "selector", "gradual", *CHOOSING)
 SAMPLING = (
     "max_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -96,6 +97,8 @@ def _flag(name: str, help_text: str | None) -> Any:
     """The annotation of a setting's flag: a flag that is not given is None."""
     told, kind = _FIELDS[name].metadata, _KINDS[name]
     words = kind == float | str  # a number or a word
+    if get_origin(kind) is tuple:
+        kind = list[str]
     shown = told["shown"] if told["shown"] is not True else str(_FIELDS[name].default)
     return Annotated[
         (str if words else kind) | None,
@@ -132,8 +135,10 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
 def load_engine(settings: Settings, output: Output) -> Engine:
     """The engine the settings name."""
     from cacheblend_cli.api import Engine, EngineConfig
+    from cacheblend_cli.prompt.wording import read_prompt
 
-    config = of_settings(EngineConfig, settings, model=settings.model or None)
+    prompt = read_prompt(settings.prompt) if settings.prompt else ""
+    config = of_settings(EngineConfig, settings, model=settings.model or None, prompt=prompt)
     return Engine.load(config, output.note if output.err_tty else None, output.note)
 
 

@@ -33,6 +33,7 @@ _REMEMBERED = ("chunk_tokens", "context", "window", "neighbours", "kv_dtype")
     "model",
     "store",
     *_REMEMBERED,
+    *options.PROMPT,
     *options.MACHINE,
     "salt",
     "max_size",
@@ -127,9 +128,9 @@ def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
 
 
 def _changes(difference: Difference) -> Iterator[str]:
-    for (name, stored, now), count in sorted(difference.changes.items()):
-        flag, documents = f"--{name.replace('_', '-')}", "1 document is" if count == 1 else f"{count} documents are"
-        yield f"{documents} stored with {flag} {stored}, and this run has {flag} {now}"
+    for (stored, now), count in sorted(difference.changes.items()):
+        documents = "1 document is" if count == 1 else f"{count} documents are"
+        yield f"{documents} stored with {stored}, and this run has {now}"
 
 
 class _View:

@@ -51,14 +51,14 @@ class Amount:
 @dataclass
 class Difference:
     """What a run changes in the store. new, replaced: what it computes, of documents the store does not have so and of
-    those it has. removed: what goes. changes: (setting, stored, now) -> documents that are computed again, for it alone or
-    among others. missing: what is to be computed, by collection. seconds: that this takes, where it was measured."""
+    those it has. removed: what goes. changes: (as a document is stored, as it is to be stored), both as flags ->
+    documents that are computed again, for it alone or among others. missing: what is to be computed, by collection. seconds: that this takes, where it was measured."""
 
     new: Amount = field(default_factory=Amount)
     replaced: Amount = field(default_factory=Amount)
     unchanged: Amount = field(default_factory=Amount)
     removed: Amount = field(default_factory=Amount)
-    changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    changes: Counter[tuple[str, str]] = field(default_factory=Counter)
     missing: list[tuple[Collection, list[PlannedChunk]]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -142,6 +142,9 @@ def compare(
             if len(missing) > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)
                 found.changes.update(_changes(latest, survey, part))
+            elif len(missing) > before and document.source in survey.worded and not force:
+                stored = survey.worded[document.source]
+                found.changes.update(stored.differences(part.collection.template.wording))
         found.missing.append((part.collection, missing))
     if store is not None:
         _count_removed(found, store, _leaving(survey, parts), planned)
@@ -152,8 +155,8 @@ def _is_there(store: ChunkStore, key: bytes, with_kv: bool) -> bool:
     return store.has_kv(key) if with_kv else store.has_chunk(key)
 
 
-def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[str, str, str]]:
-    """In which settings a document's part differs from how it is stored: (setting, stored, now)."""
+def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[str, str]]:
+    """In which settings a document's part differs from how it is stored: the flag as stored, and as now."""
     was: dict[str, Any] = {**record.settings, "context": record.context, "kv_dtype": survey.codecs[record.collection]}
     now: dict[str, Any] = {
         **part.settings.of_record(),
@@ -162,7 +165,9 @@ def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[s
     }
     if record.collection in survey.earlier:
         was["date"], now["date"] = survey.earlier[record.collection], part.collection.day
-    return [(name, str(was[name]), str(value)) for name, value in now.items() if name in was and was[name] != value]
+    flags = {name: f"--{name.replace('_', '-')}" for name in now}
+    differing = [name for name, value in now.items() if name in was and was[name] != value]
+    return [(f"{flags[name]} {was[name]}", f"{flags[name]} {now[name]}") for name in differing]
 
 
 def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:

@@ -22,6 +22,7 @@ from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
+from cacheblend_cli.prompt.kept import keep_wording
 
 __all__ = ["Amount", "Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
@@ -158,6 +159,7 @@ def precompute(
     found.roots.remember(store, roots, options.given, done=False)
     if parts:
         keep_date(store, collection)
+        keep_wording(store, collection)
     for part in parts:
         run.store(part, force=options.force)
     run.remove_gone()

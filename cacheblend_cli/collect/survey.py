@@ -18,13 +18,16 @@ from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import kept_dates
+from cacheblend_cli.prompt.kept import ids_of_wordings
+from cacheblend_cli.prompt.wording import Wording
 
 
 @dataclass(frozen=True)
 class Survey:
     """paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order. kept: name -> digest of the documents that are there, "" of those that nobody could read.
     stored: key in the store -> record, under the name the document has now. gone: the records of documents that are no
-    more. codecs: by collection. earlier: collections behind an earlier date, and it; their documents are stored anew.
+    more. codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
+    latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
     roots: what the store remembers. collection: of any codec."""
 
     collection: Collection
@@ -34,6 +37,7 @@ class Survey:
     stored: dict[bytes, DocumentRecord]
     gone: list[DocumentRecord]
     codecs: dict[str, str]
+    worded: dict[str, Wording]
     earlier: dict[str, date]
     roots: Roots
 
@@ -140,10 +144,15 @@ def survey(
     codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
     earlier = _earlier(collection, store)
     codecs |= {of.id: of.codec for of, _ in earlier}
-    stored = {k: r for k, r in stored_documents(store).items() if r.collection in codecs} if store else {}
+    records = stored_documents(store) if store else {}
+    stored = {k: r for k, r in records.items() if r.collection in codecs}
+    others = ids_of_wordings(store, collection) if store else {}
+    behind = sorted((r for r in records.values() if r.collection in others), key=lambda r: r.updated)
+    worded = {r.source: others[r.collection] for r in behind}
     roots = Roots(collection, store)
     gone = gone_documents(stored.values(), kept, no_documents | roots.unlinked(names, kept.keys()), names)
-    return Survey(collection, names, found, kept, stored, gone, codecs, {of.id: day for of, day in earlier}, roots)
+    days = {of.id: day for of, day in earlier}
+    return Survey(collection, names, found, kept, stored, gone, codecs, worded, days, roots)
 
 
 def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,21 @@ from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
 from cacheblend_cli.model.tokenizer_json import for_the_middle
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
+
+
+GIVEN = {
+    "messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", "bos_token", "eos_token",
+    "unk_token", "pad_token",
+}  # fmt: skip
+"""Variables of a chat template that are not the user's to set."""
+
+
+class TemplateFailed(UsageError):
+    """The chat template raised. reason: in its words."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the chat template failed: {reason}", "check chat_template in the model directory")
+        self.reason = reason
 
 
 def _strftime_now(form: str) -> str:
@@ -134,11 +149,25 @@ class Tokenizer:
             raise UsageError(f"{name} in the tokenizer's configuration is {text!r}, and has to be a token", AGAIN)
         return text
 
-    def render(self, messages: list[dict[str, str]], strftime_now: Callable[[str], str] = _strftime_now) -> str:
+    def special_in(self, text: str) -> str | None:
+        """The first special token that stands in the text, None when there is none."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
+        return None if found is None else str(self._tokenizer.id_to_token(found))
+
+    def render(
+        self,
+        messages: list[dict[str, str]],
+        strftime_now: Callable[[str], str] = _strftime_now,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The chat template over the messages with the generation prompt. Without a template: bos and the plain content.
 
-        strftime_now: what a template calls for the date, with the format it is to have.
+        strftime_now: what a template calls for the date, with the format it is to have. variables: what else it is told;
+        enable_thinking is False where they do not say. Raises UsageError for one that the template does not have, and
+        TemplateFailed.
         """
+        self._check_variables(variables or {})
         if self._template_source is None:
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
         from jinja2 import TemplateError
@@ -149,15 +178,27 @@ class Tokenizer:
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
-                enable_thinking=False,
                 strftime_now=strftime_now,
+                **{"enable_thinking": False, **(variables or {})},
                 **{n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))},
             )
         except TemplateError as error:
-            raise UsageError(
-                f"the chat template failed: {error}", "check chat_template in the model directory"
-            ) from error
+            raise TemplateFailed(str(error)) from error
         return rendered
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        if not variables:
+            return
+        known = set[str]()
+        if self._template_source is not None:
+            from jinja2 import meta
+
+            known = meta.find_undeclared_variables(self._template.environment.parse(self._template_source))
+            known -= GIVEN | self._template.environment.globals.keys()
+        for name in variables.keys() - known:
+            raise UsageError(
+                f"the chat template has no variable {name!r}", f"it has: {', '.join(sorted(known)) or 'none to set'}"
+            )
 
     @cached_property
     def _template(self) -> Any:

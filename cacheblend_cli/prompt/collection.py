@@ -13,7 +13,8 @@ from cacheblend_store.format.layouts import CODECS, blob_spec
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.prompt.template import split_template
+from cacheblend_cli.prompt.template import PromptTemplate, split_template
+from cacheblend_cli.prompt.wording import Wording
 
 
 def check_kv_dtype(name: str) -> None:
@@ -26,31 +27,41 @@ def check_kv_dtype(name: str) -> None:
 class Collection:
     """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt.
 
-    day: the date that the prefix says, None where it says none.
+    template: of it, what stands before the chunks counts.
     """
 
     model: LoadedModel
-    prefix_ids: tuple[int, ...]
+    template: PromptTemplate
     codec: str
     salt: str
-    day: date | None = None
 
     @classmethod
-    def of(
-        cls, model: LoadedModel, prefix_ids: Sequence[int], kv_dtype: str, salt: str, day: date | None = None
-    ) -> Collection:
+    def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
         codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
         if codec == "int4" and model.spec.head_dim % 2:
             raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
-        return cls(model, tuple(prefix_ids), codec, salt, day)
+        return cls(model, template, codec, salt)
 
     def in_codec(self, kv_dtype: str) -> Collection:
         """The same prompts' collection in another codec; auto is what is computed."""
-        return Collection.of(self.model, self.prefix_ids, kv_dtype, self.salt, self.day)
+        return Collection.of(self.model, self.template, kv_dtype, self.salt)
 
     def on(self, day: date) -> Collection:
         """The collection behind the same template with another date."""
-        return replace(self, prefix_ids=split_template(self.model.tokenizer, day).prefix_ids, day=day)
+        return replace(self, template=self.template.on(day))
+
+    def worded(self, wording: Wording) -> Collection:
+        """The collection behind another wording. Raises UsageError where the chat template cannot render it."""
+        return replace(self, template=split_template(self.model.tokenizer, wording, self.day))
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        return self.template.prefix_ids
+
+    @property
+    def day(self) -> date | None:
+        """The date that the prefix says, None where it says none."""
+        return self.template.day
 
     @property
     def salt_digest(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection as Ids
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, collection_id
@@ -10,6 +11,8 @@ from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, collection_id
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.model.loading import DTYPES, model_fingerprint
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.kept import other_wordings
+from cacheblend_cli.prompt.wording import Wording
 
 _PRECOMPUTE = "precompute the documents as you ask for them"
 
@@ -42,7 +45,10 @@ def nothing_found(store: ChunkStore, collection: Collection, usable: Ids[str]) -
             f"none of the {own} chunks that are stored for {model} has a word of the question",
             "ask in other words, or name chunks: --chunks ID,ID (cacheblend chunks ls lists them)",
         )
-    others = [(group, _differences(collection, group.sample, group.prefix_ids, usable)) for group in groups.values()]
+    worded = {of.prefix_ids: wording for of, wording in other_wordings(store, collection)}
+    others = [
+        (group, _differences(collection, group.sample, group.prefix_ids, usable, worded)) for group in groups.values()
+    ]
     others = [(group, found) for group, found in others if group.chunks]
     if not others:
         return NotFoundError(f"nothing is stored in {store.path} yet", "store documents: cacheblend precompute PATH")
@@ -77,10 +83,14 @@ def _stored(store: ChunkStore) -> dict[str, _Stored]:
 
 
 def _differences(
-    collection: Collection, sample: ChunkManifest, prefix_ids: tuple[int, ...] | None, usable: Ids[str]
+    collection: Collection,
+    sample: ChunkManifest,
+    prefix_ids: tuple[int, ...] | None,
+    usable: Ids[str],
+    worded: Mapping[tuple[int, ...], Wording],
 ) -> list[_Difference]:
     """Of another model everything is another, and that it is says enough. prefix_ids: of the sample's collection; None: not
-    known."""
+    known. worded: prefixes that other wordings make."""
     model, found = collection.model, []
     if sample.model != model.fingerprint:
         ours = str(model.decoder.dtype).removeprefix("torch.")
@@ -95,27 +105,41 @@ def _differences(
         found.append(_Difference("with another tokenizer", ""))
     if replace(collection, codec=sample.codec).id not in usable:
         found.append(_Difference(f"as {sample.codec}", f"as {collection.codec}", "--kv-dtype auto"))
-    return found + _prompt_differences(collection, sample, prefix_ids)
+    return found + _prompt_differences(collection, sample, prefix_ids, worded)
 
 
 def _prompt_differences(
-    collection: Collection, sample: ChunkManifest, prefix_ids: tuple[int, ...] | None
+    collection: Collection,
+    sample: ChunkManifest,
+    prefix_ids: tuple[int, ...] | None,
+    worded: Mapping[tuple[int, ...], Wording],
 ) -> list[_Difference]:
     """Prefix and salt are known by the digest that is the collection's id alone: what would explain it is tried."""
 
-    def explained(salt: str) -> bool:
+    def explained(prefix: tuple[int, ...], salt: str) -> bool:
         parts = KeyParts(sample.model, sample.tokenizer, prefix, (), sample.codec, salt)
         return collection_id(parts) == sample.collection
 
     prefix = collection.prefix_ids if prefix_ids is None else prefix_ids
+    if prefix_ids is None:
+        salts = (collection.salt, "")
+        prefix = next((p for p in (prefix, *worded) if any(explained(p, salt) for salt in salts)), prefix)
     found = []
-    if prefix != collection.prefix_ids:
+    if prefix in worded:
+        flags = worded[prefix].differences(collection.template.wording)
+        found += [_Difference(f"with {stored}", f"with {asked}", _to_ask_with(stored)) for stored, asked in flags]
+    elif prefix != collection.prefix_ids:
         found.append(_Difference("behind another beginning of the prompt", "behind what its template makes now"))
-    if explained(collection.salt):
+    if explained(prefix, collection.salt):
         return found
-    if explained(""):
+    if explained(prefix, ""):
         return [*found, _Difference("without a salt", "with one", "no --salt")]
     if prefix_ids is None:
         return [*found, _Difference("with another salt or behind another beginning of the prompt", "")]
     stored, asked = ("with another salt", "with yours") if collection.salt else ("with a salt", "without one")
     return [*found, _Difference(stored, asked, "the --salt they were stored with")]
+
+
+def _to_ask_with(flag: str) -> str:
+    """A prompt is a file, of which only the text is known."""
+    return "the --prompt they were stored with" if flag.startswith("--prompt") else flag

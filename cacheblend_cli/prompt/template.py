@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.model.tokenizer import TemplateFailed, Tokenizer
+from cacheblend_cli.prompt.wording import Wording
 
 CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it
 QUESTION = "Question8a44c1d2Stands0e6fHere"
-CONTENT = "Documents:\n\n{chunks}\n\nQuestion: {question}"
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,16 @@ class PromptTemplate:
     """
 
     tokenizer: Tokenizer
+    wording: Wording
     prefix_ids: tuple[int, ...]
     before_chunks: str
     before_question: str
     after_question: str
     day: date | None = None
+
+    def on(self, day: date) -> PromptTemplate:
+        """With another date."""
+        return split_template(self.tokenizer, self.wording, day)
 
     def suffix_ids(self, question: str) -> tuple[int, ...]:
         """Ids of the question and all after it. Control tokens written in the question stay plain text.
@@ -69,20 +74,20 @@ def _first_difference(a: str, b: str) -> tuple[str, str]:
     return a[around], b[around]
 
 
-def split_template(tokenizer: Tokenizer, day: date | None = None) -> PromptTemplate:
-    """Render the chat template around sentinels and split it there. day: the date to print, today's by default; the time
-    is midnight.
+def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
+    """Render the chat template around sentinels and split it there. wording: None for the default one. day: the date to
+    print, today's by default; the time is midnight.
 
-    Raises UsageError when the template drops or repeats the user's message.
+    Raises UsageError when the template drops or repeats the user's message or the system prompt, or does not know a variable.
     """
+    wording = wording or Wording()
     printed: set[date] = set()
 
     def strftime_now(form: str) -> str:
         printed.add(day or date.today())
         return datetime.combine(max(printed), time()).strftime(form)
 
-    message = {"role": "user", "content": CONTENT.format(chunks=CHUNKS, question=QUESTION)}
-    rendered = tokenizer.render([message], strftime_now)
+    rendered = _render(tokenizer, wording, strftime_now)
     if rendered.count(CHUNKS) != 1 or rendered.count(QUESTION) != 1:
         raise UsageError(
             "the chat template does not render the user's message exactly once",
@@ -91,5 +96,24 @@ def split_template(tokenizer: Tokenizer, day: date | None = None) -> PromptTempl
     prefix, rest = rendered.split(CHUNKS)
     before, after = rest.split(QUESTION)
     return PromptTemplate(
-        tokenizer, tuple(tokenizer.encode_template(prefix)), prefix, before, after, max(printed, default=None)
+        tokenizer, wording, tuple(tokenizer.encode_template(prefix)), prefix, before, after, max(printed, default=None)
     )
+
+
+def _render(tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str]) -> str:
+    for flag, text in (("--system", wording.system), ("--prompt", wording.prompt)):
+        if token := tokenizer.special_in(text):
+            raise UsageError(f"{flag} has {token!r}, a control token of this model", "the chat template writes these")
+    messages = [{"role": "user", "content": wording.message(CHUNKS, QUESTION)}]
+    if not wording.system:
+        return tokenizer.render(messages, strftime_now, wording.variables)
+    to_do = "leave --system out, and write it into the file of --prompt"
+    try:
+        rendered = tokenizer.render(
+            [{"role": "system", "content": wording.system}, *messages], strftime_now, wording.variables
+        )
+    except TemplateFailed as error:
+        raise UsageError(f"the chat template takes no system prompt: {error.reason}", to_do) from error
+    if rendered.count(wording.system) != 1:
+        raise UsageError("the chat template does not render the system prompt exactly once", to_do)
+    return rendered

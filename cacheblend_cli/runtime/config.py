@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import check_kv_dtype
+from cacheblend_cli.prompt.wording import Wording, check_prompt, parse_variables
 from cacheblend_cli.settings import Settings, of_settings
 
 MODES = ("blend", "full", "reuse")
@@ -20,7 +22,9 @@ class EngineConfig:
     """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else handbook. threads: CPU threads, None for torch's own choice.
 
     gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs.
-    kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype."""
+    kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the user's
+    message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, "" for none;
+    template_var: NAME=VALUE for the chat template."""
 
     model: str | None = None
     device: str = "auto"
@@ -32,6 +36,9 @@ class EngineConfig:
     kv_dtype: str = "auto"
     eager: bool = False
     kv_pool_dtype: str = "auto"
+    prompt: str = ""
+    system: str = ""
+    template_var: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -44,6 +51,13 @@ class EngineConfig:
                 f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not above 0 and at most 1",
                 "0.9 leaves a tenth of the GPU's memory to others",
             )
+        parse_variables(self.template_var)
+        if self.prompt:
+            check_prompt(self.prompt)
+
+    def wording(self, model_dir: Path) -> Wording:
+        """How prompts are worded for the model in that directory."""
+        return Wording.of(model_dir, self.prompt, self.system, self.template_var)
 
 
 @dataclass(frozen=True)

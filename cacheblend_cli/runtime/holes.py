@@ -8,6 +8,7 @@ from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.prompt.dates import keep_date
+from cacheblend_cli.prompt.kept import keep_wording
 from cacheblend_cli.runtime.prefill import Prefilled
 
 
@@ -22,6 +23,7 @@ def store_holes(done: Prefilled) -> None:
     told = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
         keep_date(store, request.collection)
+        keep_wording(store, request.collection)
         keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
         collector = Collector(request.collection, store, keep)
         planned = _planned(done, store)

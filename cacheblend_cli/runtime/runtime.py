@@ -41,7 +41,8 @@ class Runtime:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
-        self.model, self.config, self.template = model, config, split_template(model.tokenizer)
+        self.model, self.config = model, config
+        self.template = split_template(model.tokenizer, config.wording(model.path))
         self.load_s = 0.0
         self.say: Say = lambda text: None
         self.progress: Say = lambda text: None
@@ -98,8 +99,7 @@ class Runtime:
 
     def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
         """What the keys of chunks are made of. kv_dtype: None for the engine's."""
-        prefix_ids, day = self.template.prefix_ids, self.template.day
-        return Collection.of(self.model, prefix_ids, kv_dtype or self.config.kv_dtype, salt, day)
+        return Collection.of(self.model, self.template, kv_dtype or self.config.kv_dtype, salt)
 
     def take_date(self, store: ChunkStore | None, salt: str = "") -> None:
         """Where the template prints a date, let it be the one that the store keeps; today's when it keeps none."""
@@ -112,7 +112,7 @@ class Runtime:
         if self.template.day is None:
             raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
         if self.template.day != day:
-            self.template = split_template(self.model.tokenizer, day)
+            self.template = self.template.on(day)
 
     def collections(self, salt: str = "") -> list[Collection]:
         """The collections whose chunks can be used as they are: one a codec, or the one that was asked for."""
@@ -151,6 +151,7 @@ class Runtime:
             "attention_backend": decoder.kernels.name,
             "context": self.context,
             "rope": spec.rope["rope_type"],
+            "prompt": self.template.wording.source(self.model.path),
             "kv_bytes_per_token": int(bytes_per_token(decoder)),
             "fingerprint": self.model.fingerprint,
             **({"products": str(product_speeds(spec))} if decoder.device.type == "cpu" else {}),

@@ -13,7 +13,8 @@ from text_tokenizers import BYTE_KINDS, SCRIPTS, WORDS, text_tokenizer
 
 from cacheblend_cli.corpus.chunker import cut
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.prompt.template import CONTENT, PromptTemplate, split_template
+from cacheblend_cli.prompt.template import PromptTemplate, split_template
+from cacheblend_cli.prompt.wording import Wording
 
 TEMPLATES = {
     "llama2": "{{ bos_token }}[INST] {{ messages[0]['content'] }} [/INST]",
@@ -46,7 +47,7 @@ def prompt_ids(template: PromptTemplate, chunks: list[str], question: str) -> li
 
 
 def rendered(template: PromptTemplate, chunks: list[str], question: str) -> str:
-    content = CONTENT.format(chunks="".join(chunks), question=question)
+    content = Wording().message("".join(chunks), question)
     return template.tokenizer.render([{"role": "user", "content": content}])
 
 
@@ -75,7 +76,7 @@ def test_the_ids_decode_to_the_rendered_text(
 def test_indentation_stays(make: Make, kind: str) -> None:
     parts = make(kind, "llama2")
     ids = prompt_ids(parts, ["Who:\n", "  Mara\n", "Bergen\n", " and"], "Who works?")
-    expected = "Documents:\n\nWho:\n  Mara\nBergen\n and\n\nQuestion: Who works? [/INST]"
+    expected = "\n\nWho:\n  Mara\nBergen\n and\n\nQuestion: Who works? [/INST]"
     assert expected in decoded(parts.tokenizer, ids)
 
 

@@ -14,7 +14,7 @@ QUESTIONS = ("where does Mara work?", "who?", "what is it about", "where")
 
 
 def test_engines_ask_side_by_side(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", "llama-gqa")
+    write_checkpoint(tmp_path / "model", "llama-gqa", max_position_embeddings=1024)
     (tmp_path / "docs").mkdir()
     for page in range(4):
         words = [WORDS[(5 * page + i) % len(WORDS)] for i in range(60)]

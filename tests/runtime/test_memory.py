@@ -28,7 +28,7 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     write_checkpoint(tmp_path / "model", "llama-gqa")
-    return Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16))
+    return Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16, prompt="{chunks} {question}"))
 
 
 class Gauge:

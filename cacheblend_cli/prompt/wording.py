@@ -1,0 +1,134 @@
+"""How a prompt is worded: the system prompt, what is said around chunks and question, what the chat template is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.model_files import read_text
+
+OWN_FILE = "cacheblend_prompt.txt"
+"""In a model's directory: the prompt it was trained with, its default."""
+DEFAULT = (
+    "Answer the question at the end from these documents alone, in one or two sentences. "
+    "If they do not say it, answer: not in the documents.\n\n"
+    "Documents:\n\n{chunks}\n\nQuestion: {question}"
+)
+CHUNKS, QUESTION = "{chunks}", "{question}"
+_PLACE = re.compile(r"\{[a-z_]+\}")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_SHOWN = 48  # characters
+
+
+@dataclass(frozen=True)
+class Wording:
+    """prompt: the user's message, with {chunks} and {question} in it once each, in this order. system: "" for no system
+    prompt. variables: of the chat template. given: somebody asked for this prompt, and it is not a default."""
+
+    prompt: str = DEFAULT
+    system: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    given: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_prompt(self.prompt)
+
+    @classmethod
+    def of(cls, model_dir: Path, prompt: str = "", system: str = "", template_var: Sequence[str] = ()) -> Wording:
+        """What was asked for, over the model's own prompt, over the default. template_var: NAME=VALUE each."""
+        own = model_dir / OWN_FILE
+        text = prompt or (read_text(own).strip() if own.is_file() else DEFAULT)
+        return cls(text, system.strip(), parse_variables(template_var), given=bool(prompt))
+
+    def message(self, chunks: str, question: str) -> str:
+        """The user's message with these in it."""
+        before, rest = self.prompt.split(CHUNKS)
+        between, after = rest.split(QUESTION)
+        return before + chunks + between + question + after
+
+    def source(self, model_dir: Path) -> str:
+        """Where the prompt is from, in words."""
+        return (
+            "--prompt" if self.given else f"the model's {OWN_FILE}" if (model_dir / OWN_FILE).is_file() else "default"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "system": self.system, "variables": dict(self.variables), "given": self.given}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Wording:
+        """Raises UsageError, KeyError or TypeError for what no version wrote."""
+        return cls(str(value["prompt"]), str(value["system"]), dict(value["variables"]), given=bool(value["given"]))
+
+    def differences(self, other: Wording) -> list[tuple[str, str]]:
+        """In what two differ: how this one and how the other is asked for, as flags."""
+        found = []
+        if self.prompt != other.prompt:
+            found.append((self._prompt_flag(other), other._prompt_flag(self)))
+        if self.system != other.system:
+            found.append((_flag("system", self.system), _flag("system", other.system)))
+        for name in sorted(self.variables.keys() | other.variables.keys()):
+            mine, others = (_variable_flag(name, of.variables) for of in (self, other))
+            if mine != others:
+                found.append((mine, others))
+        return found
+
+    def _prompt_flag(self, other: Wording) -> str:
+        return _flag("prompt", self.prompt) if self.given or not other.given else "no --prompt"
+
+
+def check_prompt(prompt: str) -> None:
+    """Raises UsageError for a prompt that has not both places, in their order, or others."""
+    unknown = sorted(set(_PLACE.findall(prompt)) - {CHUNKS, QUESTION})
+    if unknown:
+        raise UsageError(f"the prompt has the place {unknown[0]}", f"known: {CHUNKS}, {QUESTION}")
+    for place in (CHUNKS, QUESTION):
+        if prompt.count(place) != 1:
+            count = "no" if place not in prompt else f"{prompt.count(place)} times the"
+            raise UsageError(f"the prompt has {count} place {place}", "it needs it once")
+    if prompt.index(QUESTION) < prompt.index(CHUNKS):
+        raise UsageError(
+            f"the prompt has {QUESTION} before {CHUNKS}",
+            "what stands before the chunks is computed once for all questions: move the question behind them",
+        )
+
+
+def read_prompt(path: str) -> str:
+    """The text of a prompt file, without blank lines at its ends. Raises NotFoundError or UsageError."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise NotFoundError(f"no prompt file {path}", f"--prompt takes a file of text with {CHUNKS} and {QUESTION}")
+    text = read_text(file).strip()
+    try:
+        check_prompt(text)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}", error.hint) from error
+    return text
+
+
+def parse_variables(items: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE each; a value is JSON where it can be (true, 3, "3"), else text. Raises UsageError."""
+    found: dict[str, Any] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name.strip()):
+            raise UsageError(f"--template-var {item} is not NAME=VALUE", "for example enable_thinking=true")
+        try:
+            found[name.strip()] = json.loads(value)
+        except ValueError:
+            found[name.strip()] = value
+    return found
+
+
+def _flag(name: str, value: str) -> str:
+    shown = value if len(value) <= _SHOWN else value[: _SHOWN - 3] + "..."
+    return f"--{name} {shown!r}" if value else f"no --{name}"
+
+
+def _variable_flag(name: str, variables: Mapping[str, Any]) -> str:
+    return f"--template-var {name}={json.dumps(variables[name])}" if name in variables else f"no --template-var {name}"
