@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
@@ -419,3 +420,16 @@ def test_a_networks_disk_is_refused_unless_forced(
         ChunkStore.open(store.path.parent / "new", mode="write")
     with ChunkStore.open(store.path, mode="write", force=True) as forced:
         forced.put_chunk(*make_chunk(950))
+
+
+def test_many_stores_leave_address_space_for_others(tmp_path: Path) -> None:
+    """A map is no larger than its store can get, so that a process can open many and still start threads."""
+    stores = [ChunkStore.open(tmp_path / str(n), mode="write") for n in range(24)]
+    try:
+        reserved = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+        reserved.close()
+        for n, store in enumerate(stores):
+            store.put_chunk(*make_chunk(n))
+    finally:
+        for store in stores:
+            store.close()

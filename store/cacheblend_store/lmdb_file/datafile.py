@@ -18,7 +18,7 @@ from cacheblend_store.lmdb_file.directory import DATA, MAKING, check_space, sync
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 
-MAP_SIZE = 16 << 40  # sparse: address space, not disk
+MAP_SIZE = 16 << 40  # at most; sparse: address space, not disk
 _LEAST_MAP = 64 << 20
 Fill = Callable[[Any, dict[str, Any]], None]
 """Writes a new store's first records: (py-lmdb's transaction, database handles by name)."""
@@ -27,9 +27,10 @@ Fill = Callable[[Any, dict[str, Any]], None]
 def open_lmdb(store: Path) -> Any:
     """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format.
 
-    The map is as large as any store, or half of the address space where that is limited, and does not grow.
+    The map is as large as the store can get on its file system, or half of the address space where that is limited, and
+    does not grow: a process that has many stores open has address space left.
     """
-    size, limit = MAP_SIZE, resource.getrlimit(resource.RLIMIT_AS)[0]
+    size, limit = min(MAP_SIZE, _room_on_disk(store)), resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         size = max(min(size, limit // 2), _LEAST_MAP)
     while True:
@@ -45,6 +46,11 @@ def open_lmdb(store: Path) -> Any:
                 continue
             with translated(store):
                 raise
+
+
+def _room_on_disk(store: Path) -> int:
+    """Twice what the file system holds in all, should it grow while the store is open."""
+    return max(1 << 30, 2 * shutil.disk_usage(store).total)
 
 
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
