@@ -153,7 +153,8 @@ def rm(
         for name in ids:
             output.text(name)
     else:
-        of = f" of {len({d.source for d in found})} documents" if found else ""
+        count = len({d.source for d in found})
+        of = f" of {count} document{'' if count == 1 else 's'}" if found else ""
         output.note(f"removed {len(ids)} chunks{of}")
 
 

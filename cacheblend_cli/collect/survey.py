@@ -16,6 +16,7 @@ from cacheblend_cli.collect.roots import DocumentRoot, Roots
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
+from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import kept_dates
 from cacheblend_cli.prompt.kept import ids_of_wordings
@@ -24,10 +25,12 @@ from cacheblend_cli.prompt.wording import Wording
 
 @dataclass(frozen=True)
 class Survey:
-    """paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order. kept: name -> digest of the documents that are there, "" of those that nobody could read.
+    """paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order.
+    kept: name -> digest of the documents that are there, "" of those that nobody could read.
     stored: key in the store -> record, under the name the document has now. gone: the records of documents that are no
-    more. codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
-    latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
+    more. others: records of other models, where the store is of a version that remembered no roots. codecs: by collection.
+    worded: names of documents that are stored behind another wording of the prompt -> it, the latest; these stay as they
+    are. earlier: collections behind an earlier date, and it; their documents are stored anew.
     roots: what the store remembers. collection: of any codec."""
 
     collection: Collection
@@ -36,6 +39,7 @@ class Survey:
     kept: dict[str, str]
     stored: dict[bytes, DocumentRecord]
     gone: list[DocumentRecord]
+    others: list[DocumentRecord]
     codecs: dict[str, str]
     worded: dict[str, Wording]
     earlier: dict[str, date]
@@ -99,8 +103,9 @@ class Survey:
             return known.settings
         records = [r for r in self.stored.values() if is_within(r.source, root)]
         records = records or [r for r in self.gone if r.content_digest in self.names]
+        records = records or [r for r in self.others if is_within(r.source, root)]
         for record in sorted(records, key=lambda r: r.updated, reverse=True):
-            codec = self.codecs[record.collection]
+            codec = self.codecs.get(record.collection, "auto")
             kv_dtype = "auto" if codec == self.collection.in_codec("auto").codec else codec
             if (found := CollectSettings.of_document(record, kv_dtype)) is not None:
                 return found
@@ -146,13 +151,15 @@ def survey(
     codecs |= {of.id: of.codec for of, _ in earlier}
     records = stored_documents(store) if store else {}
     stored = {k: r for k, r in records.items() if r.collection in codecs}
-    others = ids_of_wordings(store, collection) if store else {}
-    behind = sorted((r for r in records.values() if r.collection in others), key=lambda r: r.updated)
-    worded = {r.source: others[r.collection] for r in behind}
+    forgetful = store is not None and not store.memos(ROOTS)
+    others = [record for key, record in records.items() if forgetful and key not in stored]
+    wordings = ids_of_wordings(store, collection) if store else {}
+    behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
+    worded = {r.source: wordings[r.collection] for r in behind}
     roots = Roots(collection, store)
     gone = gone_documents(stored.values(), kept, no_documents | roots.unlinked(names, kept.keys()), names)
     days = {of.id: day for of, day in earlier}
-    return Survey(collection, names, found, kept, stored, gone, codecs, worded, days, roots)
+    return Survey(collection, names, found, kept, stored, gone, others, codecs, worded, days, roots)
 
 
 def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_store import ChunkManifest, ChunkStore, StoreError, StoreReader
+from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord, StoreError
 
 from cacheblend_cli.corpus.places import is_on_disk, known_as, settle, shown
 from cacheblend_cli.corpus.scopes import Scope, project_scope
+
+_MANY = 256  # chunks: from then on all documents are read at once
 
 
 @dataclass(frozen=True)
@@ -29,32 +31,45 @@ class Citations:
 
     def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
         self._store, self._scope = store, scope or project_scope(store)
-        self._documents: dict[bytes, tuple[str, dict[bytes, int]]] = {}
+        self._documents: dict[bytes, DocumentRecord | None] = {}
+        self._places: dict[bytes, dict[str, int]] | None = None  # of every chunk, once many were asked for
+        self._asked = 0
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
         """Every document the chunk stands in, the one to cite first. A chunk of no document has the one it came from."""
-        found = {Citation(name, places[manifest.key]) for name, places in self._of(manifest.key)}
-        found = found or {Citation(settle(known_as(manifest.source)), manifest.index)}
-        several = len(found) > 1
-        return sorted(
-            found, key=lambda c: (not self._scope.holds(c.name), several and not is_on_disk(c.name), c.name, c.index)
-        )
+        places = self._of(manifest.key) or {settle(known_as(manifest.source)): manifest.index}
+        if len(places) == 1:
+            return [Citation(name, index) for name, index in places.items()]
+        found = [Citation(name, index) for name, index in places.items()]
+        return sorted(found, key=lambda c: (not self._scope.holds(c.name), not is_on_disk(c.name), c.name))
 
     def of(self, manifest: ChunkManifest) -> Citation:
         return self.all_of(manifest)[0]
 
-    def _of(self, key: bytes) -> list[tuple[str, dict[bytes, int]]]:
+    def _of(self, key: bytes) -> dict[str, int]:
+        """Name of each document -> the chunk's first place in it."""
+        self._asked += 1
+        if self._places is not None:
+            return self._places.get(key, {})
         try:
             with self._store.read() as reader:
-                found = [self._document(reader, name) for name in reader.documents_of(key)]
+                if self._asked > _MANY:
+                    self._places = {}
+                    for record in reader.documents():
+                        _add_places(self._places, record)
+                    return self._places.get(key, {})
+                found: dict[bytes, dict[str, int]] = {}
+                for name in reader.documents_of(key):
+                    if name not in self._documents:
+                        self._documents[name] = reader.document(name)
+                    if (known := self._documents[name]) is not None:
+                        _add_places(found, known)
+                return found.get(key, {})
         except StoreError:  # what is damaged is told elsewhere; the chunk has a name of its own
-            return []
-        return [document for document in found if key in document[1]]
+            return {}
 
-    def _document(self, reader: StoreReader, key: bytes) -> tuple[str, dict[bytes, int]]:
-        """A document's name and the places of its chunks; each record is read once."""
-        if key not in self._documents:
-            record = reader.document(key)
-            name = settle(known_as(record.source, record.settings)) if record else ""
-            self._documents[key] = name, {c.key: c.index for c in reversed(record.chunks)} if record else {}
-        return self._documents[key]
+
+def _add_places(places: dict[bytes, dict[str, int]], record: DocumentRecord) -> None:
+    name = settle(known_as(record.source, record.settings))
+    for chunk in record.chunks:
+        places.setdefault(chunk.key, {}).setdefault(name, chunk.index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,13 @@ def is_below(name: str, folder: str) -> bool:
 def is_within(name: str, path: str) -> bool:
     """Whether it is that path or below it."""
     return name == path or is_below(name, path)
+
+
+def with_parents(name: str) -> Iterator[str]:
+    """The path, and every one above it."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
 
 
 def linked_from(path: str) -> str | None:

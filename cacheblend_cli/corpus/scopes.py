@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.places import is_settled, is_within, place_of, project_folder, shown
+from cacheblend_cli.corpus.places import is_settled, is_within, place_of, project_folder, shown, with_parents
 
 ROOTS = "root"
 """The kind of the store's memos of document roots, see collect/roots.py."""
@@ -47,7 +47,7 @@ class Scope:
             return True
         if self.typed and not is_settled(name):
             return fnmatchcase(shown(name), self.typed)
-        if is_within(name, self.path) or any(is_within(name, path) for path in self.linked):
+        if is_within(name, self.path) or (self.linked and not self.linked.isdisjoint(with_parents(name))):
             return True
         return bool(self.pattern) and (fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}/*"))
 

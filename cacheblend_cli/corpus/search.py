@@ -30,6 +30,10 @@ _BEST = """
     SELECT p.id, p.key, p.source, p.position, p.collection, p.context, sum(score) AS total FROM found JOIN places AS p USING (id)
     WHERE {of} GROUP BY p.id ORDER BY total DESC, p.source, p.position, p.id
 """
+_VERSIONS = """
+    SELECT DISTINCT p.collection, p.context, coalesce(v.digest, ''), coalesce(v.updated, 0.0) FROM places AS p
+    LEFT JOIN versions AS v USING (source, collection, context) WHERE p.source = ?
+"""
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 
 
@@ -61,7 +65,7 @@ def search(
     A chunk is found by its own words and by its document's path and first heading, since later paragraphs of a page
     seldom repeat what the page is about. A passage that is stored for several models, and a paragraph that stands in
     several documents, is found once. collections: only chunks of these; of a document that is in several, those of the
-    first. Of a document that is stored in several contexts, the chunks of the one named `context` are found; where that
+    first. Of two texts of one document the one that was stored last counts. Of a document that is stored in several contexts, the chunks of the one named `context` are found; where that
     is not among them, of the first there is of document, neighbours, sink.
     """
     hits: list[Hit] = []
@@ -75,17 +79,19 @@ def search(
         values = [v for term, weight in weights.items() for v in (weight, term)]
         of = "1" if collections is None else f"p.collection IN ({', '.join('?' * len(collections))})"
         rows = db.execute(_BEST.format(terms=terms, of=of), (*values, *(collections or ()))).fetchall()
-        versions, names = _Versions(db, collections, context), dict[str, str]()
+        versions, names = _Versions(db, collections, context), dict[str, str | None]()  # None: not of the scope
         for row, key, source, index, collection, stored_in, score in rows:
             if len(hits) == k:
                 break
             if source not in names:
-                names[source] = settle(source)
-            if not scope.holds(names[source]) or not versions.counts(source, collection, stored_in):
+                settled = settle(source)
+                names[source] = settled if scope.holds(settled) else None
+            name = names[source]
+            if name is None or not versions.counts(source, collection, stored_in):
                 continue
             if key not in keys and (source, index) not in places:
                 [text] = db.execute(_SNIPPET, (" OR ".join(weights), row)).fetchone()
-                hits.append(Hit(bytes.fromhex(key), names[source], index, score, " ".join(unspaced(text).split())))
+                hits.append(Hit(bytes.fromhex(key), name, index, score, " ".join(unspaced(text).split())))
             keys.add(key)
             places.add((source, index))
     return hits
@@ -123,12 +129,16 @@ class _Versions:
         return self._known[source].get(collection) == context
 
     def _contexts(self, source: str) -> dict[str, str]:
-        """collection -> context: of the first of the wanted collections that has the document, or of every one."""
+        """collection -> context: of the first of the wanted collections that has the document, or of every one. What is
+        stored of an older text does not count."""
+        rows = self._db.execute(_VERSIONS, (source,)).fetchall()
+        rows = [row for row in rows if self._collections is None or row[0] in self._collections]
+        newest = max(rows, key=lambda row: row[3], default=("", "", "", 0.0))
         found: dict[str, str] = {}
-        rows = self._db.execute("SELECT DISTINCT collection, context FROM places WHERE source = ?", (source,))
-        for collection, context in rows:
-            known = found.get(collection, context)
-            found[collection] = min(known, context, key=self._order.index)
+        for collection, context, digest, _ in rows:
+            if digest == newest[2]:
+                known = found.get(collection, context)
+                found[collection] = min(known, context, key=self._order.index)
         if self._collections is None:
             return found
         return {c: found[c] for c in [c for c in self._collections if c in found][:1]}

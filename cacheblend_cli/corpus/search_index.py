@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord
 
 from cacheblend_cli.corpus.places import known_as
 
-_SCHEMA = 5
+_SCHEMA = 6
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
+    DROP TABLE IF EXISTS versions;
     DROP TABLE IF EXISTS stamp;
     CREATE TABLE stamp (value TEXT);
     CREATE TABLE places (id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT);
     CREATE INDEX by_source ON places (source);
+    CREATE TABLE versions (source TEXT, collection TEXT, context TEXT, digest TEXT, updated REAL);
+    CREATE INDEX versions_by_source ON versions (source);
     CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = 'porter unicode61');
     PRAGMA user_version = {_SCHEMA};
 """
@@ -46,7 +49,8 @@ class Place(NamedTuple):
 def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
     """An up-to-date index: the file in the store's directory, or one in memory where that cannot be written.
 
-    Tables: places (id, key, source, position, collection, context) and the FTS5 table chunks (source, title, body), rowid = id.
+    Tables: places (id, key, source, position, collection, context), the FTS5 table chunks (source, title, body), rowid = id,
+    and versions (source, collection, context, digest, updated): what text of a document is stored there, and since when.
     """
     with closing(_up_to_date(store)) as db:
         yield db
@@ -124,7 +128,11 @@ def _stamp(db: sqlite3.Connection) -> str:
 
 
 def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
-    wanted, loose = _places(store)
+    documents = [(_clean(known_as(d.source, d.settings)), d) for d in store.documents()]
+    versions = [(name, d.collection, d.context, d.content_digest, d.updated) for name, d in documents]
+    db.execute("DELETE FROM versions")
+    db.executemany("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", versions)
+    wanted, loose = _places(store, documents)
     indexed = {
         Place(*row): i for i, *row in db.execute("SELECT id, key, source, position, collection, context FROM places")
     }
@@ -145,14 +153,15 @@ def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
         _retitle(db, source)
 
 
-def _places(store: ChunkStore) -> tuple[set[Place], dict[str, ChunkManifest]]:
-    """Every place of every stored chunk, and the manifests of the chunks that stand in no document."""
+def _places(
+    store: ChunkStore, documents: Sequence[tuple[str, DocumentRecord]]
+) -> tuple[set[Place], dict[str, ChunkManifest]]:
+    """Every place of every stored chunk, and the manifests of the chunks that stand in no document. documents: by name."""
     with store.read() as reader:
         stored = {key.hex() for key in reader.keys_from(b"")}
     places = {
-        Place(chunk.key.hex(), _clean(name), chunk.index, document.collection, document.context)
-        for document in store.documents()
-        for name in [known_as(document.source, document.settings)]
+        Place(chunk.key.hex(), name, chunk.index, document.collection, document.context)
+        for name, document in documents
         for chunk in document.chunks
         if chunk.key.hex() in stored
     }

@@ -178,6 +178,18 @@ def test_a_changed_document_leaves_nothing_of_its_old_text_in_another_codec(cli:
     assert listed(cli) == {"b.md"}
 
 
+def test_a_search_of_all_models_finds_what_a_document_says_now(cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.md", MARA)
+    assert cli("precompute", "a.md", "--dtype", "bfloat16").code == 0
+    write(file, JONAS)
+    assert cli("precompute", "a.md", "--dtype", "float32").code == 0
+    [hit] = cli("search", "billing lead", "--json").records
+    assert "Jonas" in hit["snippet"]
+    assert cli("precompute", "a.md", "--dtype", "bfloat16").code == 0
+    [hit] = cli("search", "billing lead", "--json").records
+    assert "Jonas" in hit["snippet"]
+
+
 def test_a_project_has_what_its_links_lead_to(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
     one, two = projects
     write(tmp_path / "wiki/page.md", "# Wiki\n\nbilling was in Oslo\n")
