@@ -426,7 +426,9 @@ def test_many_stores_leave_address_space_for_others(tmp_path: Path) -> None:
     """A map is no larger than its store can get, so that a process can open many and still start threads."""
     stores = [ChunkStore.open(tmp_path / str(n), mode="write") for n in range(24)]
     try:
-        reserved = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+        reserved = mmap.mmap(
+            -1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ
+        )  # MAP_NORESERVE
         reserved.close()
         for n, store in enumerate(stores):
             store.put_chunk(*make_chunk(n))
