@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from cacheblend_kernels import AttentionParams, KernelBackend
 from torch import Tensor
 
+from cacheblend_cli.model.experts import Experts
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.linear import Linear
 from cacheblend_cli.model.mlp import MLP
@@ -32,7 +33,8 @@ class DecoderLayer:
         }  # taken out: once packed, a weight is not held twice
         self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), spec.q_size)
         self._o = Linear(get["o_proj.weight"], get.get("o_proj.bias"))
-        self.mlp = MLP(spec, get, kernels)
+        experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
+        self.mlp = MLP(spec, get, kernels) if experts is None else Experts(spec, experts, get, kernels)
         norms = {p: Norm(spec, kernels, get[f"{p}.weight"], get.get(f"{p}.bias")) for p, _ in spec.norms}
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")

@@ -10,6 +10,25 @@ LENGTHENED = ("linear", "dynamic", "yarn")
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """MLPs of which a router chooses a few for each token. layers: those that have them, the others' MLPs are plain.
+
+    width, shared_width: inside an expert, and inside the one that all tokens get, with a gate of its own (0: there is none).
+    normed: the weights of a token's experts sum to 1. names: what the checkpoint calls gate, up and down of an expert;
+    base: where in a layer they are.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    layers: tuple[int, ...]
+    normed: bool = True
+    shared_width: int = 0
+    base: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only model. Sizes in elements; `sliding_windows` has an entry a layer (None: no window).
 
@@ -29,6 +48,7 @@ class ModelSpec:
     - embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds, on the logits;
     - fused: qkv_proj and gate_up_proj, where the checkpoint holds them in one tensor as we do;
     - renamed: parts of a layer and their names in the checkpoint, where they are not a Llama's;
+    - experts: of a mixture;
     - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes."""
 
     architecture: str
@@ -72,6 +92,7 @@ class ModelSpec:
     fused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     other_parts: tuple[str, ...] = ()
+    experts: ExpertsSpec | None = None
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """RoPE's parameters of a layer; None: it has none."""
@@ -119,5 +140,10 @@ class ModelSpec:
 
     @property
     def mlp_params(self) -> int:
-        """Weights of a layer's MLP that a row is multiplied with."""
-        return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        """Weights of a layer's MLP that a row is multiplied with; with experts, in the mean over layers."""
+        plain, experts = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size, self.experts
+        if experts is None:
+            return plain
+        of_row = 3 * self.hidden_size * (experts.per_token * experts.width + experts.shared_width)
+        sparse = len(experts.layers) / self.num_layers
+        return round(sparse * (of_row + experts.count * self.hidden_size) + (1 - sparse) * plain)

@@ -19,12 +19,15 @@ from transformers import (
     GraniteConfig,
     Mistral3Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen2MoeConfig,
     Qwen2VLConfig,
+    Qwen3MoeConfig,
     Qwen3VLConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -86,6 +89,7 @@ def newer_names(held: dict[str, torch.Tensor]) -> None:
         held[own if own.startswith(("lm_head.", "model.")) else f"model.{own}"] = held.pop(name)
 
 
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WIDE = {"head_dim": 16}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
 
@@ -162,6 +166,15 @@ RUN = [
     HubModel("command-r7b, as the hub", Cohere2Config, {"sliding_window": 20, "num_hidden_layers": 4},
              old(50000) | {"layer_types": DROP, "sliding_window_pattern": 2}),
     HubModel("command-a, biases", Cohere2Config, {"sliding_window": 20, "layer_types": MIXED, "attention_bias": True}),
+    # Experts
+    HubModel("qwen3-30b-a3b", Qwen3MoeConfig, MOE | {"norm_topk_prob": True, "head_dim": 16}, old(1000000.0) | {"head_dim": 16}),
+    HubModel("qwen3-moe, not normed, biases", Qwen3MoeConfig, MOE | {"attention_bias": True, "head_dim": 8}),
+    HubModel("qwen3-moe, one layer with experts", Qwen3MoeConfig, MOE | {"decoder_sparse_step": 2, "head_dim": 8}, shard_size="20KB"),
+    HubModel("qwen1.5-moe", Qwen2MoeConfig, MOE | {"shared_expert_intermediate_size": 40}),
+    HubModel("qwen2-moe, a plain layer", Qwen2MoeConfig, MOE | {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}),
+    HubModel("mixtral-8x7b", MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}, old(1000000.0)),
+    HubModel("mixtral, window, all experts", MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
+    # EXAONE
     HubModel("exaone-4-1.2b", Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
     HubModel("exaone-4-32b", Exaone4Config, {"sliding_window": 20, "layer_types": MIXED}),
     HubModel("exaone-4, by pattern", Exaone4Config, {"sliding_window": 20, "sliding_window_pattern": 2}, {"layer_types": DROP}),
@@ -189,6 +202,8 @@ REFUSED = [
     fault("gemma 2, cap of nothing", "final_logit_softcapping in config.json is 0", Gemma2Config, final_logit_softcapping=0),
     fault("phi-3 with yarn", "RoPE of a phi3 is of type 'yarn'", Phi3Config, **new("yarn", factor=4.0)),
     fault("phi-3, odd part", "partial_rotary_factor", Phi3Config, **new("default", partial_rotary_factor=0.4)),
+    fault("more experts than there are", "num_experts_per_tok in config.json is 9", MixtralConfig, num_experts_per_tok=9),
+    fault("windows of a qwen2_moe", "use_sliding_window of a qwen2_moe", Qwen2MoeConfig, use_sliding_window=True),
     fault("stablelm 2 12b", "qk_layernorm = true", StableLmConfig, qk_layernorm=True),
     fault("command r+", "use_qk_norm = true", CohereConfig, use_qk_norm=True),
     fault("granite, logits divided by 0", "logits_scaling in config.json is 0", GraniteConfig, logits_scaling=0),

@@ -1,0 +1,114 @@
+"""Mixtures of experts: Qwen2-MoE with an expert for all tokens, Qwen3-MoE, and Mixtral."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.qwen2 import MISSING as QWEN2_MISSING
+from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_of
+from cacheblend_cli.model.families.values import wrong_value
+from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
+
+ROUTER_FIELDS = {
+    "num_experts_per_tok": "experts that a token gets",
+    "output_router_logits": "what transformers returns",
+    "router_aux_loss_coef": "training",
+}
+QWEN_FIELDS = ROUTER_FIELDS | {
+    "num_experts": "experts of a layer",
+    "moe_intermediate_size": "width inside an expert",
+    "norm_topk_prob": "the weights of a token's experts sum to 1",
+    "decoder_sparse_step": "every how many layers one has experts",
+    "mlp_only_layers": "layers without experts",
+    "use_sliding_window": "whether sliding_window counts",
+    "sliding_window": "how many tokens a layer looks back over, itself included",
+    "max_window_layers": "counts where use_sliding_window does",
+}
+QWEN2_FIELDS = QWEN_FIELDS | {
+    "shared_expert_intermediate_size": "width inside the expert for all tokens",
+    "qkv_bias": "biases of the q, k and v projections",
+    "layer_types": "which layers have the window",
+}
+QWEN3_FIELDS = QWEN_FIELDS | {
+    "num_local_experts": "experts of a layer, as transformers 5 writes it",
+    "attention_bias": "biases of the q, k, v and o projections",
+}
+MIXTRAL_FIELDS = ROUTER_FIELDS | {
+    "num_local_experts": "experts of a layer",
+    "sliding_window": "how many tokens a layer looks back over, itself included; null: all",
+    "router_jitter_noise": "training",
+}
+MISSING_2 = QWEN2_MISSING | {"num_key_value_heads": 16}
+MISSING_3 = QWEN2_MISSING | {"num_key_value_heads": 4}
+MISSING_MIXTRAL = {
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+}  # fmt: skip
+
+
+def read_qwen2(fields: ConfigFields) -> ModelSpec:
+    spec = plain_decoder(fields, QWEN2_MOE.architectures[0], MISSING_2)
+    experts = _experts(fields, spec.num_layers, count=60, per_token=4, width=1408)
+    shared = fields.integer("shared_expert_intermediate_size", 5632)
+    if fields.flag("use_sliding_window"):
+        raise UsageError("use_sliding_window of a qwen2_moe is not implemented", "use another model")
+    windows_of(fields.layer_types(spec.num_layers) or [], None)
+    return replace(spec, qkv_bias=fields.flag("qkv_bias", True), experts=replace(experts, shared_width=shared))
+
+
+def read_qwen3(fields: ConfigFields) -> ModelSpec:
+    spec = plain_decoder(fields, QWEN3_MOE.architectures[0], MISSING_3)
+    window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
+    bias = fields.flag("attention_bias")
+    return replace(
+        spec,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        sliding_windows=(window,) * spec.num_layers,
+        experts=_experts(fields, spec.num_layers, count=128, per_token=8, width=768),
+    )
+
+
+def read_mixtral(fields: ConfigFields) -> ModelSpec:
+    spec = plain_decoder(fields, MIXTRAL.architectures[0], MISSING_MIXTRAL)
+    window = fields.optional_integer("sliding_window", None)
+    experts = ExpertsSpec(
+        count=fields.integer("num_local_experts", 8),
+        per_token=fields.integer("num_experts_per_tok", 2),
+        width=spec.intermediate_size,
+        layers=tuple(range(spec.num_layers)),
+        base="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=_checked(experts))
+
+
+def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, width: int) -> ExpertsSpec:
+    """count, per_token, width: the defaults of the family's class."""
+    plain, step = fields.values.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
+    if not isinstance(plain, list | None) or any(not isinstance(layer, int) for layer in plain or []):
+        raise wrong_value("mlp_only_layers", plain, "a list of layers, or null")
+    named = fields.integer("num_local_experts", fields.integer("num_experts", count))
+    if fields.integer("num_experts", named) != named:
+        raise wrong_value("num_local_experts", named, "what num_experts is")
+    return _checked(
+        ExpertsSpec(
+            count=named,
+            per_token=fields.integer("num_experts_per_tok", per_token),
+            width=fields.integer("moe_intermediate_size", width),
+            layers=tuple(i for i in range(num_layers) if i not in (plain or []) and (i + 1) % step == 0),
+            normed=fields.flag("norm_topk_prob"),
+        )
+    )
+
+
+def _checked(experts: ExpertsSpec) -> ExpertsSpec:
+    if experts.per_token > experts.count:
+        raise wrong_value("num_experts_per_tok", experts.per_token, f"at most {experts.count}, which is all of them")
+    return experts
+
+
+QWEN2_MOE = Family("qwen2_moe", ("Qwen2MoeForCausalLM", "Qwen2MoeModel"), QWEN2_FIELDS, read_qwen2)
+QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), QWEN3_FIELDS, read_qwen3)
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM", "MixtralModel"), MIXTRAL_FIELDS, read_mixtral)
