@@ -23,7 +23,7 @@ def rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 def load(path: Path, **overrides: Any) -> Engine:
     write_checkpoint(path / "model", "llama-gqa", **overrides)
-    return Engine.load(EngineConfig(model=str(path / "model"), block_size=16))
+    return Engine.load(EngineConfig(prompt="{chunks}\n\n{question}", model=str(path / "model"), block_size=16))
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn"])
@@ -66,7 +66,7 @@ def add_token(path: Path, text: str, template: str | None = None) -> None:
 def test_a_token_without_an_embedding_is_no_matter_until_a_text_needs_it(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "llama-gqa")
     add_token(tmp_path / "model", "<pad>")
-    engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16))
+    engine = Engine.load(EngineConfig(prompt="{chunks}\n\n{question}", model=str(tmp_path / "model"), block_size=16))
     question = Question("is <pad> a word?", [], BlendConfig(), SamplingParams(max_tokens=4))
     assert engine.ask(None, question).prompt_tokens > 5
 
@@ -75,4 +75,4 @@ def test_a_template_that_needs_a_token_without_an_embedding_is_refused(tmp_path:
     write_checkpoint(tmp_path / "model", "llama-gqa")
     add_token(tmp_path / "model", "<turn>", "<turn>{{ messages[0]['content'] }}")
     with pytest.raises(UsageError, match=r"'<turn>' has the id 320, and the model has 320 embeddings"):
-        Engine.load(EngineConfig(model=str(tmp_path / "model"), block_size=16))
+        Engine.load(EngineConfig(prompt="{chunks}\n\n{question}", model=str(tmp_path / "model"), block_size=16))

@@ -36,11 +36,17 @@ class Reference:
 
     @torch.no_grad()
     def generate(self, ids: list[int], count: int) -> list[int]:
-        """What transformers generates, greedily; without its cache, which for some configs has a window that the model has
-        not (a Llama with a left-over sliding_window)."""
+        """What transformers generates, greedily. Without its cache, which for some configs has a window that the model has
+        not (a Llama with a left-over sliding_window); with it where RoPE turns faster token by token: there K stays as it was
+        turned, and without a cache all of it would be turned anew."""
+        rope = getattr(self.model.config, "rope_parameters", None) or {}
         given = torch.tensor([ids])
         config = GenerationConfig(
-            max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=rope.get("rope_type") == "dynamic",
         )
         self.model.generation_config = config
         found = self.model.generate(given, attention_mask=torch.ones_like(given), generation_config=config)

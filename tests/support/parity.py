@@ -17,6 +17,7 @@ from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import Question, resolve
 
 NUM_GENERATED = 6
+PROMPT = "{chunks}\n\n{question}"  # short: some of the models have a context of 256 tokens
 QUESTION, GREEDY = "where does Mara work?", SamplingParams(max_tokens=NUM_GENERATED, ignore_eos=True)
 
 
@@ -51,7 +52,9 @@ def write_documents(folder: Path) -> Path:
 def compare(model: HubModel, path: Path, documents: Path) -> Parity:
     """Write the model below `path`, and run it everywhere."""
     model.write(path / "model")
-    engine = Engine.load(EngineConfig(model=str(path / "model"), block_size=16, dtype="float32", kv_dtype="float32"))
+    engine = Engine.load(
+        EngineConfig(model=str(path / "model"), block_size=16, dtype="float32", kv_dtype="float32", prompt=PROMPT)
+    )
     store = ChunkStore.open(path / "store", mode="write")
     try:
         options = PrecomputeOptions(chunk_tokens=40, context="sink")
