@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection as Names
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -79,9 +79,9 @@ def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
 
 
 def gone_documents(
-    stored: Iterable[DocumentRecord], kept: Mapping[str, str], no_documents: Names[str], roots: Names[str]
-) -> list[DocumentRecord]:
-    """Those of the stored documents that are gone, in any collection and context.
+    stored: Mapping[bytes, DocumentRecord], kept: Mapping[str, str], no_documents: Names[str], roots: Names[str]
+) -> dict[bytes, DocumentRecord]:
+    """Those of the stored documents (by key) that are gone, in any collection and context.
 
     kept: the documents this run found, name -> digest. no_documents: names that are of none any more. roots: paths it
     looked below. Gone is what lay below one of them and is on disk no more. A file that the walk passed over, since only
@@ -98,10 +98,10 @@ def gone_documents(
             return True
         return (record.content_digest in found or any(is_below(name, root) for root in roots)) and not is_on_disk(name)
 
-    return [record for record in stored if is_gone(record)]
+    return {key: record for key, record in stored.items() if is_gone(record)}
 
 
-def renamed(store: ChunkStore, gone: Sequence[DocumentRecord], names: Mapping[str, str]) -> list[DocumentRecord]:
+def renamed(store: ChunkStore, gone: Iterable[DocumentRecord], names: Mapping[str, str]) -> list[DocumentRecord]:
     """Records for the names under which what gone documents said has turned up, where the store has none yet: in contexts
     and codecs that this run did not look at, their chunks stay so. names: by digest."""
     moved = (replace(r, source=names[r.content_digest]) for r in gone if r.content_digest in names)

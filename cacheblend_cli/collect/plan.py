@@ -115,7 +115,7 @@ def plan_parts(
         others: list[Passage] = []
         if settings.context == "neighbours":
             others += (Passage(c.text, c.token_ids) for cut_so in cuts.values() for _, cs in cut_so for c in cs)
-            others += stored_passages(collection, store, survey.kept.keys() | {r.source for r in survey.gone})
+            others += stored_passages(collection, store, survey.kept.keys() | {r.source for r in survey.gone.values()})
         parts.append(Part(collection, settings, plan_documents(collection, own, settings, others)))
     return parts
 
@@ -173,7 +173,7 @@ def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[s
 def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:
     """The records that are replaced or removed, by their keys in the store."""
     places = {(p.collection.id, d.source, p.settings.context) for p in parts for d, _ in p.planned}
-    ending = {(r.collection, r.source, r.context) for r in survey.gone}
+    ending = {(r.collection, r.source, r.context) for r in survey.gone.values()}
 
     def leaves(record: DocumentRecord) -> bool:
         place = (record.collection, record.source, record.context)
@@ -182,7 +182,7 @@ def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecor
             return name is None or (record.collection, name, record.context) in places
         return place in places or survey.is_outdated(record)
 
-    return {key: record for key, record in survey.stored.items() if leaves(record)}
+    return {key: record for key, record in (survey.stored | survey.gone).items() if leaves(record)}
 
 
 def _count_removed(

@@ -200,7 +200,7 @@ class _Run:
     def remove_gone(self) -> None:
         """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
         another name."""
-        gone, names = self._found.gone, self._found.names
+        gone, names = list(self._found.gone.values()), self._found.names
         self._report.removed += sum(map(len, self._store.put_documents(renamed(self._store, gone, names), gone)))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone):
             self._report.gone += 1

@@ -27,8 +27,8 @@ from cacheblend_cli.prompt.wording import Wording
 class Survey:
     """paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order.
     kept: name -> digest of the documents that are there, "" of those that nobody could read.
-    stored: key in the store -> record, under the name the document has now. gone: the records of documents that are no
-    more. others: records of other models, where the store is of a version that remembered no roots. codecs: by collection.
+    stored: key in the store -> record, under the name the document has now. gone: key -> record of documents that
+    are no more; what is not on disk is not for any model or salt. others: records of other models, where the store is of a version that remembered no roots. codecs: by collection.
     worded: names of documents that are stored behind another wording of the prompt -> it, the latest; these stay as they
     are. earlier: collections behind an earlier date, and it; their documents are stored anew.
     roots: what the store remembers. collection: of any codec."""
@@ -38,7 +38,7 @@ class Survey:
     documents: list[Document]
     kept: dict[str, str]
     stored: dict[bytes, DocumentRecord]
-    gone: list[DocumentRecord]
+    gone: dict[bytes, DocumentRecord]
     others: list[DocumentRecord]
     codecs: dict[str, str]
     worded: dict[str, Wording]
@@ -64,7 +64,7 @@ class Survey:
     @cached_property
     def left_behind(self) -> set[str]:
         """Names of documents that this run does not look at and that an earlier date hides from questions."""
-        ending = {record.source for record in self.gone}
+        ending = {record.source for record in self.gone.values()}
         current = {r.source for r in self.stored.values() if r.collection not in self.earlier}
         names = {r.source for r in self.stored.values() if r.collection in self.earlier}
         return names - current - ending - self.kept.keys()
@@ -102,7 +102,7 @@ class Survey:
         if known is not None:
             return known.settings
         records = [r for r in self.stored.values() if is_within(r.source, root)]
-        records = records or [r for r in self.gone if r.content_digest in self.names]
+        records = records or [r for r in self.gone.values() if r.content_digest in self.names]
         records = records or [r for r in self.others if is_within(r.source, root)]
         for record in sorted(records, key=lambda r: r.updated, reverse=True):
             codec = self.codecs.get(record.collection, "auto")
@@ -157,7 +157,8 @@ def survey(
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
     worded = {r.source: wordings[r.collection] for r in behind}
     roots = Roots(collection, store)
-    gone = gone_documents(stored.values(), kept, no_documents | roots.unlinked(names, kept.keys()), names)
+    gone = gone_documents(records, kept, no_documents, names)
+    gone |= gone_documents(stored, kept, no_documents | roots.unlinked(names, kept.keys()), names)
     days = {of.id: day for of, day in earlier}
     return Survey(collection, names, found, kept, stored, gone, others, codecs, worded, days, roots)
 

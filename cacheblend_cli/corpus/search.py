@@ -100,7 +100,7 @@ def search(
 def searchable(store: ChunkStore) -> list[str]:
     """The names of all documents that `search` can find."""
     with open_index(store) as db:
-        return [settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")]
+        return sorted({settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")})
 
 
 def found_elsewhere() -> NotFoundError:

@@ -190,6 +190,22 @@ def test_a_search_of_all_models_finds_what_a_document_says_now(cli: Cli, tmp_pat
     assert "Jonas" in hit["snippet"]
 
 
+def test_what_is_gone_from_disk_is_gone_for_every_model_and_salt(cli: Cli, docs: Path) -> None:
+    everyone = ((), ("--dtype", "bfloat16"), ("--salt", "x"))
+    counts = {flags: len(cli("precompute", "docs", *flags, "-q").out.split()) for flags in everyone}
+    (docs / "beta.md").unlink()
+    (docs / "alpha.md").rename(docs / "gamma.md")
+    [facts] = cli("precompute", "docs", "--dry-run", "--json").records
+    result = cli("precompute", "docs")
+    assert f"{facts['removed']['chunks']} removed" in result.err
+    assert result.err.count("docs/beta.md is gone") == 1
+    assert listed(cli) == found(cli) == {"docs/gamma.md"}
+    for flags, count in counts.items():
+        records = cli("precompute", "docs", *flags, "--json").records
+        assert {(r["source"], r["status"]) for r in records} == {("docs/gamma.md", "unchanged")}
+        assert len(records) < count
+
+
 def test_a_project_has_what_its_links_lead_to(cli: Cli, projects: tuple[Path, Path], tmp_path: Path) -> None:
     one, two = projects
     write(tmp_path / "wiki/page.md", "# Wiki\n\nbilling was in Oslo\n")
