@@ -25,13 +25,15 @@ from cacheblend_cli.prompt.wording import Wording
 
 @dataclass(frozen=True)
 class Survey:
-    """paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order.
-    kept: name -> digest of the documents that are there, "" of those that nobody could read.
-    stored: key in the store -> record, under the name the document has now. gone: key -> record of documents that
-    are no more; what is not on disk is not for any model or salt. others: records of other models, where the store is of a version that remembered no roots. codecs: by collection.
-    worded: names of documents that are stored behind another wording of the prompt -> it, the latest; these stay as they
-    are. earlier: collections behind an earlier date, and it; their documents are stored anew.
-    roots: what the store remembers. collection: of any codec."""
+    """collection: of any codec. roots: what the store remembers.
+
+    paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order. kept:
+    name -> digest of the documents that are there, "" of those that nobody could read.
+    stored: key in the store -> record, under the name the document has now. gone: the same of documents that are no more,
+    for any model or salt. others: records of other models, where the store is of a version that remembered no roots.
+    codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
+    latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
+    """
 
     collection: Collection
     paths: dict[str, str | None]
