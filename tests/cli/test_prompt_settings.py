@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.demo import model_dir
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import resolve
 
@@ -104,11 +103,11 @@ def test_a_variable_of_the_template_changes_the_prompt(cli: Cli, docs: Path, mod
     assert "enable_thinking, loud" in refused.err
 
 
-def test_doctor_says_where_the_prompt_is_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_where_the_prompt_is_from(cli: Cli) -> None:
+    own = cli("doctor", "--json").records[0]["model"]
+    assert own["prompt"] == "the model's cacheblend_prompt.txt"
+    (Path(own["path"]) / "cacheblend_prompt.txt").unlink()
     assert cli("doctor", "--json").records[0]["model"]["prompt"] == "default"
-    monkeypatch.setenv("CACHEBLEND_MODEL", str(model_dir()))
-    prompt = cli("doctor", "--json").records[0]["model"]["prompt"]
-    assert prompt == "the model's cacheblend_prompt.txt"
 
 
 def test_where_the_settings_are_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

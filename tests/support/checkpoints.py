@@ -82,6 +82,9 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "cacheblend_prompt.txt").write_text(
+        "Documents:\n\n{chunks}\n\nQuestion: {question}\n"
+    )  # contexts are small here
 
 
 def write_checkpoint(path: Path, family: str, seed: int = 0, **overrides: Any) -> Any:

@@ -50,7 +50,8 @@ def open_lmdb(store: Path) -> Any:
 
 def _room_on_disk(store: Path) -> int:
     """Twice what the file system holds in all, should it grow while the store is open."""
-    return max(1 << 30, 2 * shutil.disk_usage(store).total)
+    held = os.statvfs(store)
+    return max(1 << 30, 2 * held.f_blocks * held.f_frsize)
 
 
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
