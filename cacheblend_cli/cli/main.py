@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 
 import cacheblend_cli
-from cacheblend_cli.cli import archive, ask, bench, chunks, config, demo, doctor, eval, precompute, search, upkeep
+from cacheblend_cli.cli import (
+    archive,
+    ask,
+    bench,
+    chunks,
+    config,
+    demo,
+    doctor,
+    eval,
+    models,
+    precompute,
+    search,
+    upkeep,
+)
 from cacheblend_cli.cli.output import Output, flush
 from cacheblend_cli.errors import ExitCode
 
@@ -28,6 +41,7 @@ for command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
 chunks.app.command("export")(archive.export)
 chunks.app.command("import")(archive.import_)
 app.add_typer(chunks.app, name="chunks")
+app.add_typer(models.app, name="models")
 app.command("bench")(bench.bench)
 app.command("eval")(eval.evaluate)
 app.command("demo")(demo.demo)

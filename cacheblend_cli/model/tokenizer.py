@@ -78,6 +78,10 @@ class Tokenizer:
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
     @property
+    def has_template(self) -> bool:
+        return self._template_source is not None
+
+    @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 

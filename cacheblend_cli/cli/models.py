@@ -1,0 +1,117 @@
+"""cacheblend models: what is on disk, what a model is, and whether it computes here what it should."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
+Model = Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, smollm2 or handbook.", show_default=False)]
+
+
+@app.command("ls")
+def ls(
+    folder: Annotated[Path, typer.Argument(help="Where to look beside the hub's cache.")] = Path("."),
+    json: options.Json = False,
+) -> None:
+    """List the models on this machine: smollm2, handbook, the hub's cache, and GGUF files and checkpoints in a folder."""
+    from cacheblend_cli.model.on_disk import models_on_disk
+
+    output = Output()
+    found = [(name, _size(path), _kind(path)) for name, path in models_on_disk(folder)]
+    if json:
+        for name, size, kind in found:
+            output.json({"model": name, "kind": kind, "bytes": size})
+    else:
+        output.table(("model", "kind", "size"), [(n, k, format_size(s)) for n, s, k in found], right=(2,), ends=(0,))
+
+
+@app.command("show")
+def show(model: Model, json: options.Json = False) -> None:
+    """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is named."""
+    output = Output()
+    facts = _facts(model, output)
+    if json:
+        output.json(facts)
+        return
+    for name, value in facts.items():
+        shown = format_size(value) if name.endswith("bytes") or "_bytes_" in name else value
+        output.text(f"{'size' if name == 'bytes' else name.replace('_', ' ').replace('bytes ', ''):<18}{shown}")
+
+
+@options.with_settings("device", "dtype", "threads")
+def check(settings: Settings, model: Model, json: options.Json = False) -> None:
+    """Check a model in seconds: a full prefill is what blending that recomputes everything gives, and transformers.
+
+    In float32, if --dtype does not say otherwise. Exits with 1 if it is not. transformers is asked where the model is a
+    checkpoint of its own: of a GGUF file it makes the same tensors, in several times the memory.
+    """
+    from cacheblend_cli.evaluation.check_model import check_model
+    from cacheblend_cli.model.checkpoint_files import is_converted
+
+    output = Output()
+    dtype = "float32" if settings.dtype == "auto" else settings.dtype
+    engine = options.load_engine(replace(settings, model=model, dtype=dtype), output)
+    found = check_model(engine, with_transformers=not is_converted(engine.model.path))
+    if json:
+        output.json({"model": model, **asdict(found), "passed": found.passed})
+    else:
+        output.text(f"{model}: a prompt of {found.prompt_tokens} tokens, {dtype}; largest differences of logits")
+        output.text(f"  full prefill, blended with ratio 1   {found.blended:.2g}")
+        if found.transformers is not None:
+            output.text(f"  full prefill, transformers           {found.transformers:.2g}")
+        output.text(f"{'right' if found.passed else 'WRONG'}: rounding explains up to {found.limit:.2g}")
+    if not found.passed:
+        raise typer.Exit(ExitCode.INTERNAL)
+
+
+app.command("check")(check)
+
+
+def _facts(model: str, output: Output) -> dict[str, Any]:
+    """Raises what loading the model would raise, but for what the weights themselves say."""
+    from cacheblend_cli.model.checkpoint_files import checkpoint_files
+    from cacheblend_cli.model.families import read_spec
+    from cacheblend_cli.model.loading import resolve_model
+    from cacheblend_cli.model.tokenizer import Tokenizer
+
+    path = resolve_model(model, output.note)
+    spec, files = read_spec(path), checkpoint_files(path)
+    stated = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "not stated")
+    try:
+        tokenizer = Tokenizer(path, spec.vocab_size)
+        missing = "nothing" if tokenizer.has_template else "a chat template: prompts are plain text"
+    except CacheBlendError as error:
+        missing = error.message
+    return {
+        "model": model,
+        "family": spec.config.get("model_type"),
+        "architecture": spec.architecture,
+        "files": ", ".join(file.name for file in files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": f"{spec.num_heads} for queries, {spec.num_kv_heads} for K and V, of {spec.head_dim}",
+        "context": spec.max_context,
+        "dtype": stated,
+        "kv_bytes_per_token": int(spec.kv_bytes_per_token(4 if stated == "float32" else 2)),
+        "missing": missing,
+    }
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [f for pattern in ("*.safetensors", "*.gguf") for f in path.glob(pattern)]
+    return sum(file.stat().st_size for file in files)
+
+
+def _kind(path: Path) -> str:
+    return "GGUF" if path.is_file() else "checkpoint"

@@ -1,0 +1,80 @@
+"""Whether a model computes here what it should: a full prefill against blending that recomputes all, and transformers."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cacheblend_store import ChunkStore
+from torch import Tensor
+
+from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.runtime.prefill import prefill
+from cacheblend_cli.runtime.request import resolve
+
+PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them
+ROWS = 8  # at the prompt's end, whose logits are compared
+SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Of the largest logit: how far rounding may take two ways of computing the same."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Largest differences of logits. transformers: None where it was not asked. limit: what rounding explains."""
+
+    prompt_tokens: int
+    blended: float
+    transformers: float | None
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return max(self.blended, self.transformers or 0.0) <= self.limit
+
+
+def check_model(engine: Engine, *, with_transformers: bool) -> Check:
+    """Compare the last logits of a prompt over pages of the demo's handbook."""
+    with (
+        tempfile.TemporaryDirectory(prefix="cacheblend-check-") as folder,
+        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+    ):
+        pages = [str(page) for page in sorted(handbook_dir().glob("*.md"))[:PAGES]]
+        wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.runtime.context // 8))
+        engine.precompute(store, pages, wanted, lambda event: None)
+        keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
+        ids, full = _logits(engine, store, keys, BlendConfig(mode="full"))
+        _, blended = _logits(engine, store, keys, BlendConfig(ratio=1.0, selector="hkvd"))
+    theirs = _transformers(engine, ids) if with_transformers else None
+    share = SHARE[engine.runtime.decoder.dtype]
+    return Check(
+        len(ids),
+        float((full - blended).abs().max()),
+        None if theirs is None else float((full - theirs).abs().max()),
+        share * max(1.0, float(full.abs().max())),
+    )
+
+
+def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendConfig) -> tuple[list[int], Tensor]:
+    question = Question("What is the hobby of the first?", keys, blend, SamplingParams(max_tokens=1))
+    request = resolve(engine.runtime, store, question)
+    last = prefill(
+        engine.runtime, request, output_positions=lambda plan: torch.arange(plan.num_tokens - ROWS, plan.num_tokens)
+    )
+    last.sequence.release()
+    return last.plan.token_ids, last.result.logits.float().cpu()
+
+
+def _transformers(engine: Engine, ids: list[int]) -> Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    decoder = engine.runtime.decoder
+    model = AutoModelForCausalLM.from_pretrained(engine.model.path, dtype=decoder.dtype).eval().to(decoder.device)
+    row = torch.tensor([ids], device=decoder.device)
+    with torch.no_grad():
+        found: Tensor = model(row, attention_mask=torch.ones_like(row)).logits[0, -ROWS:].float().cpu()
+    return found

@@ -1,0 +1,77 @@
+"""cacheblend models: what is on disk, what it is, and whether it computes what it should."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from gguf_files import write_gguf
+
+from cacheblend_cli.model import decoder
+
+
+def test_models_are_listed_wherever_they_are(
+    cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_cli.model.named.PACKAGE", "no-such-package")
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(hub), raising=False)
+    snapshot = hub / "models--org--m" / "snapshots" / ("a" * 40)
+    shutil.copytree(model, snapshot)
+    (hub / "models--org--m" / "refs").mkdir()
+    (hub / "models--org--m" / "refs" / "main").write_text("a" * 40)
+    folder = tmp_path / "models"
+    write_checkpoint(folder / "plain", "llama-gqa")
+    write_gguf(folder / "plain", folder / "m.gguf", "llama", "Q8_0")
+    (folder / "mmproj-m.gguf").write_bytes(b"GGUF")
+    found = {r["model"]: r for r in cli("models", "ls", "models", "--json").records}
+    assert set(found) == {"handbook", "org/m", "./models/plain", "./models/m.gguf"}
+    assert found["./models/m.gguf"]["kind"] == "GGUF"
+    assert found["./models/m.gguf"]["bytes"] == (folder / "m.gguf").stat().st_size
+    assert "./models/m.gguf" in cli("models", "ls", "models").out
+
+
+def test_a_model_is_described(cli: Callable[..., Any], model: Path) -> None:
+    told = cli("models", "show", str(model), "--json").records[0]
+    assert (told["family"], told["layers"], told["context"], told["missing"]) == ("qwen2", 4, 1024, "nothing")
+    assert told["kv_bytes_per_token"] == 2 * 4 * 2 * 16 * 4
+    assert "layers            4" in cli("models", "show", str(model)).out
+
+
+def test_what_is_missing_or_not_implemented_is_named(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in cli("models", "show", "m").out
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2", "architectures": None}))
+    refused = cli("models", "show", "m")
+    assert (refused.code, "gpt2" in refused.err) == (2, True)
+
+
+def test_a_model_that_is_computed_rightly_passes(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    record = cli("models", "check", str(model), "--json").records[0]
+    assert record["passed"]
+    assert 0 < record["transformers"] <= record["limit"]
+    write_gguf(model, tmp_path / "m.gguf", "qwen2", "Q8_0")
+    told = cli("models", "check", "./m.gguf")
+    assert (told.code, "right: rounding" in told.out, "transformers" in told.out) == (0, True, False)
+
+
+def test_one_that_is_computed_wrongly_does_not(
+    cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = decoder.Decoder.embed
+
+    def wrong(self: decoder.Decoder, token_ids: torch.Tensor) -> torch.Tensor:
+        return embed(self, token_ids) * 1.01 + 0.01
+
+    monkeypatch.setattr(decoder.Decoder, "embed", wrong)
+    told = cli("models", "check", str(model))
+    assert (told.code, "WRONG" in told.out) == (1, True)
