@@ -103,6 +103,7 @@ class Engine:
         question: Question,
         *,
         on_text: Callable[[str], None] | None = None,
+        on_reasoning: Callable[[str], None] | None = None,
         verify: bool = False,
         save_holes: bool = True,
         auto: bool = False,
@@ -112,11 +113,20 @@ class Engine:
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
         store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). auto: the
         loading controller picks the ratio, the question's being its floor, or a full prefill; it measures this machine
-        when it is first needed. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
+        when it is first needed. on_text and on_reasoning: told the answer, and what is said between think tags before it,
+        piece by piece. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
         """
         self.runtime.memory()  # what is taken once is no part of an answer
         request = resolve(self.runtime, store, question)
-        return ask(self.runtime, request, auto=auto, checked=verify, save_holes=save_holes, on_text=on_text)
+        return ask(
+            self.runtime,
+            request,
+            auto=auto,
+            checked=verify,
+            save_holes=save_holes,
+            on_text=on_text,
+            on_reasoning=on_reasoning,
+        )
 
     def plan(self, store: ChunkStore | None, question: Question, *, auto: bool = False) -> AskPlan:
         """What `ask` would do, without doing it. Raises as it does for what it would refuse."""

@@ -87,6 +87,7 @@ class Settings:
         flag="--mean-shift/--no-mean-shift",
     )  # fmt: skip
     max_tokens: int = _setting(128, "Tokens of the answer at most.")
+    reasoning_tokens: int = _setting(1024, "Tokens that a model which reasons may take for that, beside --max-tokens.")
     temperature: float = _setting(0.0, "0 is greedy.", shown="0")
     top_p: float = _setting(1.0, "Nucleus sampling.", shown="1")
     top_k: int = _setting(5, "Chunks to search for without --chunks.", flag="--top-k -k")

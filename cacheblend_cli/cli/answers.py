@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from cacheblend_cli.runtime.controller import AutoReport
 
 
+class Streams:
+    """Where an answer goes while it is made: its text to stdout, what is reasoned before it to stderr."""
+
+    def __init__(self, output: Output) -> None:
+        self._output, self._in_reasoning = output, False
+
+    def reasoning(self, piece: str) -> None:
+        piece = piece if self._in_reasoning else piece.lstrip()
+        if piece:
+            self._output.aside(piece)
+            self._in_reasoning = True
+
+    def text(self, piece: str) -> None:
+        self.end_reasoning()
+        self._output.text(piece, end="")
+
+    def end_reasoning(self) -> None:
+        if self._in_reasoning:
+            self._output.aside("\n")
+            self._in_reasoning = False
+
+
 def show_answer(
     answer: Answer, output: Output, *, json: bool, ids: bool, explain: Sequence[str] | None, extra: dict[str, Any]
 ) -> None:

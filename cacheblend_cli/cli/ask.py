@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import show_answer, show_plan
+from cacheblend_cli.cli.answers import Streams, show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -107,8 +107,18 @@ def ask(
         if dry_run:
             show_plan(engine.plan(kv_store, what, auto=auto), output, json=json, extra=extra)
             return
-        on_text = None if json else lambda piece: output.text(piece, end="")
-        found = engine.ask(kv_store, what, on_text=on_text, verify=verify, save_holes=save, auto=auto)
+        streams = None if json else Streams(output)
+        found = engine.ask(
+            kv_store,
+            what,
+            on_text=streams.text if streams else None,
+            on_reasoning=streams.reasoning if streams else None,
+            verify=verify,
+            save_holes=save,
+            auto=auto,
+        )
+        if streams is not None:
+            streams.end_reasoning()
         told = engine.prompt_differences(kv_store, what, found) if explain else None
         show_answer(found, output, json=json, ids=ids, explain=told, extra=extra)
         sources.extend(chunk.source for chunk in found.chunks)

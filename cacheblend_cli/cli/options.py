@@ -43,7 +43,7 @@ CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "dra
 PROMPT = ("prompt", "system", "template_var")
 BLENDING = ("ratio", "ratio_floor", "selector", "gradual", *CHOOSING)
 SAMPLING = (
-    "max_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "model_sampling", "seed",
 )  # fmt: skip
 """Settings that go together."""

@@ -50,6 +50,14 @@ class Output:
         if not self.quiet:
             self._message(text, "2")
 
+    def aside(self, piece: str) -> None:
+        """A piece of text on stderr that others go on, dim on a terminal; not with --quiet."""
+        if not self.quiet:
+            self._erase_bar(True)
+            piece = visible(piece) if self.err_tty else piece
+            self.err.write(f"\x1b[2m{piece}\x1b[0m" if self.color else piece)
+            self.err.flush()
+
     def warn(self, text: str) -> None:
         self._message(f"warning: {text}", "33")
 

@@ -145,6 +145,10 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def knows(self, tag: str) -> bool:
+        """Whether the tag is a token, or the chat template writes it."""
+        return self.token_id(tag) is not None or tag in (self._template_source or "")
+
     def special(self, name: str) -> str | None:
         """The text of `bos_token`, `eos_token`, ... as tokenizer_config.json or special_tokens_map.json has it."""
         value = self.config.get(name)

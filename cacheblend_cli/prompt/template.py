@@ -11,6 +11,7 @@ from cacheblend_cli.model.tokenizer import TemplateFailed, Tokenizer
 from cacheblend_cli.prompt.wording import Wording
 
 CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it
+THINK, THOUGHT = "<think>", "</think>"
 QUESTION = "Question8a44c1d2Stands0e6fHere"
 
 
@@ -28,6 +29,17 @@ class PromptTemplate:
     before_question: str
     after_question: str
     day: date | None = None
+
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the answer begins within think tags, which the template has opened."""
+        return self.after_question.rstrip().endswith(THINK)
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether the model may reason: think tags are known to it, and the template has not closed them already."""
+        closed = self.after_question.rstrip().endswith(THOUGHT)
+        return self.opens_reasoning or (any(map(self.tokenizer.knows, (THINK, THOUGHT))) and not closed)
 
     def on(self, day: date) -> PromptTemplate:
         """With another date."""

@@ -54,7 +54,7 @@ class Verification:
 
 @dataclass
 class Answer:
-    """text is what was streamed. notes are messages for people; layers is the per-layer report; auto:
+    """text is what was streamed of the answer; reasoning what stood between think tags before it. notes are messages for people; layers is the per-layer report; auto:
     what the loading controller decided, with --ratio auto."""
 
     text: str
@@ -78,6 +78,8 @@ class Answer:
     notes: list[str] = field(default_factory=list)
     layers: list[LayerReport] = field(default_factory=list)
     auto: AutoReport | None = None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
         """The JSON object of `ask --json`."""
@@ -99,6 +101,8 @@ class Answer:
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "notes": self.notes,
         }
+        if self.reasoning:
+            out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.auto:
             out["auto"] = self.auto.to_dict()
         if self.verify:

@@ -28,6 +28,7 @@ def ask(
     checked: bool = False,
     save_holes: bool = True,
     on_text: Callable[[str], None] | None = None,
+    on_reasoning: Callable[[str], None] | None = None,
 ) -> Answer:
     """Answer the request. Blending never changes stored KV.
 
@@ -39,10 +40,11 @@ def ask(
     wanted = request
     if auto and request.blend.mode == "blend":
         request, report = _decided(runtime, request)
-    done = prefill(runtime, request, room=request.sampling.max_tokens)
+    done = prefill(runtime, request, room=runtime.room(request.sampling))
     try:
         first_logits = done.logits.clone() if checked else None
-        generation = generate(runtime, Continuation.of(done), request.sampling, on_text)
+        generation = generate(runtime, Continuation.of(done), request.sampling, on_text, on_reasoning=on_reasoning)
+        _note_reasoning(generation, request)
         verification = verify(runtime, done, first_logits) if first_logits is not None else None
     finally:
         done.sequence.release()
@@ -66,6 +68,13 @@ def _decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport]:
     return replace(request, blend=decided(request.blend, report.decision), started=started), report
 
 
+def _note_reasoning(generation: Generation, request: Request) -> None:
+    if generation.reasoning_cut:
+        request.notes.append(
+            f"the reasoning was ended after {request.sampling.reasoning_tokens:,} tokens (--reasoning-tokens)"
+        )
+
+
 def _note_uses(done: Prefilled) -> None:
     """Tell the store what was used, for its eviction (`ChunkStore.touch`)."""
     request, store = done.request, done.request.store
@@ -87,6 +96,8 @@ def _answer(
     ttft_s = generation.first_token_at - request.started
     return Answer(
         text=generation.text,
+        reasoning=generation.reasoning,
+        reasoning_tokens=generation.reasoning_tokens,
         finish_reason=generation.finish_reason,
         model=runtime.model.name,
         mode=request.blend.mode,

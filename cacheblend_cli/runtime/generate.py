@@ -11,9 +11,9 @@ from typing import Literal
 from torch import Tensor
 
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.model.text_stream import TextStream
 from cacheblend_cli.runtime.decode import DecodeRunner
 from cacheblend_cli.runtime.prefill import Prefilled
+from cacheblend_cli.runtime.reasoning import CLOSING, Speech
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Sampler, SamplingParams, TokenLogprob
 
@@ -22,10 +22,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass
 class Generation:
-    """token_ids include the EOS that ended it; text does not. first_token_at: perf_counter when it was sampled."""
+    """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used up.
+    first_token_at: perf_counter when it was sampled."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    reasoning_cut: bool = False
     finish_reason: FinishReason = "length"
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0
@@ -59,38 +63,57 @@ def generate(
     params: SamplingParams,
     on_text: Callable[[str], None] | None = None,
     *,
+    on_reasoning: Callable[[str], None] | None = None,
     runner: DecodeRunner | None = None,
     ahead: bool | None = None,
 ) -> Generation:
     """Decode until EOS, a stop string or max_tokens.
 
-    `on_text` gets pieces that never break a UTF-8 character and never contain a stop string or a part of one.
-    ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so
-    the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
+    `on_text` gets pieces that never break a UTF-8 character and never contain a stop string or a part of one; on_reasoning
+    what is said between think tags before it. Where the model may reason and params give that tokens of its own, the
+    closing tag is said for the model once they are used up. ahead (default: on a GPU): from the first token on, a step is
+    queued before the token before it is looked at, so the device never waits for the host; the step after the last token is
+    then computed for nothing, and not seen.
     """
     sampler, eos_ids = Sampler(params, begin.logits.device, begin.prompt_ids), runtime.model.eos_ids
     runner = runner or runtime.decode_runner(begin.sequence.pool)
     ahead = begin.logits.is_cuda if ahead is None else ahead
-    newest, num_drawn = sampler.draw(begin.logits), 1
+    speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
+    room, budget = runtime.room(params), runtime.reasoning_budget(params)
+    closing, thought, out = deque[int](), 0, Generation()
+
+    def close_when_used_up() -> None:
+        if budget is not None and speech.reasoning.open and thought >= budget and not out.reasoning_cut:
+            closing.extend(runtime.model.tokenizer.encode_template_rest(CLOSING))
+            out.reasoning_cut = True
+
+    def knows_next() -> bool:
+        """Whether the token that is not looked at yet cannot use the reasoning's tokens up."""
+        open_or_opens = speech.reasoning.open or speech.reasoning.may_open
+        return budget is None or out.reasoning_cut or not open_or_opens or thought + 1 < budget
+
+    close_when_used_up()
+    newest, num_drawn = sampler.draw(begin.logits, closing.popleft() if closing else None), 1
     draws = deque([newest])  # drawn and not yet looked at
 
     def advance() -> None:
         nonlocal newest, num_drawn
         if num_drawn == 1:
-            runner.begin([begin.sequence], [begin.kv_len], params.max_tokens - 1)
-        newest = sampler.draw(runner.step(newest.token)[0])
+            runner.begin([begin.sequence], [begin.kv_len], room - 1)
+        newest = sampler.draw(runner.step(newest.token)[0], closing.popleft() if closing else None)
         num_drawn += 1
         draws.append(newest)
 
-    stream, stop, out = TextStream(runtime.model.tokenizer), StopStrings(params.stop), Generation()
-
-    def emit(piece: str) -> None:
-        out.text += piece
-        if on_text and piece:
-            on_text(piece)
+    def emit(reasoning: str, answer: str) -> None:
+        out.reasoning += reasoning
+        out.text += answer
+        if on_reasoning and reasoning:
+            on_reasoning(reasoning)
+        if on_text and answer:
+            on_text(answer)
 
     while True:
-        if ahead and out.token_ids and num_drawn < params.max_tokens:
+        if ahead and out.token_ids and num_drawn < room and knows_next():
             advance()
         token_id, logprob = draws.popleft().fetch()
         out.token_ids.append(token_id)
@@ -101,47 +124,23 @@ def generate(
         if token_id in eos_ids and not params.ignore_eos:
             out.finish_reason = "stop"
             break
-        emit(stop.push(stream.push(token_id)))
-        if stop.hit or (params.stop and stop.is_in(stream.held())):
+        thinking = speech.reasoning.open
+        thought += thinking
+        emit(*speech.push(token_id))
+        if thinking or speech.reasoning.before_answer:
+            out.reasoning_tokens = len(out.token_ids)
+        if speech.stopped:
             out.finish_reason = "stop"
             break
-        if len(out.token_ids) == params.max_tokens:
+        answered = 0 if speech.reasoning.undecided else len(out.token_ids) - out.reasoning_tokens
+        if len(out.token_ids) == room or answered >= params.max_tokens:
             break
+        close_when_used_up()
         if not draws:
             advance()
     out.decode_s = time.perf_counter() - out.first_token_at
-    emit(stop.push(stream.flush()))
-    if stop.hit:
+    emit(*speech.flush())
+    if speech.stopped:
         out.finish_reason = "stop"
-    emit(stop.flush())
+    out.reasoning = out.reasoning.strip()
     return out
-
-
-class StopStrings:
-    """Holds back text that may be the beginning of a stop string."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops, self._held, self.hit = stops, "", False
-
-    def push(self, piece: str) -> str:
-        """The text that is safe to show. After a hit nothing more is."""
-        if self.hit:
-            return ""
-        if not self._stops:
-            return piece
-        text = self._held + piece
-        found = [i for s in self._stops if (i := text.find(s)) >= 0]
-        if found:
-            self.hit, self._held = True, ""
-            return text[: min(found)]
-        keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def is_in(self, piece: str) -> bool:
-        """Whether pushing the piece would be a hit."""
-        return any(s in self._held + piece for s in self._stops)
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return "" if self.hit else held

@@ -33,7 +33,7 @@ def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
         report = controller.decide(request)
         request = replace(request, blend=decided(request.blend, report.decision))
     prompt = request.plan
-    runtime.check_length(prompt.num_tokens, request.sampling.max_tokens)
+    runtime.check_length(prompt.num_tokens, runtime.room(request.sampling))
     request.blend.policy(runtime.model.spec.num_layers, request.lossless)
     uses = [
         {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}

@@ -26,6 +26,8 @@ from cacheblend_cli.prompt.template import split_template
 from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.runtime.memory import DeviceMemory, reserve, sequence_of_its_own
+from cacheblend_cli.runtime.reasoning import CLOSING_ROOM
+from cacheblend_cli.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.runtime.controller import Controller
@@ -123,6 +125,15 @@ class Runtime:
     def context(self) -> int:
         """Tokens of a prompt and its answer at most."""
         return self.model.spec.max_context
+
+    def reasoning_budget(self, sampling: SamplingParams) -> int | None:
+        """Tokens that the model may reason for beside its answer's; None where it does not, or has none of its own."""
+        return sampling.reasoning_tokens if self.template.may_reason else None
+
+    def room(self, sampling: SamplingParams) -> int:
+        """Tokens that an answer takes at most, with its reasoning."""
+        budget = self.reasoning_budget(sampling)
+        return sampling.max_tokens + (0 if budget is None else budget + CLOSING_ROOM)
 
     def fits(self, num_tokens: int, room: int) -> bool:
         """Whether a prompt and the answer's `room` fit the model's context."""

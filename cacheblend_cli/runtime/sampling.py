@@ -16,7 +16,8 @@ class SamplingParams:
     """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
     the penalties (see `Penalties`), which greedy choices heed, too.
 
-    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all.
+    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
+    a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those.
     """
 
     max_tokens: int = 128
@@ -31,6 +32,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    reasoning_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for ok, what in (
@@ -40,6 +42,7 @@ class SamplingParams:
             (self.top_k >= 0, "--sample-top-k is 0 (off) or more"),
             (0 <= self.min_p < 1, "--min-p is at least 0 and below 1"),
             (self.repetition_penalty > 0, "--repetition-penalty is above 0; 1 is off"),
+            (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
         ):
@@ -107,9 +110,11 @@ class Sampler:
         else:
             self._generator.seed()
 
-    def draw(self, logits: Tensor) -> Draw:
-        """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards."""
-        token = self._token(logits if self._penalties is None else self._penalties.applied(logits))
+    def draw(self, logits: Tensor, forced: int | None = None) -> Draw:
+        """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards.
+        forced: take this token instead."""
+        penalised = logits if self._penalties is None else self._penalties.applied(logits)
+        token = self._token(penalised) if forced is None else torch.full((1,), forced, device=logits.device)
         if self._penalties is not None:
             self._penalties.note(token)
         if self.params.logprobs is None:

@@ -44,7 +44,7 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
 def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question:
     """The question with those of its chunks, in their order, that fit the model's context together with the answer, and a
     note of how many that leaves out. The first one stays when none fits, to be refused as a chunk that was named is."""
-    room = question.sampling.max_tokens
+    room = runtime.room(question.sampling)
     used = len(runtime.template.prefix_ids) + len(runtime.template.suffix_ids(question.text))
     kept: list[bytes] = []
     for key in question.keys:

@@ -16,9 +16,9 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.runtime.generate import StopStrings
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.sampling import Sampler, filtered_probs
+from cacheblend_cli.runtime.stops import StopStrings
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -8.0])
 
