@@ -37,6 +37,7 @@ class Settings:
         "Model directory, .gguf file, hub id, smollm2 or handbook. Default: smollm2 where it is installed, else handbook.",
         shown=False,
     )
+    lora: str = _setting("", "Directory of a LoRA adapter (peft's files), merged into the model.", shown=False)
     store: str = _setting("", "Directory of the store.", shown=False)
     chunk_tokens: int = _setting(512, "Tokens of a chunk at most.")
     context: str = _setting(
@@ -153,7 +154,7 @@ _LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # what
 _MOST = {"threads": 4096}  # other whole numbers: what 64 bits hold
 _WORDS = {"ratio": "auto"}  # what can stand where a number is wanted
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_PATHS = ("store", "model", "prompt")  # in a file they are relative to it
+_PATHS = ("store", "model", "lora", "prompt")  # in a file they are relative to it
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     *options.SAMPLING,
     *options.PROMPT,
     "model",
+    "lora",
     "store",
     "kv_dtype",
     *options.MACHINE,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/ceiling", "KV loaded", "load", "stall")
 
 
-@options.with_settings("model", "kv_dtype", *options.MACHINE)
+@options.with_settings("model", "lora", "kv_dtype", *options.MACHINE)
 def bench(
     settings: Settings,
     tokens: Annotated[

@@ -46,7 +46,7 @@ def demo(
 def _handbook(settings: Settings, folder: Path, count: int, output: Output, json: bool) -> None:
     from cacheblend_store import ChunkStore
 
-    engine = options.load_engine(replace(settings, model="handbook"), Output(quiet=True))
+    engine = options.load_engine(replace(settings, model="handbook", lora=""), Output(quiet=True))
     if not json:
         output.text("1. A handbook, and a model of 1.1 M parameters made for its kind of text\n")
     in_page, alone = (ChunkStore.open(folder / name, mode="write") for name in ("in-page", "alone"))
@@ -108,7 +108,7 @@ def _real(settings: Settings, folder: Path, output: Output, json: bool) -> None:
         return
     if not json:
         output.text("\n2. Python's own documentation, and SmolLM2-135M-Instruct\n")
-    engine = options.load_engine(replace(settings, model=SMOLLM2), output)
+    engine = options.load_engine(replace(settings, model=SMOLLM2, lora=""), output)
     pages = folder / "pages"
     pages.mkdir()
     files = [str(file) for file in write_documents(pages)]

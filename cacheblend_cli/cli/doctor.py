@@ -17,7 +17,7 @@ from cacheblend_cli.settings import Settings
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
 
-@options.with_settings("model", "store", "device")
+@options.with_settings("model", "lora", "store", "device")
 def doctor(
     settings: Settings,
     json: options.Json = False,

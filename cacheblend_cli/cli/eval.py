@@ -33,6 +33,7 @@ _MAX_TOKENS = 32
     *options.CHOOSING,
     *options.PROMPT,
     "model",
+    "lora",
     "kv_dtype",
     *options.MACHINE,
     "lock_timeout",

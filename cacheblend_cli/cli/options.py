@@ -138,7 +138,9 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""
-    config = of_settings(EngineConfig, settings, model=settings.model or None, prompt=prompt)
+    config = of_settings(
+        EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
+    )
     return Engine.load(config, output.note if output.err_tty else None, output.note)
 
 

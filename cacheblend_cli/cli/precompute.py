@@ -31,6 +31,7 @@ _REMEMBERED = ("chunk_tokens", "context", "window", "neighbours", "kv_dtype")
 
 @options.with_settings(
     "model",
+    "lora",
     "store",
     *_REMEMBERED,
     *options.PROMPT,

@@ -89,7 +89,7 @@ def _by_source(store: ChunkStore) -> dict[str, Share]:
     return shares
 
 
-@options.with_settings("model", *options.MACHINE, *options.PROMPT, "salt", "store", "lock_timeout")
+@options.with_settings("model", "lora", *options.MACHINE, *options.PROMPT, "salt", "store", "lock_timeout")
 def verify(
     settings: Settings,
     repair: Annotated[

@@ -79,7 +79,7 @@ def refuse_other_formats(model_dir: Path) -> None:
         base = read_object(adapter).get("base_model_name_or_path", "another model")
         raise UsageError(
             f"{model_dir} holds only a LoRA adapter (adapter_config.json) of {base}",
-            "merge it into its model with peft (merge_and_unload, then save_pretrained), and give that directory",
+            f"give --model its model, and --lora {model_dir}",
         )
     for pattern, (kind, hint) in OTHER_FORMATS.items():
         found = sorted(p.name for p in model_dir.glob(pattern))
@@ -91,4 +91,4 @@ def unused_adapter(model_dir: Path) -> str | None:
     """What to say of an adapter that lies beside a model's own weights: it may or may not be merged into them."""
     if not (model_dir / "adapter_config.json").is_file():
         return None
-    return f"an adapter (adapter_config.json) lies beside the weights of {model_dir}: it is not applied"
+    return f"an adapter (adapter_config.json) lies beside the weights of {model_dir}: it is not applied; --lora {model_dir} does"

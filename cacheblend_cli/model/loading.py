@@ -14,6 +14,7 @@ import torch
 from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
+from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint_files import (
     SINGLE,
     SMALL_FILES,
@@ -38,7 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE and compute dtype.
+    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE, compute dtype and adapter.
+    lora: the adapter that was merged into the weights, lora_digest: its content.
     generation_config: as the model's file has it, unchecked."""
 
     name: str
@@ -48,6 +50,8 @@ class LoadedModel:
     fingerprint: str
     eos_ids: frozenset[int]
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    lora: Path | None = None
+    lora_digest: str = ""
 
     @property
     def shown_path(self) -> Path:
@@ -59,13 +63,17 @@ class LoadedModel:
         return self.decoder.spec
 
 
-def load_model(path: Path, name: str, device: torch.device, dtype: str, attention_backend: str) -> LoadedModel:
-    """Load the checkpoint in `path`. Raises UsageError, NotFoundError or DeviceError."""
+def load_model(
+    path: Path, name: str, device: torch.device, dtype: str, attention_backend: str, lora: Path | None = None
+) -> LoadedModel:
+    """Load the checkpoint in `path`. lora: the directory of an adapter to merge into its weights. Raises UsageError, NotFoundError or DeviceError."""
     spec = read_spec(path)
     compute_dtype = resolve_dtype(dtype, device, spec)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
     checkpoint_files(path)  # a directory of another format is told so, and not that it lacks a tokenizer
+    adapter = None if lora is None else LoraAdapter.read(lora)
+    lora_digest = "" if adapter is None else adapter.digest
     tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
     try:
         kernels = select_backend(attention_backend, device)
@@ -75,7 +83,7 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
         torch.cuda.set_device(device)  # streams, events and graphs that name no device are this one's
         check_room(spec, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
     try:
-        weights = load_weights(spec, path, compute_dtype, device)
+        weights = load_weights(spec, path, compute_dtype, device, adapter)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
@@ -85,9 +93,11 @@ def load_model(path: Path, name: str, device: torch.device, dtype: str, attentio
         path=path,
         decoder=Decoder(spec, weights, kernels),
         tokenizer=tokenizer,
-        fingerprint=model_fingerprint(spec, path, compute_dtype),
+        fingerprint=model_fingerprint(spec, path, compute_dtype, lora_digest),
         eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
         generation_config=generation,
+        lora=lora,
+        lora_digest=lora_digest,
     )
 
 
@@ -188,13 +198,13 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
     return cpu_dtype(spec, stated) if device.type == "cpu" else stated
 
 
-def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype) -> str:
-    """blake2b-128 over everything K and V depend on: shape, RoPE, weights, compute dtype."""
+def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "") -> str:
+    """blake2b-128 over everything K and V depend on: shape, RoPE, weights, compute dtype, adapter."""
     unsaid = {
         f.name: f.default for f in fields(spec) if f.default is not MISSING
     }  # what other families have beside Llama
     shape = {k: v for k, v in vars(spec).items() if k != "config" and not (k in unsaid and v == unsaid[k])}
-    parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype)
+    parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype) + lora_digest
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 

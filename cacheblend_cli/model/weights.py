@@ -13,11 +13,12 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.checkpoint_files import checkpoint_files
 from cacheblend_cli.model.folding import fold
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
-from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, expected_shapes
+from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, Shape, expected_shapes
 
 # Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
 # reward models.
@@ -36,17 +37,22 @@ QUANTISED = (
 )
 
 
-def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def load_weights(
+    spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAdapter | None = None
+) -> dict[str, Tensor]:
     """Every tensor of the model under our names, in `dtype` on `device`.
 
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `folding`).
-    Each part is copied from its file into its place, in blocks of rows; nothing is held twice.
+    Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
+    added to each block, in float32, on the way.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
-    Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, and quantised weights.
+    Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
+    adapter of another model.
     """
     shapes = expected_shapes(spec)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
+    deltas = {} if adapter is None else _deltas(spec, adapter, shapes)
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
     source = tensor_source(model_dir)
@@ -77,7 +83,7 @@ def load_weights(spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: t
             )
         if target not in weights:
             weights[target] = torch.empty(full_shape, dtype=dtype, device=device)
-        _copy(source, stored, weights[target][start : start + shape[0]])
+        _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
     if spec.tied and (EMBEDDING in seen or HEAD in seen):
         _tie(weights)
@@ -134,10 +140,34 @@ def weights_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _copy(source: TensorSource, name: str, target: Tensor) -> None:
+def _deltas(
+    spec: ModelSpec, adapter: LoraAdapter, shapes: Mapping[str, tuple[Shape, str, int, Shape]]
+) -> dict[str, Delta]:
+    """What an adapter adds to which weight. Raises UsageError for an adapter that does not fit the model."""
+    deltas = {}
+    for module, delta in adapter.deltas.items():
+        stored = f"{module}.weight"
+        name = _name_in(shapes, stored)
+        if name is None and stored.startswith(spec.other_parts):
+            continue
+        if name is None or name == EMBEDDING or (name == HEAD and spec.tied):
+            what = "which the model has not" if name is None else "and adapters of the embedding are not implemented"
+            raise UsageError(f"the adapter {adapter.path} changes {module}, {what}", "use another adapter or model")
+        made, wanted = (delta.up.shape[0], delta.down.shape[1]), shapes[name][0]
+        if made != wanted:
+            raise UsageError(
+                f"the adapter {adapter.path} changes {module} as if it were {list(made)}, and it is {list(wanted)}",
+                "the adapter and the model do not belong together",
+            )
+        deltas[name] = delta
+    return deltas
+
+
+def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None = None) -> None:
     """Copy a tensor in blocks of rows."""
     row_bytes = 4 * max(1, target[0].numel())
     step = max(1, source.block_bytes // row_bytes)
     for start in range(0, target.shape[0], step):
         rows = target[start : start + step]
-        rows.copy_(source.read(name, start, start + len(rows)))
+        read = source.read(name, start, start + len(rows))
+        rows.copy_(read if delta is None else read.float() + delta.rows(start, start + len(rows)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, collection_id
 
 from cacheblend_cli.errors import NotFoundError
-from cacheblend_cli.model.loading import DTYPES, model_fingerprint
+from cacheblend_cli.model.loading import DTYPES, LoadedModel, model_fingerprint
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.kept import other_wordings
 from cacheblend_cli.prompt.wording import Wording
@@ -92,20 +92,28 @@ def _differences(
     """Of another model everything is another, and that it is says enough. prefix_ids: of the sample's collection; None: not
     known. worded: prefixes that other wordings make."""
     model, found = collection.model, []
-    if sample.model != model.fingerprint:
-        ours = str(model.decoder.dtype).removeprefix("torch.")
-        dtype = next((n for n, d in DTYPES.items() if model_fingerprint(model.spec, model.path, d) == sample.model), "")
-        if dtype:
-            found.append(_Difference(f"in {dtype}", f"in {ours}", f"--dtype {dtype}"))
-        elif sample.model_name != model.name:
+    if sample.model != model.fingerprint and not (found := _model_differences(model, sample.model)):
+        if sample.model_name != model.name:
             return [_Difference("", "", f"--model {sample.model_name}")]
-        else:
-            return [_Difference("as it was then", "as it is now: its files or how they are read have changed")]
+        now = "as it is now: its files, its adapter (--lora) or how they are read have changed"
+        return [_Difference("as it was then", now)]
     if sample.tokenizer != model.tokenizer.fingerprint:
         found.append(_Difference("with another tokenizer", ""))
     if replace(collection, codec=sample.codec).id not in usable:
         found.append(_Difference(f"as {sample.codec}", f"as {collection.codec}", "--kv-dtype auto"))
     return found + _prompt_differences(collection, sample, prefix_ids, worded)
+
+
+def _model_differences(model: LoadedModel, stored: str) -> list[_Difference]:
+    """Between a model and the one of a fingerprint, where that is the same in another dtype or without its adapter."""
+    ours = str(model.decoder.dtype).removeprefix("torch.")
+    for name, dtype in DTYPES.items():
+        for lora in dict.fromkeys((model.lora_digest, "")):
+            if model_fingerprint(model.spec, model.path, dtype, lora) == stored:
+                other = [] if name == ours else [_Difference(f"in {name}", f"in {ours}", f"--dtype {name}")]
+                bare = [_Difference("without an adapter", "with one", "no --lora")] if lora != model.lora_digest else []
+                return other + bare
+    return []
 
 
 def _prompt_differences(

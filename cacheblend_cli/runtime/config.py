@@ -19,7 +19,8 @@ POOL_DTYPES = ("auto", "float8_e4m3")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else handbook. threads: CPU threads, None for torch's own choice.
+    """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else handbook.
+    lora: the directory of a LoRA adapter to merge into it. threads: CPU threads, None for torch's own choice.
 
     gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs.
     kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the user's
@@ -27,6 +28,7 @@ class EngineConfig:
     template_var: NAME=VALUE for the chat template."""
 
     model: str | None = None
+    lora: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +63,8 @@ class Runtime:
         if progress:
             progress(f"loading {name}")
         path = resolve_model(name, say)
-        runtime = cls(load_model(path, name, device, config.dtype, config.attention_backend), config)
+        lora = Path(config.lora).expanduser() if config.lora else None
+        runtime = cls(load_model(path, name, device, config.dtype, config.attention_backend, lora), config)
         if config.kv_pool_dtype == "float8_e4m3":
             prefix_ids = runtime.template.prefix_ids
             runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)
@@ -70,7 +72,7 @@ class Runtime:
         runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
         if slower := fallback_reason(config.attention_backend, device):
             runtime.say(slower)
-        if adapter := unused_adapter(path):
+        if lora is None and (adapter := unused_adapter(path)):
             runtime.say(adapter)
         return runtime
 
@@ -154,6 +156,7 @@ class Runtime:
         return {
             "name": self.model.name,
             "path": str(self.model.shown_path),
+            **({"lora": str(self.model.lora)} if self.model.lora else {}),
             "architecture": spec.architecture,
             "layers": spec.num_layers,
             "parameters": decoder.num_bytes // decoder.dtype.itemsize,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import write_adapter
 
 Cli = Callable[..., Any]
 
@@ -78,3 +79,14 @@ def test_the_nearest_of_several_is_named(cli: Cli, docs: Path, model: Path) -> N
     second = cli("precompute", "docs/alpha.md", "--salt", "me", "-q").out.split()
     refused = cli("ask", "alpha")
     assert f"{len(second)} chunk is stored for {model} with a salt (and {len(first)} for others)" in refused.err
+
+
+def test_an_adapter_is_named(cli: Cli, docs: Path, model: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "lora", model, ("q_proj", "v_proj"))
+    cli("precompute", "docs/alpha.md")
+    refused = cli("ask", "alpha", "--lora", "lora")
+    assert refused.code == 3, refused.err
+    assert f"1 chunk is stored for {model} without an adapter; you ask for {model} with one" in refused.err
+    assert "hint: ask with no --lora" in refused.err
+    assert cli("precompute", "docs/alpha.md", "--lora", "lora").code == 0
+    assert cli("ask", "alpha", "--lora", "lora", "--max-tokens", "1", "--verify").code == 0

@@ -1,0 +1,169 @@
+"""LoRA adapters as peft writes them, merged into a model's weights as these are read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.families.values import is_number, shown
+from cacheblend_cli.model.model_files import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_model.model."
+# Fields that are read, and fields that change nothing of what a trained adapter computes. Any other with a value is refused.
+READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias")
+UNUSED = (
+    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size",
+    "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
+)  # fmt: skip
+KEEPS_THE_MODEL = (
+    None,
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+)  # ways to begin that leave the model's own weights alone
+HINT = "merge the adapter into its model with peft (merge_and_unload, then save_pretrained), and give that directory"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an adapter adds to a weight: scale * up @ down. down: [r, columns], up: [rows, r], both float32."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """[stop - start, columns] float32."""
+        return self.up[start:stop] @ self.down * self.scale
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """deltas: by the name of the module, as the model's class calls it."""
+
+    path: Path
+    deltas: Mapping[str, Delta]
+
+    @classmethod
+    def read(cls, path: Path) -> LoraAdapter:
+        """Raises NotFoundError where there is none, UsageError, which names it, on what is not understood."""
+        for name in (CONFIG, WEIGHTS):
+            if not (path / name).is_file():
+                raise NotFoundError(
+                    f"{path} is no LoRA adapter: it has no {name}",
+                    f"give --lora the directory that peft's save_pretrained wrote, with {CONFIG} and {WEIGHTS}",
+                )
+        config = _Config(path / CONFIG)
+        pairs = _pairs(path / WEIGHTS)
+        deltas = {}
+        for module, (down, up) in sorted(pairs.items()):
+            config.check_target(module)
+            rank, scale = config.rank_and_scale(module)
+            if down.ndim != 2 or up.ndim != 2 or not down.shape[0] == up.shape[1] == rank:
+                raise _refused(
+                    path,
+                    f"the tensors of {module} are {list(down.shape)} and {list(up.shape)}, and {CONFIG} gives a rank of {rank}",
+                )
+            deltas[module] = Delta(down.float().contiguous(), up.float().contiguous(), scale)
+        if not deltas:
+            raise _refused(path, f"{WEIGHTS} is empty")
+        return cls(path, deltas)
+
+    @property
+    def digest(self) -> str:
+        """blake2b-128, hex, over everything that is added to the weights."""
+        digest = hashlib.blake2b(digest_size=16)
+        for module, delta in self.deltas.items():
+            digest.update(repr((module, delta.scale, tuple(delta.down.shape), tuple(delta.up.shape))).encode())
+            digest.update(delta.down.numpy().data)
+            digest.update(delta.up.numpy().data)
+        return digest.hexdigest()
+
+
+class _Config:
+    """adapter_config.json, checked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.values = path, read_object(path)
+        values = self.values
+        if (kind := values.get("peft_type")) != "LORA":
+            raise _refused(path.parent, f"it is of the type {shown(kind)} (peft_type), and only LORA is read")
+        if values.get("use_dora"):
+            raise _refused(path.parent, "it is a DoRA adapter (use_dora), which is not implemented")
+        if values.get("bias", "none") != "none":
+            raise _refused(path.parent, f"it has biases (bias = {shown(values['bias'])}), which are not implemented")
+        begin = values.get("init_lora_weights")
+        if begin not in KEEPS_THE_MODEL:
+            raise _refused(
+                path.parent, f"it was begun with other weights of the model (init_lora_weights = {shown(begin)})"
+            )
+        for name, value in values.items():
+            if name not in (*READ, *UNUSED, "init_lora_weights") and value not in (None, False, 0, "", [], {}):
+                raise _refused(path.parent, f"{name} = {shown(value)} in {CONFIG} is not implemented")
+        for name in ("rank_pattern", "alpha_pattern"):
+            if not isinstance(values.get(name) or {}, dict):
+                raise _refused(path.parent, f"{name} in {CONFIG} is {shown(values[name])}, and has to be an object")
+
+    def check_target(self, module: str) -> None:
+        """Raises UsageError for a module of the file that target_modules does not name: peft would not use it."""
+        targets = self.values.get("target_modules")
+        if isinstance(targets, str):
+            named = targets == "all-linear" or self._matches(targets, module) is not None
+        else:
+            named = isinstance(targets, list) and any(module == t or module.endswith(f".{t}") for t in targets)
+        if not named:
+            raise _refused(self.path.parent, f"{WEIGHTS} has {module}, which target_modules does not name")
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """r, and alpha / r or alpha / sqrt(r)."""
+        rank = self._value("rank_pattern", "r", 8, module)
+        alpha = self._value("alpha_pattern", "lora_alpha", 8, module)
+        if not is_number(rank) or not is_number(alpha) or rank < 1 or rank != int(rank):
+            raise _refused(self.path.parent, f"r and lora_alpha of {module} are {shown(rank)} and {shown(alpha)}")
+        return int(rank), alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
+
+    def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
+        """As peft finds it: of the first pattern that the module's name ends with, else the adapter's."""
+        for pattern, value in (self.values.get(patterns) or {}).items():
+            if self._matches(rf"(.*\.)?({pattern})", module):
+                return value
+        return self.values.get(name, missing)
+
+    def _matches(self, pattern: str, module: str) -> re.Match[str] | None:
+        try:
+            return re.fullmatch(pattern, module)
+        except re.error as error:
+            raise _refused(self.path.parent, f"{shown(pattern)} in {CONFIG} is no pattern: {error}") from error
+
+
+def _pairs(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """The module -> (A, B) of the adapter's file."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                module, _, kind = name.removeprefix(BASE).rpartition(".lora_")
+                if not name.startswith(BASE) or kind not in ("A.weight", "B.weight"):
+                    raise _refused(file.parent, f"its tensor {name} is no part of a plain LoRA of a linear layer")
+                parts.setdefault(module, {})[kind] = handle.get_tensor(name)
+    except SafetensorError as error:
+        raise UsageError(f"{file} is not a readable safetensors file: {error}", "fetch the adapter again") from error
+    for module, pair in parts.items():
+        if len(pair) != 2:
+            raise _refused(file.parent, f"of {module} it has only lora_{next(iter(pair))}")
+    return {module: (pair["A.weight"], pair["B.weight"]) for module, pair in parts.items()}
+
+
+def _refused(path: Path, reason: str) -> UsageError:
+    return UsageError(f"the adapter {path} is not read: {reason}", HINT)
