@@ -39,7 +39,7 @@ def row(label: str, kl: float) -> dict[str, Any]:
 def result(**groups: dict[str, float]) -> dict[str, Any]:
     labels = {name: list(rows) for name, rows in groups.items()}
     settings = [row("reuse", 3.0), *(row(label, kl) for rows in groups.values() for label, kl in rows.items())]
-    return {"hardware": HARDWARE, "model": "demo", "questions": 520, "groups": labels, "settings": settings}
+    return {"hardware": HARDWARE, "model": "handbook", "questions": 520, "groups": labels, "settings": settings}
 
 
 def test_a_group_anew_leaves_the_others_as_they_are(fidelity: ModuleType, tmp_path: Path) -> None:
