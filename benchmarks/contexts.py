@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/contexts.json")
     arguments = parser.parse_args()
-    engine = Engine.load(EngineConfig(model=arguments.model or "handbook"))
+    engine = Engine.load(EngineConfig(model=arguments.model or "handbook", dtype="float32"))
     samples = read_samples(arguments.data) if arguments.data else spellable_samples()
 
     def progress(name: str, done: int, total: int) -> None:

@@ -166,7 +166,7 @@ def main() -> None:
     if not arguments.report:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
-        engine = Engine.load(EngineConfig(model=arguments.model or "handbook"))
+        engine = Engine.load(EngineConfig(model=arguments.model or "handbook", dtype="float32"))
         samples = read_samples(arguments.data) if arguments.data else spellable_samples()
         samples = samples[: arguments.limit]
         facts = {"hardware": hardware(), "model": engine.model.name, "questions": len(samples)}
