@@ -136,8 +136,8 @@ def test_explain_tells_what_a_tokenizer_reads_otherwise_than_it_is_written(
         assert [note for note in answer["notes"] if "reads" in note] == told[kind]
     assert told["gemma"] == []
     [legacy] = told["llama2-legacy"]
-    assert "'<s>[INST] Answer the" in legacy
-    assert "'<s>[INST]Answer the" in legacy
+    assert "'<s>[INST] Documents:" in legacy
+    assert "'<s>[INST]Documents:" in legacy
     assert "also when nothing is cut" in legacy
     assert any("where it is cut into chunks" in line for line in told["joins-lines"])
 
