@@ -28,7 +28,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.runtime.model_sampling import as_the_model, model_sampling, sampling_of
 from cacheblend_cli.runtime.sampling import Penalties, filtered_probs
-from cacheblend_cli.settings import resolve
+from cacheblend_cli.settings import Settings, resolve
 
 VOCAB = 12
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
@@ -149,10 +149,11 @@ def test_what_is_set_is_stronger_than_the_model(loaded: LoadedModel, monkeypatch
         resolved = resolve(flags)
         return as_the_model(sampling_of(resolved), resolved, model)
 
-    assert found() == SamplingParams()
-    assert found(model_sampling=True) == SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
+    default = SamplingParams(reasoning_tokens=Settings().reasoning_tokens)
+    assert found() == default
+    assert found(model_sampling=True) == replace(default, temperature=0.7, top_p=0.8, top_k=20)
     monkeypatch.setenv("CACHEBLEND_SAMPLE_TOP_K", "3")
-    assert found(model_sampling=True, temperature=0.0) == SamplingParams(temperature=0.0, top_p=0.8, top_k=3)
+    assert found(model_sampling=True, temperature=0.0) == replace(default, temperature=0.0, top_p=0.8, top_k=3)
 
 
 @pytest.mark.parametrize("config", [{"top_k": 1.5}, {"temperature": "warm"}, {"top_p": 7}, {"temperature": True}])

@@ -61,6 +61,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     """The tags are text of several tokens, a token, or a token that decoding passes over."""
     path = tmp_path_factory.mktemp("models") / "m"
     write_checkpoint(path, "qwen2", vocab_size=512)
+    (path / "cacheblend_prompt.txt").unlink()  # over the default prompt this model says something that can be read
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     if request.param != "text":
