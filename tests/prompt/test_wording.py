@@ -38,7 +38,8 @@ def text_of(of: Tokenizer, wording: Wording, chunks: str, question: str) -> str:
     return of.decode(ids, skip_special_tokens=False)
 
 
-def test_the_handbooks_model_is_asked_as_it_was_trained() -> None:
+def test_the_handbooks_model_is_asked_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     from tools.demo_model.samples import PREFIX
 
     of = Tokenizer(model_dir())
