@@ -20,8 +20,9 @@ demo: install
 test: install
 	$(BIN)/pytest
 
-# hours of kills, cuts and flipped bits; writes benchmarks/results/torture.*
+# hours of kills, cuts and flipped bits, and properties on examples of this run's own; writes benchmarks/results/torture.*
 torture: install
+	$(BIN)/pytest --hypothesis-profile=default
 	$(BIN)/python benchmarks/torture.py
 
 lint: install

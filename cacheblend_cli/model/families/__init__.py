@@ -31,6 +31,7 @@ from cacheblend_cli.model.families.smollm3 import SMOLLM3
 from cacheblend_cli.model.families.stablelm import STABLELM
 from cacheblend_cli.model.families.starcoder2 import STARCODER2
 from cacheblend_cli.model.families.unsupported import UNSUPPORTED
+from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.spec import ModelSpec
@@ -66,7 +67,13 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         return _inner_spec(wrapper, config)
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)
-    return family.read(ConfigFields(config))
+    spec = family.read(ConfigFields(config))
+    if spec.max_context < 1:
+        raise UsageError(
+            f"RoPE's scaling in config.json leaves no context at all: {shown(spec.rope)}",
+            "its factor and original_max_position_embeddings have to make a length of one token or more",
+        )
+    return spec
 
 
 def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
