@@ -19,6 +19,7 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.generate import Listener
 from cacheblend_cli.runtime.plan import AskPlan, plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime, Say
@@ -121,11 +122,10 @@ class Engine:
         return ask(
             self.runtime,
             request,
+            Listener(on_text, on_reasoning),
             auto=auto,
             checked=verify,
             save_holes=save_holes,
-            on_text=on_text,
-            on_reasoning=on_reasoning,
         )
 
     def plan(self, store: ChunkStore | None, question: Question, *, auto: bool = False) -> AskPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.answer import Answer, ChunkUse, Timing, Verification
 from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.runtime.controller import AutoReport, Observed, controller_of, decided
-from cacheblend_cli.runtime.generate import Continuation, Generation, generate
+from cacheblend_cli.runtime.generate import NOBODY, Continuation, Generation, Listener, generate
 from cacheblend_cli.runtime.holes import store_holes
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Request
@@ -23,12 +22,11 @@ from cacheblend_cli.runtime.verify import verify
 def ask(
     runtime: Runtime,
     request: Request,
+    listener: Listener = NOBODY,
     *,
     auto: bool = False,
     checked: bool = False,
     save_holes: bool = True,
-    on_text: Callable[[str], None] | None = None,
-    on_reasoning: Callable[[str], None] | None = None,
 ) -> Answer:
     """Answer the request. Blending never changes stored KV.
 
@@ -43,7 +41,7 @@ def ask(
     done = prefill(runtime, request, room=runtime.room(request.sampling))
     try:
         first_logits = done.logits.clone() if checked else None
-        generation = generate(runtime, Continuation.of(done), request.sampling, on_text, on_reasoning=on_reasoning)
+        generation = generate(runtime, Continuation.of(done), request.sampling, listener)
         _note_reasoning(generation, request)
         verification = verify(runtime, done, first_logits) if first_logits is not None else None
     finally:

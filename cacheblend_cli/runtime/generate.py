@@ -42,6 +42,24 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Listener:
+    """Who is told an answer while it is made, piece by piece. text: the answer; reasoning: what is said between think
+    tags before it. A piece never breaks a UTF-8 character and never holds a stop string or a part of one."""
+
+    text: Callable[[str], None] | None = None
+    reasoning: Callable[[str], None] | None = None
+
+    def tell(self, reasoning: str, text: str) -> None:
+        if self.reasoning and reasoning:
+            self.reasoning(reasoning)
+        if self.text and text:
+            self.text(text)
+
+
+NOBODY = Listener()
+
+
+@dataclass(frozen=True)
 class Continuation:
     """Where decoding begins: the sequence holds kv_len tokens; logits, fp32 [vocab_size], are those after the last.
     prompt_ids: the tokens, for a repetition penalty."""
@@ -61,19 +79,16 @@ def generate(
     runtime: Runtime,
     begin: Continuation,
     params: SamplingParams,
-    on_text: Callable[[str], None] | None = None,
+    listener: Listener = NOBODY,
     *,
-    on_reasoning: Callable[[str], None] | None = None,
     runner: DecodeRunner | None = None,
     ahead: bool | None = None,
 ) -> Generation:
     """Decode until EOS, a stop string or max_tokens.
 
-    `on_text` gets pieces that never break a UTF-8 character and never contain a stop string or a part of one; on_reasoning
-    what is said between think tags before it. Where the model may reason and params give that tokens of its own, the
-    closing tag is said for the model once they are used up. ahead (default: on a GPU): from the first token on, a step is
-    queued before the token before it is looked at, so the device never waits for the host; the step after the last token is
-    then computed for nothing, and not seen.
+    Where the model may reason and params give that tokens of its own, the closing tag is said for the model once they are
+    used up. ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at,
+    so the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
     """
     sampler, eos_ids = Sampler(params, begin.logits.device, begin.prompt_ids), runtime.model.eos_ids
     runner = runner or runtime.decode_runner(begin.sequence.pool)
@@ -107,10 +122,7 @@ def generate(
     def emit(reasoning: str, answer: str) -> None:
         out.reasoning += reasoning
         out.text += answer
-        if on_reasoning and reasoning:
-            on_reasoning(reasoning)
-        if on_text and answer:
-            on_text(answer)
+        listener.tell(reasoning, answer)
 
     while True:
         if ahead and out.token_ids and num_drawn < room and knows_next():

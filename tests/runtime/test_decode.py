@@ -17,7 +17,7 @@ from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
-from cacheblend_cli.runtime.generate import Continuation, Generation, generate
+from cacheblend_cli.runtime.generate import Continuation, Generation, Listener, generate
 from cacheblend_cli.runtime.runtime import Runtime
 
 PROMPT = list(range(5, 42))
@@ -76,7 +76,7 @@ def run(
     shown: list[str] = []
     runtime = Runtime(replace(engine.model, eos_ids=frozenset(eos or ())), engine.config)
     begin = Continuation(sequence, len(PROMPT), logits)
-    found = generate(runtime, begin, params, shown.append, runner=runner, ahead=ahead)
+    found = generate(runtime, begin, params, Listener(shown.append), runner=runner, ahead=ahead)
     sequence.release()
     pool.allocator.check_integrity()
     return found, "".join(shown)

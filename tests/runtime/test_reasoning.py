@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.runtime.generate import Continuation, Generation, generate
+from cacheblend_cli.runtime.generate import Continuation, Generation, Listener, generate
 from cacheblend_cli.runtime.reasoning import Reasoning
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Sampler
@@ -114,7 +114,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
             return add
 
         try:
-            out = generate(runtime, begin, params, keep(0), on_reasoning=keep(1), ahead=ahead)
+            out = generate(runtime, begin, params, Listener(keep(0), keep(1)), ahead=ahead)
         finally:
             sequence.release()
         assert (pieces[0], pieces[1].strip()) == (out.text, out.reasoning)
