@@ -51,3 +51,15 @@ class DeviceError(CacheBlendError):
     """No CUDA, out of memory, or a backend that cannot run on this machine."""
 
     exit_code = ExitCode.DEVICE
+
+
+class QueueFull(CacheBlendError):
+    """An engine that many ask at once has too many jobs waiting. retry_after_s: when there may be room."""
+
+    exit_code = ExitCode.DEVICE
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"{waiting} questions wait already", f"ask again in about {max(1, round(retry_after_s))} seconds"
+        )
+        self.retry_after_s = retry_after_s

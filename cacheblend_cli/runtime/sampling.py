@@ -17,7 +17,8 @@ class SamplingParams:
     the penalties (see `Penalties`), which greedy choices heed, too.
 
     logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
-    a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those.
+    a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
+    give, each with a seed of its own.
     """
 
     max_tokens: int = 128
@@ -33,6 +34,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     reasoning_tokens: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         for ok, what in (
@@ -45,6 +47,7 @@ class SamplingParams:
             (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
+            (1 <= self.n <= 64, "n is from 1 to 64"),
         ):
             if not ok:
                 raise UsageError(what, "see cacheblend ask --help")

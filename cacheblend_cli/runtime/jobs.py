@@ -1,0 +1,138 @@
+"""What a service is asked, and what it tells of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.request import Question
+
+
+@dataclass(frozen=True)
+class Job:
+    """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
+    deadline_s: from submission; afterwards the job ends with finish_reason "deadline". verify, auto, save_holes: as
+    `Engine.ask` has them."""
+
+    question: Question
+    verify: bool = False
+    auto: bool = False
+    save_holes: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
+
+
+@dataclass(frozen=True)
+class Started:
+    """The job has left the queue."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of an answer. index: which of n."""
+
+    text: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of what is said between think tags before an answer."""
+
+    text: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a job. answers: n of them, in order; those of a job that was cancelled or whose deadline passed are what was
+    said until then, and none where it had not begun. ended: why it ended early, None where it did not."""
+
+    answers: list[Answer]
+    ended: Literal["cancelled", "deadline"] | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of a job that could not be answered. error: a CacheBlendError or a StoreError: message, hint, exit_code."""
+
+    error: Exception
+
+
+Event = Started | Text | Reasoning | Done | Failed
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A job that was taken. number: its place among all that ever were. submitted: time.monotonic()."""
+
+    job: Job
+    on_event: OnEvent
+    number: int
+    submitted: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+
+    @property
+    def overdue(self) -> bool:
+        return self.job.deadline_s is not None and time.monotonic() - self.submitted >= self.job.deadline_s
+
+    @property
+    def ended(self) -> Literal["cancelled", "deadline"] | None:
+        """Why it is to end, though it is not finished."""
+        return "cancelled" if self.cancelled else "deadline" if self.overdue else None
+
+    def __lt__(self, other: Ticket) -> bool:
+        return (self.job.priority, self.number) < (other.job.priority, other.number)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_waiting: jobs in the queue before more are refused. max_sequences: answers that are made at once. max_rows: tokens
+    of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
+    watermark: share of the pool that is kept free for answers that grow."""
+
+    max_waiting: int = 256
+    max_sequences: int = 16
+    max_rows: int = 512
+    pool_tokens: int | None = None
+    watermark: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise UsageError(f"{name.replace('_', '-')} {count} is not 1 or more", "see: cacheblend serve --help")
+
+
+@dataclass(frozen=True)
+class ServiceStats:
+    """Jobs and sequences by state; the pool's blocks by state; what was done since the service began.
+
+    computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
+    hot: found in the pool. stall_s: waited for KV to load."""
+
+    waiting: int = 0
+    running: int = 0
+    swapped: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_hot: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    generated: int = 0
+    computed: int = 0
+    reused: int = 0
+    repaired: int = 0
+    hot: int = 0
+    preempted: int = 0
+    stall_s: float = 0.0
