@@ -40,7 +40,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass(frozen=True)
 class LoadedModel:
     """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE, compute dtype and adapter.
-    lora: the adapter that was merged into the weights, lora_digest: its content.
+    fingerprints: the same model's by the dtype it computes in. lora: the adapter that was merged into the weights,
+    lora_digest: its content.
     generation_config: as the model's file has it, unchecked."""
 
     name: str
@@ -49,6 +50,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     fingerprint: str
     eos_ids: frozenset[int]
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     lora: Path | None = None
     lora_digest: str = ""
@@ -88,12 +90,14 @@ def load_model(
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
+    fingerprints = {name: model_fingerprint(spec, path, dtype, lora_digest) for name, dtype in DTYPES.items()}
     return LoadedModel(
         name=name,
         path=path,
         decoder=Decoder(spec, weights, kernels),
         tokenizer=tokenizer,
-        fingerprint=model_fingerprint(spec, path, compute_dtype, lora_digest),
+        fingerprint=fingerprints[str(compute_dtype).removeprefix("torch.")],
+        fingerprints=fingerprints,
         eos_ids=_eos_ids(path, generation, spec.config, tokenizer),
         generation_config=generation,
         lora=lora,

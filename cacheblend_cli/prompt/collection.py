@@ -27,13 +27,15 @@ def check_kv_dtype(name: str) -> None:
 class Collection:
     """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt.
 
-    template: of it, what stands before the chunks counts.
+    template: of it, what stands before the chunks counts. computed_in: the dtype the chunks were computed in, "" for the
+    model's own.
     """
 
     model: LoadedModel
     template: PromptTemplate
     codec: str
     salt: str
+    computed_in: str = ""
 
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
@@ -45,6 +47,11 @@ class Collection:
     def in_codec(self, kv_dtype: str) -> Collection:
         """The same prompts' collection in another codec; auto is what is computed."""
         return Collection.of(self.model, self.template, kv_dtype, self.salt)
+
+    def in_other_dtypes(self) -> list[Collection]:
+        """The same prompts' collections of KV that this model computed in another dtype: near to its own, and usable."""
+        own = self.model.fingerprint
+        return [replace(self, computed_in=name) for name, there in self.model.fingerprints.items() if there != own]
 
     def on(self, day: date) -> Collection:
         """The collection behind the same template with another date."""
@@ -111,4 +118,5 @@ class Collection:
 
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
         model = self.model
-        return KeyParts(model.fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt)
+        fingerprint = model.fingerprints[self.computed_in] if self.computed_in else model.fingerprint
+        return KeyParts(fingerprint, model.tokenizer.fingerprint, prefix_ids, left, self.codec, self.salt)

@@ -15,7 +15,7 @@ class ChunkInput:
     """A chunk as the prompt gets it. `left_context_ids`: what stood between the prefix and it when it was collected.
 
     cached: the store has its KV. same_regime: it was collected under the RoPE frequencies this prompt uses. codec: of the
-    stored KV, "" for the prompt's own.
+    stored KV, "" for the prompt's own. computed_in: the dtype that KV was computed in, "" for the model's.
     """
 
     key: bytes
@@ -25,6 +25,7 @@ class ChunkInput:
     cached: bool = True
     same_regime: bool = True
     codec: str = ""
+    computed_in: str = ""
 
 
 @dataclass(frozen=True)

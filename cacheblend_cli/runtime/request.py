@@ -74,7 +74,7 @@ class Request:
         return replace(
             self,
             prefix_cached=self.prefix_cached and key != self.collection.prefix_key,
-            chunks=tuple(replace(c, cached=False) if c.key == key else c for c in self.chunks),
+            chunks=tuple(_to_compute(c, self.collection) if c.key == key else c for c in self.chunks),
         )
 
     def in_full(self) -> Request:
@@ -95,6 +95,12 @@ def resolve(
     notes += age_note(collection.day)
     chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
+    converted = [c for c in chunks if c.cached and c.computed_in]
+    if converted:
+        notes.append(
+            f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
+            f"again for that of {collection.codec}, or ask with --dtype {converted[0].computed_in}"
+        )
     return Request(
         collection=collection,
         store=store,
@@ -104,7 +110,7 @@ def resolve(
         blend=question.blend,
         sampling=question.sampling,
         prefix_cached=store is not None and store.has_kv(collection.prefix_key),
-        lossless=all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs),
+        lossless=not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs),
         notes=notes,
         started=started,
     )
@@ -158,12 +164,14 @@ def _manifest(store: ChunkStore, key: bytes) -> ChunkManifest:
 def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]) -> ChunkInput:
     """A stored chunk as this model sees it.
 
-    One in another codec is loaded in it. One of another model or salt gives its text: what this model has of that text
-    in the collection's codec is taken, and without any it is a hole. So is a chunk without KV.
+    One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another model
+    or salt gives its text: what this model has of that text in the collection's codec is taken, and without any it is a
+    hole. So is a chunk without KV.
     """
-    model = collection.model
-    if manifest.collection == replace(collection, codec=manifest.codec).id:
-        return ChunkInput(
+    model, stored = collection.model, replace(collection, codec=manifest.codec)
+    own = next((c for c in (stored, *stored.in_other_dtypes()) if c.id == manifest.collection), None)
+    if own is not None:
+        chunk = ChunkInput(
             manifest.key,
             manifest.source,
             manifest.token_ids,
@@ -171,11 +179,20 @@ def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest
             cached=manifest.has_kv,
             same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
             codec=manifest.codec,
+            computed_in=own.computed_in,
         )
+        return chunk if chunk.cached else _to_compute(chunk, collection)
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
     lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
-    own = [m for left in lefts if (m := store.get_chunk(collection.key(token_ids, left))) is not None]
-    if own:
-        return _as_input(collection, store, max(own, key=lambda m: m.has_kv), notes)
+    found = [m for left in lefts if (m := store.get_chunk(collection.key(token_ids, left))) is not None]
+    if found:
+        return _as_input(collection, store, max(found, key=lambda m: m.has_kv), notes)
     notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
     return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
+
+
+def _to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:
+    """The chunk as a hole. What is computed now is never stored as what another dtype computed."""
+    if not chunk.computed_in:
+        return replace(chunk, cached=False)
+    return ChunkInput(collection.key(chunk.token_ids), chunk.source, chunk.token_ids, cached=False)

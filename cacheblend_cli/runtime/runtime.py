@@ -119,9 +119,11 @@ class Runtime:
             self.template = self.template.on(day)
 
     def collections(self, salt: str = "") -> list[Collection]:
-        """The collections whose chunks can be used as they are: one a codec, or the one that was asked for."""
+        """The collections whose chunks can be used: one a codec, or the one that was asked for; then those that the same
+        model computed in other dtypes."""
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
-        return [self.collection(salt, codec) for codec in names]
+        own = [self.collection(salt, codec) for codec in names]
+        return own + [other for collection in own for other in collection.in_other_dtypes()]
 
     @property
     def context(self) -> int:

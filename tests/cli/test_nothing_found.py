@@ -20,7 +20,6 @@ Cli = Callable[..., Any]
         ((), ("--salt", "me"), "without a salt; you ask for {model} with one", "ask with no --salt"),
         (("--salt", "me"), (), "with a salt; you ask for {model} without one", "the --salt they were stored with"),
         (("--salt", "me"), ("--salt", "you"), "with another salt; you ask for {model} with yours", "the --salt they were"),
-        ((), ("--dtype", "bfloat16"), "in float32; you ask for {model} in bfloat16", "ask with --dtype float32"),
         (("--kv-dtype", "int8"), ("--kv-dtype", "float32"), "as int8; you ask for {model} as float32", "--kv-dtype auto"),
         (("--dtype", "bfloat16", "--salt", "me"), (), "in bfloat16 with a salt; you ask for {model} in float32 without one",
          "ask with --dtype bfloat16 and the --salt"),
