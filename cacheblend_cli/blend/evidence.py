@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.forward import FreshKV, Hidden, LayerStep, Observer, rotate, run_layers
+from cacheblend_cli.kv.forward import FreshKV, Hidden, LayerStep, Observer, queries, rotate, run_layers
 from cacheblend_cli.kv.rows import Rows, positions_of, rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
 
@@ -149,7 +149,7 @@ class AtCheckLayer:
         return total
 
     def _suffix_queries(self) -> tuple[Tensor, Tensor]:
-        return rotate(self._layer, self._layer.project_q(self._h), self._suffix), self._suffix.positions
+        return queries(self._layer, self._h, self._suffix), self._suffix.positions
 
 
 def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, candidates: Candidates) -> Tensor:

@@ -138,7 +138,9 @@ def _project(
     if step.kv_rows is None and step.next_rows is None:  # one product, and one kernel that rotates and writes
         q, k, v = layer.project_qkv(h)
         observer.fresh(FreshKV(layer, rows, h, k, v))
-        return rotate_and_write(layer, q, k, v, rows), rows, residual
+        rotated = rotate_and_write(layer, q, k, v, rows)
+        assert rotated is not None
+        return layer.grown(rotated, rows.positions), rows, residual
     if step.kv_rows is None:
         kv_rows, (k, v) = rows, layer.project_kv(h)
     else:
@@ -151,7 +153,7 @@ def _project(
         if not len(going):
             return None, rows, residual
         h, rows, residual = h[going], rows.take(going), residual[going]
-    return rotate(layer, layer.project_q(h), rows), rows, residual
+    return queries(layer, h, rows), rows, residual
 
 
 def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
@@ -160,6 +162,11 @@ def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
     if rows.decode:
         return layer.kernels.decode_attention(q, cache, rows.attention, layer.attention)
     return layer.kernels.prefill_attention(q, cache, rows.attention, layer.attention)
+
+
+def queries(layer: DecoderLayer, h: Tensor, rows: Rows) -> Tensor:
+    """q [num_rows, num_heads, head_dim] of the rows' normed input, as attention takes it."""
+    return layer.grown(rotate(layer, layer.project_q(h), rows), rows.positions)
 
 
 def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:

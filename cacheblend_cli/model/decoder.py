@@ -58,6 +58,13 @@ class DecoderLayer:
         k, v = self._qkv.rest(h).split(self.spec.kv_size, dim=-1)
         return self._normed_heads(k, self.k_norm), self._heads(v)
 
+    def grown(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Rotated q [num_rows, num_heads, head_dim] with what the model multiplies it with at positions [num_rows] int64."""
+        if self.spec.query_growth is None:
+            return q
+        beta, length = self.spec.query_growth
+        return q * (1 + beta * torch.log1p((positions // length).float())).to(q.dtype)[:, None, None]
+
     def attention_output(self, attended: Tensor) -> Tensor:
         """o_proj of [num_rows, num_heads, head_dim] -> [num_rows, hidden_size]."""
         return self._o(attended.reshape(attended.shape[0], -1))

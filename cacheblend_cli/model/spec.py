@@ -7,6 +7,7 @@ from typing import Any
 
 # RoPE types whose factor lengthens the context. For llama3 and longrope `max_position_embeddings` is the longer one.
 LENGTHENED = ("linear", "dynamic", "yarn")
+QUERY_GROWTH = "llama_4_scaling_beta"  # among RoPE's parameters
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,12 @@ class ModelSpec:
             return None
         local = self.local_rope if self.sliding_windows[layer] is not None else None
         return local or self.rope
+
+    @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """(beta, length): the query at position p is multiplied by 1 + beta log(1 + floor(p / length)); None: by nothing."""
+        beta = self.rope.get(QUERY_GROWTH)
+        return (beta, int(self.rope["original_max_position_embeddings"])) if beta else None
 
     @property
     def rotated_dim(self) -> int:

@@ -75,8 +75,9 @@ def by_kind(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole(rope: dict[str, Any]) -> dict[str, Any]:
-    """Without the part of the head, where it is all of it."""
-    return {k: v for k, v in rope.items() if (k, v) != ("partial_rotary_factor", 1.0)}
+    """Without the part of the head, where it is all of it, and what stands there twice."""
+    twice = ("type", "max_position_embeddings")
+    return {k: v for k, v in rope.items() if (k, v) != ("partial_rotary_factor", 1.0) and k not in twice}
 
 
 def ropes_of(spec: ModelSpec) -> dict[str, Any]:

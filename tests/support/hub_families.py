@@ -17,6 +17,7 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GraniteConfig,
+    Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
@@ -50,6 +51,11 @@ SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2
 
 def mistral3(tied: bool = False, **shape: Any) -> PretrainedConfig:
     text = MistralConfig(**shape).to_dict()
+    return Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **EYES}, tie_word_embeddings=tied)
+
+
+def ministral3(tied: bool = False, **shape: Any) -> PretrainedConfig:
+    text = Ministral3Config(**shape).to_dict()
     return Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **EYES}, tie_word_embeddings=tied)
 
 
@@ -89,6 +95,8 @@ def newer_names(held: dict[str, torch.Tensor]) -> None:
         held[own if own.startswith(("lm_head.", "model.")) else f"model.{own}"] = held.pop(name)
 
 
+GROWTH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 24, "beta_fast": 32.0,
+          "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WIDE = {"head_dim": 16}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
@@ -105,6 +113,15 @@ RUN = [
     HubModel("qwen3-vl, tied", qwen_vl(Qwen3VLConfig), {"head_dim": 8, "rope_parameters": SECTIONS, "tied": True}),
     HubModel("gemma-3-4b", gemma3, GEMMA | {"sliding_window_pattern": 2}),
     HubModel("gemma-3-4b, newer names", gemma3, GEMMA | {"layer_types": MIXED}, change=tensors(newer_names)),
+    # Ministral 3
+    HubModel("ministral-3-8b", Ministral3Config, {"head_dim": 16, "rope_parameters": GROWTH}),
+    HubModel("ministral-3, as transformers 4 wrote it", Ministral3Config, {"head_dim": 8, "rope_parameters": GROWTH, "tie_word_embeddings": True},
+             old(DROP) | {"head_dim": 8, "rope_scaling": GROWTH}),
+    HubModel("ministral-3, window, no growth", Ministral3Config,
+             {"head_dim": 8, "sliding_window": 24, "rope_parameters": GROWTH | {"llama_4_scaling_beta": 0.0}}),
+    HubModel("ministral-3, plain RoPE", Ministral3Config, {"head_dim": 8, "rope_parameters": GROWTH | {"rope_type": "default"}}),
+    HubModel("ministral-3-3b-instruct", ministral3, {"head_dim": 16, "rope_parameters": GROWTH | {"type": "yarn"}, "tied": True},
+             change=tensors(newer_names)),
     # Gemma
     HubModel("gemma", GemmaConfig, WIDE),
     HubModel("gemma, the first release", GemmaConfig, WIDE | {"num_key_value_heads": 1}, old(10000.0) | {"hidden_act": "gelu", "head_dim": 16}),
@@ -210,5 +227,8 @@ REFUSED = [
     fault("smollm3, no places", "no layer of this model has RoPE", SmolLM3Config, no_rope_layers=[0, 0, 0]),
     fault("smollm3, layers missing", "no_rope_layers", SmolLM3Config, no_rope_layers=[1, 0]),
     fault("text_config missing", "text_config in config.json is null", model_type="mistral3", architectures=None),
-    fault("text of another family", "unknown model_type 'ministral3'", mistral3, text_config={"model_type": "ministral3"}),
+    fault("text of another family", "unknown model_type 'ministral4'", mistral3, text_config={"model_type": "ministral4"}),
+    fault("ministral 3, growth missing", "llama_4_scaling_beta in config.json is null", Ministral3Config, **new("default")),
+    fault("ministral 3, growth by nothing", "lack original_max_position_embeddings", Ministral3Config,
+          **new("default", llama_4_scaling_beta=0.1)),
 ]  # fmt: skip

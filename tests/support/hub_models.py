@@ -316,7 +316,7 @@ REFUSED = [
              refused="LlamaForCausalLM of model_type 'smollm3'"),
     HubModel("smollm3 as llama", SmolLM3Config, {"no_rope_layers": [1, 0, 1]},
              {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, refused="no_rope_layer"),
-    config_fault("ministral 3", "unknown model_type 'ministral3'", model_type="ministral3"),
+    config_fault("ministral 4", "unknown model_type 'ministral4'", model_type="ministral4"),
     config_fault("neither type nor class", "no model_type", model_type=DROP, architectures=DROP),
     config_fault("classifier", "unknown architecture LlamaForSequenceClassification",
                  architectures=["LlamaForSequenceClassification"]),

@@ -18,7 +18,7 @@ from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from cacheblend_cli.model.families.glm import GLM, GLM4
 from cacheblend_cli.model.families.granite import GRANITE
 from cacheblend_cli.model.families.llama import LLAMA
-from cacheblend_cli.model.families.mistral import MINISTRAL, MISTRAL
+from cacheblend_cli.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from cacheblend_cli.model.families.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from cacheblend_cli.model.families.olmo import OLMO2, OLMO3
 from cacheblend_cli.model.families.phi3 import PHI3
@@ -39,7 +39,7 @@ from cacheblend_cli.model.spec import ModelSpec
 FAMILIES = {
     family.model_type: family
     for family in (
-        LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3,
+        LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3,
         OLMO2, OLMO3, GLM, GLM4, STARCODER2, STABLELM, COHERE, COHERE2, EXAONE4,
         QWEN2_MOE, QWEN3_MOE, MIXTRAL,
     )
