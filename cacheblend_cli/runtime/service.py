@@ -18,6 +18,7 @@ from cacheblend_store import ChunkStore, StoreError
 from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
+from cacheblend_cli.runtime.generate import Listener
 from cacheblend_cli.runtime.jobs import (
     Done,
     Event,
@@ -167,11 +168,10 @@ class Service:
         return ask(
             self._runtime,
             resolve(self._runtime, self._store, question),
+            Listener(lambda piece: told(Text(piece, index)), lambda piece: told(Reasoning(piece, index))),
             auto=job.auto,
             checked=job.verify,
             save_holes=job.save_holes,
-            on_text=lambda piece: told(Text(piece, index)),
-            on_reasoning=lambda piece: told(Reasoning(piece, index)),
         )
 
     def _tell(self, ticket: Ticket, event: Event) -> None:
