@@ -85,6 +85,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def beginning(self) -> str:
+        """What the tokenizer itself puts before a text, without any chat template: "" or a control token."""
+        ids = self._tokenizer.encode("").ids
+        return self.decode([i for i in ids if str(self._tokenizer.id_to_token(i)) == self.special("bos_token")], False)
+
     def encode_text(self, text: str) -> list[int]:
         """Ids of a document's or question's text in the middle of a prompt: no special tokens, no added token whatever the
         text contains, and no mark or space that the tokenizer puts before a text that stands alone."""

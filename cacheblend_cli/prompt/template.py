@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
+from itertools import chain, zip_longest
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import TemplateFailed, Tokenizer
@@ -13,6 +14,7 @@ from cacheblend_cli.prompt.wording import Wording
 CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it
 THINK, THOUGHT = "<think>", "</think>"
 QUESTION = "Question8a44c1d2Stands0e6fHere"
+_TURN = "Turn{:04}b71eStands4d2cHere"
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,41 @@ class PromptTemplate:
         """With another date."""
         return split_template(self.tokenizer, self.wording, day)
 
-    def suffix_ids(self, question: str) -> tuple[int, ...]:
-        """Ids of the question and all after it. Control tokens written in the question stay plain text.
+    def suffix_ids(self, question: str, history: Sequence[str] = ()) -> tuple[int, ...]:
+        """Ids of all behind the chunks: the question, with what stands around it. Control tokens written in it stay plain text.
 
-        Raises UsageError when the question is empty.
+        history: what was said before it, by the user and the model in turn. The chunks then stand in the first message.
+        Raises UsageError when the question is empty, and where the chat template takes no such history.
         """
-        question = question.strip()
-        if not question:
+        texts = [text if self.wording.raw else text.strip() for text in (*history, question)]
+        if not texts[-1]:
             raise UsageError("the question is empty", 'write it as an argument: cacheblend ask "Who leads billing?"')
+        around = self._around(len(texts)) if history else [self.before_question, self.after_question]
+        pieces = [piece for piece in chain(*zip_longest(around, texts)) if piece is not None]
         encode = self.tokenizer.encode_template_rest
-        if not self.tokenizer.holds_control(question):
-            return tuple(encode(self.before_question + question + self.after_question))
-        plain = self.tokenizer.encode_text(question)
-        return (*encode(self.before_question), *plain, *encode(self.after_question))
+        if not any(map(self.tokenizer.holds_control, texts)):
+            return tuple(encode("".join(pieces)))
+        parts = (encode(p) if i % 2 == 0 else self.tokenizer.encode_text(p) for i, p in enumerate(pieces))
+        return tuple(chain(*parts))
+
+    def _around(self, count: int) -> list[str]:
+        """What the template writes before, between and behind so many turns, from the chunks on."""
+        turns = [_TURN.format(i) for i in range(count)]
+        day = self.day or date.today()
+        rendered = _render(
+            self.tokenizer, self.wording, lambda form: datetime.combine(day, time()).strftime(form), turns
+        )
+        before, _, rest = rendered.partition(CHUNKS)
+        around = []
+        for turn in turns:
+            piece, found, rest = rest.partition(turn)
+            around.append(piece)
+            if not found or turn in rest or before != self.before_chunks:
+                raise UsageError(
+                    "the chat template does not render every turn of a conversation once, behind the same beginning",
+                    "ask without history",
+                )
+        return [*around, rest]
 
     def differences(self, chunks: Sequence[str], question: str, prompt_ids: Sequence[int]) -> list[str]:
         """Where the prompt's ids decode to other text than the template renders with these chunks in it: in words, the first
@@ -112,11 +136,18 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
     )
 
 
-def _render(tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str]) -> str:
+def _render(
+    tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str], turns: Sequence[str] = (QUESTION,)
+) -> str:
+    """turns: what the user and the model say in turn, the chunks in the first of them."""
+    if wording.raw:
+        return tokenizer.beginning + CHUNKS + "".join(turns)
     for flag, text in (("--system", wording.system), ("--prompt", wording.prompt)):
         if token := tokenizer.special_in(text):
             raise UsageError(f"{flag} has {token!r}, a control token of this model", "the chat template writes these")
-    messages = [{"role": "user", "content": wording.message(CHUNKS, QUESTION)}]
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages[0]["content"] = wording.message(CHUNKS, turns[0])
     if not wording.system:
         return tokenizer.render(messages, strftime_now, wording.variables)
     to_do = "leave --system out, and write it into the file of --prompt"

@@ -28,12 +28,14 @@ _SHOWN = 48  # characters
 @dataclass(frozen=True)
 class Wording:
     """prompt: the user's message, with {chunks} and {question} in it once each, in this order. system: "" for no system
-    prompt. variables: of the chat template. given: somebody asked for this prompt, and it is not a default."""
+    prompt. variables: of the chat template. given: somebody asked for this prompt, and it is not a default. raw: chunks and
+    question alone are the prompt, without the chat template."""
 
     prompt: str = DEFAULT
     system: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
     given: bool = field(default=False, compare=False)
+    raw: bool = False
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt)
@@ -58,12 +60,14 @@ class Wording:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "system": self.system, "variables": dict(self.variables), "given": self.given}
+        told = {"prompt": self.prompt, "system": self.system, "variables": dict(self.variables), "given": self.given}
+        return {**told, "raw": True} if self.raw else told
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Wording:
         """Raises UsageError, KeyError or TypeError for what no version wrote."""
-        return cls(str(value["prompt"]), str(value["system"]), dict(value["variables"]), given=bool(value["given"]))
+        texts, raw = (str(value["prompt"]), str(value["system"])), bool(value.get("raw"))
+        return cls(*texts, dict(value["variables"]), given=bool(value["given"]), raw=raw)
 
     def differences(self, other: Wording) -> list[tuple[str, str]]:
         """In what two differ: how this one and how the other is asked for, as flags."""

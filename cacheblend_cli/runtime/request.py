@@ -15,6 +15,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.runtime.config import BlendConfig
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
@@ -22,7 +23,8 @@ from cacheblend_cli.runtime.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already."""
+    """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already.
+    history: what was said before, by the user and the model in turn. wording: of the prompt, None for the engine's."""
 
     text: str
     keys: Sequence[bytes]
@@ -30,6 +32,8 @@ class Question:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     salt: str = ""
     notes: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+    wording: Wording | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def resolve(
     chunks without a store.
     """
     started, notes = time.perf_counter(), list(question.notes)
-    collection = collection_of(runtime, store, question.keys, question.salt)
+    collection = collection_of(runtime, store, question)
     notes += age_note(collection.day)
     chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
@@ -104,7 +108,7 @@ def resolve(
     return Request(
         collection=collection,
         store=store,
-        suffix_ids=runtime.template.suffix_ids(question.text) if suffix_ids is None else suffix_ids,
+        suffix_ids=suffix_of(runtime, question) if suffix_ids is None else suffix_ids,
         chunks=chunks,
         named=tuple(question.keys),
         blend=question.blend,
@@ -116,15 +120,20 @@ def resolve(
     )
 
 
-def collection_of(runtime: Runtime, store: ChunkStore | None, keys: Sequence[bytes], salt: str) -> Collection:
-    """The collection to ask these chunks in: without a codec that was asked for, that of the first chunk this model has
-    KV for. What was stored is used."""
-    runtime.take_date(store, salt)
+def suffix_of(runtime: Runtime, question: Question) -> tuple[int, ...]:
+    """Ids of what stands behind the question's chunks. Raises UsageError."""
+    return runtime.template_of(question.wording).suffix_ids(question.text, question.history)
+
+
+def collection_of(runtime: Runtime, store: ChunkStore | None, question: Question) -> Collection:
+    """The collection to ask the question's chunks in: without a codec that was asked for, that of the first chunk this model
+    has KV for. What was stored is used."""
+    runtime.take_date(store, question.salt)
     if runtime.config.kv_dtype == "auto" and store is not None:
-        for key in keys:
+        for key in question.keys:
             if (manifest := chunk_of(store, key)) and manifest.model == runtime.model.fingerprint:
-                return runtime.collection(salt, manifest.codec)
-    return runtime.collection(salt)
+                return runtime.collection(question.salt, manifest.codec, question.wording)
+    return runtime.collection(question.salt, wording=question.wording)
 
 
 def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from datetime import date
@@ -23,7 +24,8 @@ from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
-from cacheblend_cli.prompt.template import split_template
+from cacheblend_cli.prompt.template import PromptTemplate, split_template
+from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.runtime.memory import DeviceMemory, reserve, sequence_of_its_own
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.runtime.controller import Controller
 
 Say = Callable[[str], None]
+_TEMPLATES = 64  # of other wordings that are remembered
 
 
 class Runtime:
@@ -51,6 +54,7 @@ class Runtime:
         self.progress: Say = lambda text: None
         self.controllers: dict[str, Controller] = {}  # a codec each
         self._memory = memory
+        self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Say | None = None, say: Say | None = None) -> Runtime:
@@ -101,9 +105,20 @@ class Runtime:
         memory = self.memory()
         return memory.runner if memory is not None and memory.pool is pool else EagerRunner(self.decoder, pool)
 
-    def collection(self, salt: str = "", kv_dtype: str | None = None) -> Collection:
-        """What the keys of chunks are made of. kv_dtype: None for the engine's."""
-        return Collection.of(self.model, self.template, kv_dtype or self.config.kv_dtype, salt)
+    def template_of(self, wording: Wording | None) -> PromptTemplate:
+        """The template so worded, None for the engine's own. Raises UsageError where the chat template cannot render it."""
+        if wording is None or wording == self.template.wording:
+            return self.template
+        key = (json.dumps(wording.to_dict(), sort_keys=True), self.template.day)
+        if key not in self._templates:
+            while len(self._templates) >= _TEMPLATES:
+                self._templates.pop(next(iter(self._templates)))
+            self._templates[key] = split_template(self.model.tokenizer, wording, self.template.day)
+        return self._templates[key]
+
+    def collection(self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None) -> Collection:
+        """What the keys of chunks are made of. kv_dtype, wording: None for the engine's."""
+        return Collection.of(self.model, self.template_of(wording), kv_dtype or self.config.kv_dtype, salt)
 
     def take_date(self, store: ChunkStore | None, salt: str = "") -> None:
         """Where the template prints a date, let it be the one that the store keeps; today's when it keeps none."""
@@ -118,11 +133,11 @@ class Runtime:
         if self.template.day != day:
             self.template = self.template.on(day)
 
-    def collections(self, salt: str = "") -> list[Collection]:
+    def collections(self, salt: str = "", wording: Wording | None = None) -> list[Collection]:
         """The collections whose chunks can be used: one a codec, or the one that was asked for; then those that the same
         model computed in other dtypes."""
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
-        own = [self.collection(salt, codec) for codec in names]
+        own = [self.collection(salt, codec, wording) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
 
     @property

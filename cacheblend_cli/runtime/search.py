@@ -11,7 +11,7 @@ from cacheblend_cli.corpus.contexts import prefer_exact
 from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.corpus.search import Hit, found_elsewhere, search
 from cacheblend_cli.prompt.mismatch import nothing_found
-from cacheblend_cli.runtime.request import Question, chunk_of, collection_of
+from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, suffix_of
 from cacheblend_cli.runtime.runtime import Runtime
 
 
@@ -30,22 +30,22 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
     Raises NotFoundError, which says why, when there are none: nothing of this model, or nothing in the scope.
     """
     runtime.take_date(store, question.salt)
-    collections = [collection.id for collection in runtime.collections(question.salt)]
+    collections = [collection.id for collection in runtime.collections(question.salt, question.wording)]
     hits = search(store, question.text, lookup.k, collections, lookup.context, lookup.scope)
     if not hits:
         if search(store, question.text, 1, collections):
             raise found_elsewhere()
-        raise nothing_found(store, runtime.collection(question.salt), collections)
+        raise nothing_found(store, runtime.collection(question.salt, wording=question.wording), collections)
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]))
-    keys = exact_where_stored(runtime, store, in_reading_order(hits, question.keys), question.salt)
-    return replace(question, keys=keys)
+    question = replace(question, keys=in_reading_order(hits, question.keys))
+    return replace(question, keys=exact_where_stored(runtime, store, question))
 
 
 def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question:
     """The question with those of its chunks, in their order, that fit the model's context together with the answer, and a
     note of how many that leaves out. The first one stays when none fits, to be refused as a chunk that was named is."""
     room = runtime.room(question.sampling)
-    used = len(runtime.template.prefix_ids) + len(runtime.template.suffix_ids(question.text))
+    used = len(runtime.template_of(question.wording).prefix_ids) + len(suffix_of(runtime, question))
     kept: list[bytes] = []
     for key in question.keys:
         manifest = chunk_of(store, key)
@@ -70,11 +70,11 @@ def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[bytes
     return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index)) if hit.key in keys]
 
 
-def exact_where_stored(runtime: Runtime, store: ChunkStore, keys: Sequence[bytes], salt: str = "") -> list[bytes]:
-    """The chunks with these keys, each from the context that makes it exact at its place, where that is stored."""
+def exact_where_stored(runtime: Runtime, store: ChunkStore, question: Question) -> list[bytes]:
+    """The question's chunks, each from the context that makes it exact at its place, where that is stored."""
 
     def ids_of(key: bytes) -> tuple[int, ...]:
         manifest = chunk_of(store, key)
         return manifest.token_ids if manifest else ()
 
-    return prefer_exact(keys, ids_of, collection_of(runtime, store, keys, salt).key, store.has_kv)
+    return prefer_exact(question.keys, ids_of, collection_of(runtime, store, question).key, store.has_kv)

@@ -169,8 +169,17 @@ def test_the_exact_variant_is_taken_for_chunks_that_were_searched(corpus: Corpus
     corpus.precompute("document")
     sink, document = ([m.key for m in corpus.chunks(c)] for c in ("sink", "document"))
     other = [m.key for m in corpus.chunks("sink", 1)]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, [*sink, *other]) == [*document, *other]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, [sink[1], sink[0]]) == [sink[1], sink[0]]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, [document[1], document[2]])[1] == document[2]
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", [*sink, *other])) == [
+        *document,
+        *other,
+    ]
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", [sink[1], sink[0]])) == [
+        sink[1],
+        sink[0],
+    ]
+    assert (
+        exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", [document[1], document[2]]))[1]
+        == document[2]
+    )
     logits = [corpus.prefill(keys, BlendConfig(mode="reuse")).result.logits for keys in (document, sink)]
     assert not torch.equal(*logits)
