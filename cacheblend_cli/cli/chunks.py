@@ -171,7 +171,9 @@ def _size(m: ChunkManifest) -> str:
 
 def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
     return {
-        "id": m.id, "source": citation.source, "index": citation.index, "span": list(m.span), "tokens": m.num_tokens, "bytes": m.num_bytes,
+        "id": m.id, "source": citation.source, "index": citation.index, "span": list(m.span),
+        "lines": list(citation.locator.lines) if any(citation.locator.lines) else None, "part": citation.locator.part,
+        "headings": list(citation.locator.headings), "tokens": m.num_tokens, "bytes": m.num_bytes,
         "kv": "stored" if m.has_kv else "evicted" if m.evicted else "none",
         "model": m.model_name, "context": m.context, "kv_dtype": m.codec, "layers": m.num_layers,
         "created": datetime.fromtimestamp(m.created).isoformat(timespec="seconds"),

@@ -25,7 +25,7 @@ def document_record(
     collection: Collection, document: Document, chunks: list[PlannedChunk], settings: CollectSettings
 ) -> DocumentRecord:
     """The record of a document that was cut and collected so."""
-    places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end) for p in chunks)
+    places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end, p.chunk.locator) for p in chunks)
     return DocumentRecord(
         document.source, collection.id, document.digest, places, time.time(), settings.of_record(), settings.context
     )

@@ -15,6 +15,7 @@ from cacheblend_cli.collect.survey import Survey
 from cacheblend_cli.corpus.chunker import Chunk, iter_cut
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.locating import Locating
 from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
@@ -104,8 +105,9 @@ def plan_parts(
     for document in survey.documents:
         settings = replace(survey.settings_of(document.source, document.root), **given)
         chunks: list[Chunk] = []
+        locating = Locating(document.text, document.layout)
         for chunk in iter_cut(document.text, encode, settings.chunk_tokens):
-            chunks.append(chunk)
+            chunks.append(replace(chunk, locator=locating.find(chunk.start, chunk.end)))
             on_cut(document, chunk.end)
         cuts.setdefault(settings, []).append((document, chunks))
     parts = []

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from cacheblend_store import NOWHERE, Locator
+
 Encode = Callable[[str], list[int]]
 
 # From coarse to fine. Every level matches all of the text: what separates two pieces belongs to the piece before.
@@ -24,13 +26,14 @@ _HEADING = re.compile(r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of a document: its text, its token ids, and its character range start:end."""
+    """A run of a document: its text, its token ids, its character range start:end, and where in the file that is."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     start: int
     end: int
+    locator: Locator = NOWHERE
 
 
 def cut(text: str, encode: Encode, max_tokens: int) -> list[Chunk]:

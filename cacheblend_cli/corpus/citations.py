@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_store import ChunkManifest, ChunkStore, DocumentRecord, StoreError
+from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentRecord, Locator, StoreError
 
 from cacheblend_cli.corpus.places import is_on_disk, known_as, settle, shown
 from cacheblend_cli.corpus.scopes import Scope, project_scope
@@ -14,10 +14,11 @@ _MANY = 256  # chunks: from then on all documents are read at once
 
 @dataclass(frozen=True)
 class Citation:
-    """A document's name (see corpus/places.py) and the chunk's place in it."""
+    """A document's name (see corpus/places.py), the chunk's place in it, and where a reader finds that."""
 
     name: str
     index: int
+    locator: Locator = NOWHERE
 
     @property
     def source(self) -> str:
@@ -32,21 +33,22 @@ class Citations:
     def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
         self._store, self._scope = store, scope or project_scope(store)
         self._documents: dict[bytes, DocumentRecord | None] = {}
-        self._places: dict[bytes, dict[str, int]] | None = None  # of every chunk, once many were asked for
+        self._places: dict[bytes, dict[str, Citation]] | None = None  # of every chunk, once many were asked for
         self._asked = 0
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
         """Every document the chunk stands in, the one to cite first. A chunk of no document has the one it came from."""
-        places = self._of(manifest.key) or {settle(known_as(manifest.source)): manifest.index}
-        if len(places) == 1:
-            return [Citation(name, index) for name, index in places.items()]
-        found = [Citation(name, index) for name, index in places.items()]
+        found = list(self._of(manifest.key).values())
+        if not found:
+            return [Citation(settle(known_as(manifest.source)), manifest.index)]
+        if len(found) == 1:
+            return found
         return sorted(found, key=lambda c: (not self._scope.holds(c.name), not is_on_disk(c.name), c.name))
 
     def of(self, manifest: ChunkManifest) -> Citation:
         return self.all_of(manifest)[0]
 
-    def _of(self, key: bytes) -> dict[str, int]:
+    def _of(self, key: bytes) -> dict[str, Citation]:
         """Name of each document -> the chunk's first place in it."""
         self._asked += 1
         if self._places is not None:
@@ -58,7 +60,7 @@ class Citations:
                     for record in reader.documents():
                         _add_places(self._places, record)
                     return self._places.get(key, {})
-                found: dict[bytes, dict[str, int]] = {}
+                found: dict[bytes, dict[str, Citation]] = {}
                 for name in reader.documents_of(key):
                     if name not in self._documents:
                         self._documents[name] = reader.document(name)
@@ -69,7 +71,7 @@ class Citations:
             return {}
 
 
-def _add_places(places: dict[bytes, dict[str, int]], record: DocumentRecord) -> None:
+def _add_places(places: dict[bytes, dict[str, Citation]], record: DocumentRecord) -> None:
     name = settle(known_as(record.source, record.settings))
     for chunk in record.chunks:
-        places.setdefault(chunk.key, {}).setdefault(name, chunk.index)
+        places.setdefault(chunk.key, {}).setdefault(name, Citation(name, chunk.index, chunk.locator))

@@ -9,17 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_cli.corpus.layout import PLAIN, Kind, Layout
 from cacheblend_cli.corpus.places import STDIN, place_of, text_of
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".adoc", ".org", ".text")
 MAX_BYTES = 256 << 20
+_KINDS: dict[str, Kind] = {".md": "markdown", ".markdown": "markdown", ".rst": "rst"}
 
 
 @dataclass(frozen=True)
 class Document:
     """source: its name, see corpus/places.py. root: the name of the path that led to it. digest: blake2b-128 of the text,
-    hex.
+    hex. layout: how it lies in its file.
 
     Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
     """
@@ -27,6 +29,7 @@ class Document:
     source: str
     text: str
     root: str = ""
+    layout: Layout = PLAIN
 
     @property
     def digest(self) -> str:
@@ -59,7 +62,8 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
                 continue
             seen.add(source)
             try:
-                yield Document(source, _decode(sys.stdin.buffer.read() if name == STDIN else _read(file)), root)
+                text = _decode(sys.stdin.buffer.read() if name == STDIN else _read(file))
+                yield Document(source, text, root, Layout(_KINDS.get(file.suffix.lower(), "text")))
             except _NoDocument as found:
                 yield Skipped(source, found.reason, text_of(str(file)), found.unread)
 

@@ -21,7 +21,7 @@ from cacheblend_store.errors import (
 )
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.memos import Memo
-from cacheblend_store.format.records import ChunkManifest, DocumentChunk, DocumentRecord
+from cacheblend_store.format.records import NOWHERE, ChunkManifest, DocumentChunk, DocumentRecord, Locator
 from cacheblend_store.store import ChunkStore, StoreReader
 from cacheblend_store.upkeep.compaction import compact
 from cacheblend_store.upkeep.prune import PruneReport, prune
@@ -31,6 +31,7 @@ from cacheblend_store.upkeep.verify import Finding, VerifyReport, verify
 
 __all__ = [
     "FORMAT_VERSION",
+    "NOWHERE",
     "AmbiguousId",
     "ArchiveError",
     "ArchiveLimits",
@@ -47,6 +48,7 @@ __all__ = [
     "ImportReport",
     "ImportedChunk",
     "KeyParts",
+    "Locator",
     "Memo",
     "PruneReport",
     "SalvageReport",

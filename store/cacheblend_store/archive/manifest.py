@@ -54,7 +54,10 @@ def _are_token_ids(value: Any) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 4 and _is_key(value[0]) and all(map(is_count, value[1:]))
+    try:
+        return _is_key(value[0]) and DocumentChunk.of_row(value) is not None
+    except (ValueError, TypeError, LookupError):
+        return False
 
 
 def _are_settings(value: Any) -> bool:
@@ -250,7 +253,7 @@ def parse_collection(record: Mapping[str, Any], salt: str) -> CollectionLine:
 
 
 def document_record(document: DocumentRecord) -> dict[str, Any]:
-    chunks = [[c.key.hex(), c.index, c.start, c.end] for c in document.chunks]
+    chunks = [chunk.row() for chunk in document.chunks]
     return {"type": "document", **vars(document), "chunks": chunks}
 
 
@@ -258,5 +261,5 @@ def parse_document(record: Mapping[str, Any]) -> DocumentRecord:
     """Raises ArchiveError."""
     fields = dict(_checked({"context": "sink", **record}, _DOCUMENT, record.get("source")))
     del fields["type"]
-    fields["chunks"] = tuple(DocumentChunk(bytes.fromhex(key), *place) for key, *place in fields["chunks"])
+    fields["chunks"] = tuple(map(DocumentChunk.of_row, fields["chunks"]))
     return DocumentRecord(**fields)

@@ -6,7 +6,7 @@ import base64
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -109,13 +109,55 @@ class ChunkManifest:
 
 
 @dataclass(frozen=True)
+class Locator:
+    """Where a reader finds a chunk in its file. part: of files that have parts, such as "page 3", "pages 3-5" or "sheet
+    Budget", "" for others. lines: the first and the last, from 1, (0, 0) where the file has none. headings: the titles it
+    stands under, the outermost first."""
+
+    part: str = ""
+    lines: tuple[int, int] = (0, 0)
+    headings: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """For people: "page 3", "lines 10-42", or "" when nothing is known."""
+        first, last = self.lines
+        lines = "" if not first else f"line {first}" if first == last else f"lines {first}-{last}"
+        return ", ".join(filter(None, (self.part, lines)))
+
+
+NOWHERE = Locator()
+
+
+@dataclass(frozen=True)
 class DocumentChunk:
-    """One chunk of a document: which, and where in it (characters start:end)."""
+    """One chunk of a document: which, and where in it (characters start:end), and where in its file a reader looks."""
 
     key: bytes
     index: int
     start: int
     end: int
+    locator: Locator = NOWHERE
+
+    def row(self) -> list[Any]:
+        """As JSON. A chunk of which no more is known has the four values that earlier versions wrote."""
+        found: list[Any] = [self.key.hex(), self.index, self.start, self.end]
+        if self.locator != NOWHERE:
+            found.append([self.locator.part, *self.locator.lines, *self.locator.headings])
+        return found
+
+    @classmethod
+    def of_row(cls, row: Any) -> DocumentChunk:
+        """Raises ValueError or TypeError for what no version wrote."""
+        key, index, start, end, *more = row
+        if not are_counts((index, start, end)) or len(more) > 1:
+            raise ValueError("chunks is not what it should be")
+        locator = NOWHERE
+        for part, first, last, *headings in more:
+            if not (is_text(part) and are_counts((first, last)) and all(map(is_text, headings))):
+                raise ValueError("chunks is not what it should be")
+            locator = Locator(part, (first, last), tuple(headings))
+        return cls(bytes.fromhex(key), index, start, end, locator)
 
 
 @dataclass(frozen=True)
@@ -166,8 +208,7 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
 
 
 def encode_document(record: DocumentRecord) -> bytes:
-    data = asdict(record)
-    data["chunks"] = [[c.key.hex(), c.index, c.start, c.end] for c in record.chunks]
+    data = dict(vars(record), chunks=[chunk.row() for chunk in record.chunks])
     return seal(document_key(record.collection, record.source, record.context), json.dumps(data).encode())
 
 
@@ -175,10 +216,10 @@ def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
     """Raises BadBlob."""
     try:
         data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_DOCUMENT_BYTES)
-        data["chunks"] = tuple(DocumentChunk(bytes.fromhex(k), i, a, b) for k, i, a, b in data["chunks"])
+        data["chunks"] = tuple(map(DocumentChunk.of_row, data["chunks"]))
         record = DocumentRecord(**data)
         check_fields(vars(record), DOCUMENT_CHECKS)
-        if not all(len(c.key) == KEY_BYTES and are_counts((c.index, c.start, c.end)) for c in record.chunks):
+        if not all(len(c.key) == KEY_BYTES for c in record.chunks):
             raise ValueError("chunks is not what it should be")
         return record
     except (ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,149 @@
+"""The headings of a text, and the definitions of code: under which titles a place of it stands."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cacheblend_cli.corpus.layout import Kind
+
+_MARKDOWN = re.compile(r"(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*")
+_FENCE = re.compile(r"[ \t]*(```+|~~~+)")
+_UNDERLINE = re.compile(r"([=~^*+#\"'`:.\-])\1{2,}[ \t]*")
+_DEFINITION = re.compile(
+    r"(?:(?:export|default|public|private|protected|internal|static|abstract|final|sealed|async|pub(?:\([^)]*\))?|unsafe|override)\s+)*"
+    r"(?:def|class|function|func|fn|fun|struct|enum|trait|impl|interface|module|namespace|object|package|sub)\s+"
+    r"(?:\([^)]*\)\s*)?(?:<[^>]*>\s*)?([A-Za-z_$][\w$:.]*)"
+)
+_SHOWN = 120  # characters of a title
+_LOOKED_AT = 400  # characters of a line
+
+
+@dataclass(frozen=True)
+class _Title:
+    """A heading at the characters start:end; its level is the depth of a heading or the indentation of a definition."""
+
+    start: int
+    end: int
+    level: int
+    text: str
+
+
+class Outline:
+    """Titles in their order. A definition ends where the code goes back to its indentation, a heading where the next one of its
+    level or above begins."""
+
+    def __init__(self, text: str, kind: Kind) -> None:
+        self._text, self._is_code = text, kind == "code"
+        find = {"code": _definitions, "rst": _underlined, "markdown": _markdown}.get(kind)
+        self._titles = list(find(text)) if find is not None else []
+        self._starts = [title.start for title in self._titles]
+        self._above = _parents(self._titles)
+
+    @property
+    def paths(self) -> Iterator[tuple[str, ...]]:
+        """Every path of titles there is."""
+        yield ()
+        for number in range(len(self._titles)):
+            yield tuple(title.text for title in self._chain(number))
+
+    def titles(self, start: int) -> tuple[str, ...]:
+        """The titles over the text from `start` on, the outermost first; headings that stand there are among them."""
+        count = bisect_left(self._starts, start)
+        while count < len(self._titles) and not self._text[start : self._starts[count]].strip():
+            start = self._titles[count].end
+            count += 1
+            if self._is_code:  # the definition that begins here, not the first one inside it
+                break
+        found = self._chain(count - 1)
+        if self._is_code:
+            inside = _indent_at(self._text, start)
+            found = [title for title in found if title.level < inside or title.end >= start]
+        return tuple(title.text for title in found)
+
+    def _chain(self, number: int) -> list[_Title]:
+        """A title, and those over it before it."""
+        found = []
+        while number >= 0:
+            found.append(self._titles[number])
+            number = self._above[number]
+        return found[::-1]
+
+
+def _parents(titles: list[_Title]) -> list[int]:
+    """The number of the title over each, -1 for none."""
+    found, stack = [], list[int]()
+    for number, title in enumerate(titles):
+        while stack and titles[stack[-1]].level >= title.level:
+            stack.pop()
+        found.append(stack[-1] if stack else -1)
+        stack.append(number)
+    return found
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """The beginnings of lines, without their ends, each with the character it begins at."""
+    start = 0
+    for line in text.splitlines(keepends=True):
+        yield start, line[:_LOOKED_AT].rstrip("\n")
+        start += len(line)
+
+
+def _markdown(text: str) -> Iterator[_Title]:
+    """Headings with # and underlined ones, but not in fenced code or in front matter."""
+    fence, above = "---" if text.startswith("---\n") else "", (0, "")
+    for start, line in _lines(text):
+        if not start and fence:
+            continue
+        if fence:
+            fence = "" if line.strip().startswith(fence) else fence
+            continue
+        if found := _FENCE.match(line):
+            fence, above = found[1], (start, "")
+        elif (found := _MARKDOWN.fullmatch(line)) and found[2]:
+            yield _Title(start, start + len(line), len(found[1]), found[2][:_SHOWN])
+            line = ""
+        elif above[1] and (found := _UNDERLINE.fullmatch(line)) and found[1] in "=-":
+            yield _Title(above[0], start + len(line), "=-".index(found[1]) + 1, above[1][:_SHOWN])
+            line = ""
+        above = (start, line.strip())
+
+
+def _underlined(text: str) -> Iterator[_Title]:
+    """Headings of reStructuredText: underlined, the levels in the order in which their characters first come."""
+    levels: list[str] = []
+    above, over = (0, ""), ""
+    for start, line in _lines(text):
+        found = _UNDERLINE.fullmatch(line)
+        if found and above[1] and len(line.rstrip()) >= len(above[1]) and not _UNDERLINE.fullmatch(above[1]):
+            style = found[1] + (found[1] if over.startswith(found[1]) else "")
+            if style not in levels:
+                levels.append(style)
+            yield _Title(above[0], start + len(line), levels.index(style), above[1][:_SHOWN])
+            above, over = (start, ""), ""
+            continue
+        over, above = above[1], (start, line.strip())
+
+
+def _definitions(text: str) -> Iterator[_Title]:
+    for start, line in _lines(text):
+        body = line.lstrip(" \t")
+        if found := _DEFINITION.match(body):
+            yield _Title(
+                start, start + len(line), _width(line[: len(line) - len(body)]), found[1].rstrip(":.")[:_SHOWN]
+            )
+
+
+def _indent_at(text: str, start: int) -> int:
+    """The indentation of the first line with something in it, from here on or around here."""
+    begin = text.rfind("\n", 0, start) + 1
+    for _, line in _lines(text[begin : begin + 4096]):
+        if line.strip():
+            return _width(line[: len(line) - len(line.lstrip(" \t"))])
+    return 0
+
+
+def _width(blanks: str) -> int:
+    return len(blanks.expandtabs(8))

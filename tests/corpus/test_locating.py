@@ -1,0 +1,139 @@
+"""Where a chunk is in its file: lines, parts, headings, the definitions of code."""
+
+from __future__ import annotations
+
+import pytest
+from cacheblend_store import DocumentChunk, DocumentRecord, Locator
+from cacheblend_store.errors import BadBlob
+from cacheblend_store.format.records import decode_document, document_key, encode_document, seal
+
+from cacheblend_cli.corpus.layout import Layout, Mark
+from cacheblend_cli.corpus.locating import Locating
+
+MARKDOWN = """---
+title: no heading
+---
+# Travel
+
+Before anything.
+
+## Refunds ##
+
+```sh
+# no heading
+```
+
+Within two weeks.
+
+Sub-title
+---------
+
+More.
+
+# Pets
+
+None.
+"""
+
+
+def at(text: str, layout: Layout, first: str, last: str = "") -> Locator:
+    start = text.index(first)
+    return Locating(text, layout).find(start, text.index(last or first) + len(last or first))
+
+
+@pytest.mark.parametrize(
+    ("first", "lines", "headings"),
+    [
+        ("Before", (6, 6), ("Travel",)),
+        ("# Travel", (4, 4), ("Travel",)),
+        ("## Refunds ##\n\n", (8, 8), ("Travel", "Refunds")),
+        ("# no heading", (11, 11), ("Travel", "Refunds")),
+        ("Within", (14, 14), ("Travel", "Refunds")),
+        ("More", (19, 19), ("Travel", "Sub-title")),
+        ("None", (23, 23), ("Pets",)),
+    ],
+)
+def test_markdown_has_lines_and_headings(first: str, lines: tuple[int, int], headings: tuple[str, ...]) -> None:
+    assert at(MARKDOWN, Layout("markdown"), first) == Locator("", lines, headings)
+
+
+def test_a_run_of_lines_ends_where_its_text_ends() -> None:
+    found = at(MARKDOWN, Layout("markdown"), "\nBefore", "weeks.\n\n")
+    assert found.lines == (6, 14)
+    assert found.text == "lines 6-14"
+
+
+def test_restructured_text_has_levels_in_order_of_their_underlines() -> None:
+    text = "=====\nTitle\n=====\n\nOne\n---\n\na\n\nTwo\n~~~\n\nb\n\nThree\n-----\n\nc\n"
+    assert [at(text, Layout("rst"), x + "\n").headings for x in ("a", "b", "c")] == [
+        ("Title", "One"),
+        ("Title", "One", "Two"),
+        ("Title", "Three"),
+    ]
+
+
+PYTHON = '''import os
+
+class Pool:
+    """Blocks."""
+
+    async def take(self):
+        return 1
+
+LIMIT = 3
+
+def free(x):
+    return x
+'''
+GO = "package kv\n\nfunc (p *Pool) Take() int {\n\treturn 1\n}\n\ntype T struct {\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "headings"),
+    [
+        (PYTHON, "import os", ()),
+        (PYTHON, "class Pool", ("Pool",)),
+        (PYTHON, "    async def", ("Pool", "take")),
+        (PYTHON, "        return 1", ("Pool", "take")),
+        (PYTHON, "LIMIT", ()),
+        (PYTHON, "def free", ("free",)),
+        (PYTHON, "    return x", ("free",)),
+        (GO, "\treturn 1", ("Take",)),
+    ],
+)
+def test_code_has_its_definitions(text: str, first: str, headings: tuple[str, ...]) -> None:
+    assert at(text, Layout("code"), first).headings == headings
+
+
+def test_converted_files_have_parts() -> None:
+    text = "one\n\ntwo\n\nthree\n"
+    pages = Layout("text", numbered=False, marks=(Mark(0, "page 1"), Mark(5, "page 2"), Mark(10, "page 3")))
+    assert at(text, pages, "two").text == "page 2"
+    assert at(text, pages, "one", "two").text == "pages 1-2"
+    assert at(text, pages, "one\n\n").text == "page 1"
+    rows = Layout("text", numbered=False, marks=(Mark(0, line=2), Mark(5, line=3), Mark(10, line=7)))
+    assert at(text, rows, "two", "three").text == "lines 3-7"
+    sheets = Layout("text", numbered=False, marks=(Mark(0, "sheet A"), Mark(5, "sheet B")))
+    assert at(text, sheets, "one", "three").text == "sheet A to sheet B"
+
+
+def test_a_long_line_is_no_trouble() -> None:
+    text = "# " + " " * 300_000 + "#x\n" + "def " * 100_000
+    assert at(text, Layout("markdown"), "def").lines == (2, 2)
+    assert at(text, Layout("code"), "def").lines == (2, 2)
+
+
+def test_locators_are_stored_and_earlier_records_have_none() -> None:
+    key = document_key("c", "a.md")
+    chunks = (
+        DocumentChunk(b"k" * 20, 0, 0, 5, Locator("page 3", (0, 0), ("Ä", "B"))),
+        DocumentChunk(b"k" * 20, 1, 5, 9),
+    )
+    record = DocumentRecord("a.md", "c", "d", chunks, 1.0)
+    assert decode_document(key, encode_document(record)) == record
+    assert len(chunks[1].row()) == 4
+    old = b'{"source": "a.md", "collection": "c", "content_digest": "d", "updated": 1.0, "chunks": [["%s", 1, 5, 9]]}'
+    assert decode_document(key, seal(key, old % (b"6b" * 20))).chunks == chunks[1:]
+    for bad in (b'["%s", 1, 5, 9, ["page", 1]]', b'["%s", 1, 5, 9, [3, 1, 2]]', b'["%s", 1, 5, 9, ["", 1, 2, 3]]'):
+        with pytest.raises(BadBlob):
+            decode_document(key, seal(key, old.replace(b'["%s", 1, 5, 9]', bad) % (b"6b" * 20)))
