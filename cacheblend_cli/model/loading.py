@@ -30,6 +30,7 @@ from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.tensor_source import quantisation_of
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weight_map import expected_shapes
 from cacheblend_cli.model.weights import load_weights, weights_digest
@@ -203,12 +204,14 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
 
 
 def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "") -> str:
-    """blake2b-128 over everything K and V depend on: shape, RoPE, weights, compute dtype, adapter."""
+    """blake2b-128 over everything K and V depend on: shape, RoPE, weights and how they are read, compute dtype, adapter."""
     unsaid = {
         f.name: f.default for f in fields(spec) if f.default is not MISSING
     }  # what other families have beside Llama
     shape = {k: v for k, v in vars(spec).items() if k != "config" and not (k in unsaid and v == unsaid[k])}
     parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype) + lora_digest
+    if quantisation := quantisation_of(path):
+        parts += repr(quantisation)
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Where weights are read from: safetensors files, or a GGUF file."""
+"""Where weights are read from: safetensors files, quantised or not, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.checkpoint_files import checkpoint_files, is_converted
-from cacheblend_cli.model.model_files import AGAIN
+from cacheblend_cli.model.families.quantisation import FIELD, Quantisation, read_quantisation
+from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.tensor_files import SafetensorsFiles
 
 
 class TensorSource(Protocol):
@@ -35,31 +35,16 @@ def tensor_source(model_dir: Path) -> TensorSource:
         from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 
         return GGUFTensors(model_dir)
-    return SafetensorsFiles(checkpoint_files(model_dir))
+    files = SafetensorsFiles(checkpoint_files(model_dir))
+    if (quantisation := quantisation_of(model_dir)) is None:
+        return files
+    from cacheblend_cli.model.dequantised import DequantisedTensors
+
+    return DequantisedTensors(files, quantisation)
 
 
-class SafetensorsFiles:
-    """The files of a checkpoint, mapped. Of a name that two files have, `read` gives the first one's."""
-
-    block_bytes = 32 << 20
-
-    def __init__(self, files: list[Path]) -> None:
-        self._files, self._file_of = files, dict[str, Path]()
-
-    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        for file in self._files:
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            except SafetensorError as error:
-                raise UsageError(f"{file} is not a readable safetensors file: {error}", AGAIN) from error
-            for name, (dtype, shape) in found.items():
-                self._file_of.setdefault(name, file)
-                yield name, dtype, shape
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Under a mapping of its own: pages that are copied do not stay resident."""
-        with safe_open(self._file_of[name], framework="pt") as handle:
-            rows: Tensor = handle.get_slice(name)[start:stop]
-            return rows
+def quantisation_of(model_dir: Path) -> Quantisation | None:
+    """How a checkpoint's weights are quantised, as its config.json says; None: they are not."""
+    config = read_object(model_dir / "config.json")
+    inner = config.get("text_config")
+    return read_quantisation(config.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None))

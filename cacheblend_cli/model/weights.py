@@ -31,6 +31,7 @@ QUANTISED = (
     ".g_idx",
     ".weight_scale",
     ".weight_scale_inv",
+    ".weight_packed",
     ".absmax",
     ".quant_map",
     ".SCB",

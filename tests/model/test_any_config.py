@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families import FAMILIES, read_spec, spec_from_config
+from cacheblend_cli.model.families.quantisation import FIELD
 from cacheblend_cli.model.families.reader import OTHER_FIELDS, SHAPE_FIELDS
-from cacheblend_cli.model.families.refusals import QUANTIZATION, REFUSED
+from cacheblend_cli.model.families.refusals import OTHER_QUANTISATION, REFUSED
 from cacheblend_cli.model.families.rope_fields import FACTORS, NEEDED, NUMBERS, OTHERS
 from cacheblend_cli.model.rope import LayerRotations
 
@@ -23,7 +24,14 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
 NAMES = sorted(
-    {*SHAPE_FIELDS, *OTHER_FIELDS, *QUANTIZATION, *REFUSED, *(n for f in FAMILIES.values() for n in f.fields)}
+    {
+        *SHAPE_FIELDS,
+        *OTHER_FIELDS,
+        FIELD,
+        *OTHER_QUANTISATION,
+        *REFUSED,
+        *(n for f in FAMILIES.values() for n in f.fields),
+    }
 )
 SCALARS = st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.sampled_from(["", "silu", "1e-5", "yarn"])
 JSON = st.recursive(

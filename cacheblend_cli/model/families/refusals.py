@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.quantisation import FIELD, read_quantisation, refused
 from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import Wrapper
 
-QUANTIZATION = ("quantization_config", "compression_config", "quantization")  # transformers', its older one, MLX's
+OTHER_QUANTISATION = ("compression_config", "quantization")  # older compressed-tensors, MLX
 
 # Fields that change what is computed in any family; each with the values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -36,14 +37,11 @@ SCALES = ("multiplier", "scal", "factor", "ratio", "pct")  # 1 changes nothing
 
 
 def check_weights(config: dict[str, Any]) -> None:
-    """Raises UsageError for a checkpoint whose weights are quantised, or are read by code of its own."""
-    for name in QUANTIZATION:
+    """Raises UsageError for a checkpoint whose weights are quantised in a way that is not read, or are read by code of its own."""
+    read_quantisation(config.get(FIELD))
+    for name in OTHER_QUANTISATION:
         if config.get(name):
-            raise UsageError(
-                f"the weights are quantised: config.json has {name} ({_method(config[name])}), which is not implemented",
-                "use the checkpoint it was made from, in bfloat16, float16 or float32; "
-                f"or take {name} out of config.json, if the weights are not quantised",
-            )
+            raise refused(name, config[name], "which is not implemented")
     auto_map = config.get("auto_map")
     if isinstance(auto_map, dict) and (own := [n for n in auto_map if n in ("AutoModel", "AutoModelForCausalLM")]):
         raise UsageError(
@@ -77,10 +75,3 @@ def changes(name: str, value: Any) -> bool:
     return not (
         name == "layer_types" and isinstance(value, list) and set(map(str, value)) <= {"full_attention", "attention"}
     )
-
-
-def _method(quantization: Any) -> str:
-    """Its name, or what there is to tell it by."""
-    if isinstance(quantization, dict) and isinstance(quantization.get("quant_method"), str):
-        return str(quantization["quant_method"])
-    return shown(quantization)

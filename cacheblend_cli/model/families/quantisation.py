@@ -1,0 +1,128 @@
+"""How a checkpoint's weights are quantised, as quantization_config in config.json says: read, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.values import shown
+
+FIELD = "quantization_config"
+HINT = (
+    "use the checkpoint it was made from, in bfloat16, float16 or float32; "
+    f"or take {FIELD} out of config.json, if the weights are not quantised"
+)
+STRATEGIES = ("tensor", "channel", "group", "block")
+COMPRESSED_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """method: scaled (a weight of 8 bits beside its scales), gptq or awq (packed in int32).
+
+    block: rows and columns that share a scale, where scales are a grid. bits: of a packed value. zero_offset: what is added
+    to a packed zero point. group_size: columns that share a scale, -1 for all."""
+
+    method: str
+    block: tuple[int, int] | None = None
+    bits: int = 8
+    zero_offset: int = 0
+    group_size: int = -1
+
+
+def read_quantisation(values: Any) -> Quantisation | None:
+    """None: it is empty. Raises UsageError, with the reason, on what is not implemented."""
+    if not values:
+        return None
+    method = values.get("quant_method") if isinstance(values, dict) else None
+    if not isinstance(method, str) or method not in _METHODS:
+        raise refused(FIELD, values, "which is not implemented")
+    return _METHODS[method](values)
+
+
+def refused(field: str, values: Any, reason: str) -> UsageError:
+    method = values.get("quant_method") if isinstance(values, dict) else None
+    named = method if isinstance(method, str) else shown(values)
+    return UsageError(f"the weights are quantised: config.json has {field} ({named}), {reason}", HINT)
+
+
+def _fp8(values: Mapping[str, Any]) -> Quantisation:
+    _expect(values, "fmt", None, "e4m3")
+    _expect(values, "activation_scheme", None, "dynamic", "static")
+    _expect(values, "expert_dtype", None, "fp8")
+    _expect(values, "modules_to_convert", None, [])
+    block = values.get("weight_block_size", [128, 128])
+    return Quantisation("scaled", None if block is None else _block(values, "weight_block_size", block))
+
+
+def _compressed(values: Mapping[str, Any]) -> Quantisation:
+    _expect(values, "kv_cache_scheme", None)
+    _expect(values, "transform_config", None, {})
+    sparsity = values.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense"):
+        raise refused(FIELD, values, "and its weights are sparse (sparsity_config), which is not implemented")
+    _expect(values, "format", *COMPRESSED_FORMATS)
+    groups = values.get("config_groups")
+    kinds = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    weights = next((kind for kind in kinds if isinstance(kind, dict)), None)
+    if weights is None or any(kind != weights for kind in kinds):
+        raise refused(FIELD, values, "and its config_groups do not quantise all weights in one way")
+    _expect(values, "num_bits", 8, within=weights)
+    _expect(values, "type", "int", "float", within=weights)
+    _expect(values, "symmetric", None, True, within=weights)
+    _expect(values, "strategy", *STRATEGIES, within=weights)
+    _expect(values, "actorder", None, within=weights)
+    if weights["strategy"] == "group":
+        return Quantisation("scaled", _block(values, "group_size", [1, weights.get("group_size")]))
+    if weights["strategy"] == "block":
+        return Quantisation("scaled", _block(values, "block_structure", weights.get("block_structure")))
+    return Quantisation("scaled")
+
+
+def _gptq(values: Mapping[str, Any]) -> Quantisation:
+    _expect(values, "bits", 4, 8)
+    _expect(values, "checkpoint_format", None, "gptq", "gptq_v2")
+    _expect(values, "is_marlin_format", None, False)
+    _expect(values, "dynamic", None, {})
+    offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
+    return Quantisation("gptq", bits=values["bits"], zero_offset=offset, group_size=_group_size(values))
+
+
+def _awq(values: Mapping[str, Any]) -> Quantisation:
+    _expect(values, "bits", 4)
+    _expect(values, "version", None, "gemm", "GEMM")
+    _expect(values, "zero_point", None, True)
+    return Quantisation("awq", bits=4, group_size=_group_size(values))
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+
+
+def _expect(values: Mapping[str, Any], name: str, *known: Any, within: Mapping[str, Any] | None = None) -> None:
+    found = (values if within is None else within).get(name)
+    if not any(type(found) is type(value) and found == value for value in known):
+        raise refused(FIELD, values, f"and its {name} = {shown(found)} is not implemented")
+
+
+def _block(values: Mapping[str, Any], name: str, block: Any) -> tuple[int, int]:
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise refused(FIELD, values, f"and its {name} = {shown(block)} is not implemented")
+    return block[0], block[1]
+
+
+def _group_size(values: Mapping[str, Any]) -> int:
+    size = values.get("group_size", 128)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise refused(FIELD, values, f"and its group_size = {shown(size)} is not implemented")
+    return size
