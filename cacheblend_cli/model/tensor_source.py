@@ -38,7 +38,7 @@ def tensor_source(model_dir: Path) -> TensorSource:
     files = SafetensorsFiles(checkpoint_files(model_dir))
     if (quantisation := quantisation_of(model_dir)) is None:
         return files
-    from cacheblend_cli.model.dequantised import DequantisedTensors
+    from cacheblend_cli.model.quantised.source import DequantisedTensors
 
     return DequantisedTensors(files, quantisation)
 

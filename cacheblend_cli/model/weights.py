@@ -35,6 +35,7 @@ QUANTISED = (
     ".absmax",
     ".quant_map",
     ".SCB",
+    "_scale_inv",
 )
 
 
@@ -62,6 +63,8 @@ def load_weights(
         if name is None:
             if any(part in stored for part in NOT_THE_MODEL) or stored.startswith(spec.other_parts):
                 continue
+            if stored.endswith(".bias") and not source.read(stored, 0, found[0] if found else 0).any():
+                continue  # GPTQ's tools write one for every layer
             quantised = stored.endswith(QUANTISED)
             raise UsageError(
                 f"unexpected tensor {stored} in {model_dir}",

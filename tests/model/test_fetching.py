@@ -91,8 +91,8 @@ def test_a_cache_that_holds_some_of_the_files_is_completed(hub: Hub, kept: str) 
 
 
 def test_a_model_that_is_refused_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
-    HubModel("m", edit={"quantization_config": {"quant_method": "bitsandbytes"}}).write(hub.repository)
-    with pytest.raises(CacheBlendError, match="bitsandbytes"):
+    HubModel("m", edit={"quantization_config": {"quant_method": "hqq"}}).write(hub.repository)
+    with pytest.raises(CacheBlendError, match="hqq"):
         resolve_model(ID)
     assert "model.safetensors" not in hub.fetched
 

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gptq asym": (gptq(4, 16), GPTQ | {"group_size": 16, "sym": False}),
     "gptq in the order of activations": (gptq(4, 32, act_order=True), GPTQ | {"desc_act": True}),
     "gptq 8 bits, one group": (gptq(8, -1), GPTQ | {"bits": 8, "group_size": -1}),
+    "gptq v2 that says v1": (gptq(4, 32, sym=True, zero_offset=0), GPTQ | {"checkpoint_format": "gptq"}),
     "gptq v2 without g_idx": (gptq(4, 32, zero_offset=0, g_idx=False), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "awq": (awq(32), AWQ),
 }
@@ -86,7 +87,9 @@ def of_transformers(model: Path, weights: dict[str, torch.Tensor], ids: list[int
 def test_it_is_transformers_with_the_dequantised_weights(
     case: str, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_cli.model.tensor_files.SafetensorsFiles.block_bytes", block_bytes)  # 7 to 11 rows
+    monkeypatch.setattr(
+        "cacheblend_cli.model.quantised.source.DequantisedTensors.block_bytes", block_bytes
+    )  # 7 to 11 rows
     quantise, config = CASES[case]
     write_checkpoint(tmp_path / "m", "qwen3")
     original = load_file(tmp_path / "m" / "model.safetensors")
@@ -103,13 +106,14 @@ def test_it_is_transformers_with_the_dequantised_weights(
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "(bitsandbytes), which is not implemented"),
+        ({"quant_method": "fbgemm_fp8"}, "(fbgemm_fp8), which is not implemented"),
         (FP8 | {"fmt": "e5m2"}, "(fp8), and its fmt = 'e5m2' is not implemented"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size = [128]"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
         (compressed("channel", "int", num_bits=4), "num_bits = 4"),
-        (compressed("channel", "int", symmetric=False), "symmetric = false"),
-        (compressed("channel", "int") | {"format": "pack-quantized"}, "format = 'pack-quantized'"),
+        (compressed("channel", "int", actorder="group"), "actorder = 'group'"),
+        (compressed("channel", "int") | {"format": "marlin-24"}, "format = 'marlin-24'"),
+        (compressed("channel", "int", num_bits=3) | {"format": "pack-quantized"}, "num_bits = 3"),
         (compressed("channel", "int") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed("channel", "int") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (compressed("channel", "int") | {"config_groups": {}}, "config_groups"),
@@ -141,12 +145,17 @@ Q = "model.layers.0.self_attn.q_proj"
         (
             "int8 rows",
             lambda t: t.pop(f"{Q}.weight_scale"),
-            f"{Q}.weight is not read: it is quantised and has no scale",
+            f"{Q}.weight_scale is not read: it is missing",
         ),
-        ("int8 rows", lambda t: t.update({f"{Q}.weight_scale": torch.ones(5, 1)}), "have the shape [5, 1]"),
-        ("fp8 blocks", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)}), "have the shape [2, 2]"),
+        ("int8 rows", lambda t: t.update({f"{Q}.weight_scale": torch.ones(5, 1)}), "it has the shape [5, 1]"),
+        ("fp8 blocks", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)}), "it has the shape [2, 2]"),
         ("gptq asym", lambda t: t.pop(f"{Q}.qzeros"), f"{Q}.qzeros is not read: it is missing"),
-        ("gptq asym", lambda t: t.pop(f"{Q}.qweight"), f"there is no {Q}.qweight"),
+        ("gptq asym", lambda t: t.pop(f"{Q}.qweight"), f"{Q}.qweight is not read: it is missing"),
+        (
+            "gptq in the order of activations",
+            lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"] + 1}),
+            "names group 2, and there are 2",
+        ),
         ("awq", lambda t: t.update({f"{Q}.scales": torch.ones(1, 8)}), "it has the shape [1, 8]"),
         ("awq", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}), "it is F32"),
     ],
@@ -164,6 +173,19 @@ def test_parts_that_do_not_fit_are_told(
         load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
     assert told in refused.value.message
     assert refused.value.hint
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path: Path) -> None:
+    """As AutoGPTQ writes them for every layer."""
+    write_checkpoint(tmp_path / "m", "qwen3")
+    write_quantised(tmp_path / "m", *CASES["gptq sym"])
+    held = load_file(tmp_path / "m" / "model.safetensors")
+    bias = f"{Q}.bias"
+    save_file(held | {bias: torch.zeros(128)}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
+    save_file(held | {bias: torch.ones(128)}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CacheBlendError, match=f"unexpected tensor {bias}"):
+        load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
 
 
 def test_how_weights_are_read_is_part_of_the_fingerprint(tmp_path: Path) -> None:

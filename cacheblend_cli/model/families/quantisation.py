@@ -15,21 +15,26 @@ HINT = (
     f"or take {FIELD} out of config.json, if the weights are not quantised"
 )
 STRATEGIES = ("tensor", "channel", "group", "block")
-COMPRESSED_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+COMPRESSED_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+FP8, INT8 = "F8_E4M3", "I8"  # as safetensors names them
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """method: scaled (a weight of 8 bits beside its scales), gptq or awq (packed in int32).
+    """method: scaled (a weight of 8 bits, or packed in int32, beside its scales), gptq, awq or bitsandbytes.
 
-    block: rows and columns that share a scale, where scales are a grid. bits: of a packed value. zero_offset: what is added
-    to a packed zero point. group_size: columns that share a scale, -1 for all."""
+    kind: dtype of a scaled weight that is not packed. block: rows and columns that share a scale, where scales are a grid.
+    bits: of a packed value. zero_offset: what is added to a packed zero point. group_size: inputs that share a scale, -1
+    for all. symmetric: the config says that the zero point is the middle."""
 
     method: str
+    kind: str = INT8
+    packed: bool = False
     block: tuple[int, int] | None = None
     bits: int = 8
     zero_offset: int = 0
     group_size: int = -1
+    symmetric: bool = True
 
 
 def read_quantisation(values: Any) -> Quantisation | None:
@@ -54,7 +59,7 @@ def _fp8(values: Mapping[str, Any]) -> Quantisation:
     _expect(values, "expert_dtype", None, "fp8")
     _expect(values, "modules_to_convert", None, [])
     block = values.get("weight_block_size", [128, 128])
-    return Quantisation("scaled", None if block is None else _block(values, "weight_block_size", block))
+    return Quantisation("scaled", FP8, block=None if block is None else _block(values, "weight_block_size", block))
 
 
 def _compressed(values: Mapping[str, Any]) -> Quantisation:
@@ -73,16 +78,25 @@ def _compressed(values: Mapping[str, Any]) -> Quantisation:
     weights = next((kind for kind in kinds if isinstance(kind, dict)), None)
     if weights is None or any(kind != weights for kind in kinds):
         raise refused(FIELD, values, "and its config_groups do not quantise all weights in one way")
-    _expect(values, "num_bits", 8, within=weights)
-    _expect(values, "type", "int", "float", within=weights)
-    _expect(values, "symmetric", None, True, within=weights)
+    packed = values["format"] == "pack-quantized"
+    _expect(values, "type", *(("int",) if packed else ("int", "float")), within=weights)
+    _expect(values, "num_bits", *((4, 8) if packed else (8,)), within=weights)
+    _expect(values, "symmetric", None, True, False, within=weights)
     _expect(values, "strategy", *STRATEGIES, within=weights)
-    _expect(values, "actorder", None, within=weights)
+    _expect(values, "actorder", None, "weight", "static", within=weights)
+    block = None
     if weights["strategy"] == "group":
-        return Quantisation("scaled", _block(values, "group_size", [1, weights.get("group_size")]))
-    if weights["strategy"] == "block":
-        return Quantisation("scaled", _block(values, "block_structure", weights.get("block_structure")))
-    return Quantisation("scaled")
+        block = _block(values, "group_size", [1, weights.get("group_size")])
+    elif weights["strategy"] == "block":
+        block = _block(values, "block_structure", weights.get("block_structure"))
+    return Quantisation(
+        "scaled",
+        FP8 if weights["type"] == "float" else INT8,
+        packed=packed,
+        block=block,
+        bits=weights["num_bits"],
+        symmetric=weights.get("symmetric") is not False,
+    )
 
 
 def _gptq(values: Mapping[str, Any]) -> Quantisation:
@@ -91,14 +105,22 @@ def _gptq(values: Mapping[str, Any]) -> Quantisation:
     _expect(values, "is_marlin_format", None, False)
     _expect(values, "dynamic", None, {})
     offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
-    return Quantisation("gptq", bits=values["bits"], zero_offset=offset, group_size=_group_size(values))
+    symmetric = values.get("sym") is True
+    return Quantisation(
+        "gptq", bits=values["bits"], zero_offset=offset, group_size=_group_size(values), symmetric=symmetric
+    )
 
 
 def _awq(values: Mapping[str, Any]) -> Quantisation:
     _expect(values, "bits", 4)
     _expect(values, "version", None, "gemm", "GEMM")
     _expect(values, "zero_point", None, True)
-    return Quantisation("awq", bits=4, group_size=_group_size(values))
+    return Quantisation("awq", bits=4, group_size=_group_size(values), symmetric=False)
+
+
+def _bitsandbytes(values: Mapping[str, Any]) -> Quantisation:
+    """What a weight's parts say of it is not repeated in the config."""
+    return Quantisation("bitsandbytes")
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
@@ -106,6 +128,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
 }
 
 

@@ -1,0 +1,56 @@
+"""The files of a quantised checkpoint as a source of plain tensors: rows are dequantised as they are read, in float32."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from cacheblend_cli.model.families.quantisation import Quantisation
+from cacheblend_cli.model.quantised import bitsandbytes, packed, scaled
+from cacheblend_cli.model.quantised.stored import Header, Rows, Stored
+from cacheblend_cli.model.tensor_files import SafetensorsFiles
+
+Reader = Callable[[Stored, Quantisation], Rows | None]
+FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {
+    "scaled": (scaled.PARTS, scaled.scaled),
+    "gptq": (packed.PARTS, packed.packed),
+    "awq": (packed.PARTS, packed.packed),
+    "bitsandbytes": (bitsandbytes.PARTS, bitsandbytes.bitsandbytes),
+}
+"""Of each method the tensors of a module that it may have, and what makes rows of them."""
+
+
+class DequantisedTensors:
+    """A `TensorSource`. What is not quantised in the files is passed on, whatever the config says of its module."""
+
+    block_bytes = 4 << 20  # of float32: unpacking takes several times as much beside
+
+    def __init__(self, files: SafetensorsFiles, quantisation: Quantisation) -> None:
+        self._files, self._how = files, quantisation
+        self._rows: dict[str, Rows] = {}
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        names, read = FORMATS[self._how.method]
+        suffixes = sorted((f".{part}" for part in names), key=len, reverse=True)
+        modules: dict[str, dict[str, Header]] = defaultdict(dict)
+        for name, kind, shape in self._files.headers():
+            suffix = next((s for s in suffixes if name.endswith(s)), None)
+            if suffix is None:
+                yield name, kind, shape
+            else:
+                modules[name.removesuffix(suffix)][suffix[1:]] = kind, shape
+        for module, parts in modules.items():
+            rows = read(Stored(self._files, module, parts), self._how)
+            if rows is not None:
+                self._rows[f"{module}.weight"] = rows
+                yield f"{module}.weight", "F32", rows.shape
+                continue
+            for part, (kind, shape) in parts.items():
+                if part == "weight" or "weight" not in parts:
+                    yield f"{module}.{part}", kind, shape
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        rows = self._rows.get(name)
+        return self._files.read(name, start, stop) if rows is None else rows.read(start, stop)
