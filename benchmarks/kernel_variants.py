@@ -43,6 +43,7 @@ _POINTERS = {
     "sin_ptr": "*fp32",
     "k_scale_ptr": "*fp32",
     "v_scale_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
     "k_zero_ptr": "*fp32",
     "v_zero_ptr": "*fp32",
     "pool_k_scale_ptr": "*fp32",
@@ -115,6 +116,7 @@ def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, A
         "CONTIGUOUS": False,
         "WINDOW": False,
         "SOFT_CAP": False,
+        "SINKS": False,
         "FP8": False,
         "PRECISION": "ieee",
     }
@@ -155,6 +157,8 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
         "paged group7": {"GROUP": 7},
         "paged window": {"WINDOW": True},
         "paged window cap": {"WINDOW": True, "SOFT_CAP": True},
+        "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
+        "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
         "paged fp8": {"FP8": True},
     }
     for dtype in SIZES:
@@ -189,6 +193,8 @@ def _decode() -> Iterator[KernelVariant]:
         "paged split": {"SPLITS": 8},
         "contiguous split": {"CONTIGUOUS": True, "SPLITS": 8},
         "paged window cap split": {"WINDOW": True, "SOFT_CAP": True, "SPLITS": 8},
+        "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
+        "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
         "paged fp8 split": {"FP8": True, "SPLITS": 8},
     }
     for dtype in SIZES:

@@ -80,11 +80,18 @@ class AttentionParams:
 
     sliding_window: a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+    sinks: [num_heads] fp32, a logit a head that takes part in every row's softmax and has no value.
     """
 
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is softmax over all keys up to the row's, and no more."""
+        return self.sliding_window is None and self.soft_cap is None and self.sinks is None
 
 
 @dataclass(frozen=True)

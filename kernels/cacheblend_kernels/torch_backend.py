@@ -40,7 +40,7 @@ class TorchBackend(KernelBackend):
     ) -> Tensor:
         out = torch.empty_like(q)
         cu_rows, kv_lens = meta.cu_rows.tolist(), meta.kv_lens.tolist()
-        from_zero = meta.dense and params.sliding_window is None and params.soft_cap is None
+        from_zero = meta.dense and params.plain
         for seq in range(meta.num_seqs):
             rows = slice(cu_rows[seq], cu_rows[seq + 1])
             if rows.start == rows.stop:
@@ -208,15 +208,20 @@ def _scattered(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: Atten
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: AttentionParams) -> Tensor:
-    """softmax(cap(q k^T * scale) + bias) v. q: [1, heads, rows, dim]; k, v: [1, heads, keys, dim]."""
+    """softmax(cap(q k^T * scale) + bias) v. q: [1, KV heads, rows, dim], the rows of each head of a group in turn; k, v:
+    [1, KV heads, keys, dim]."""
     k, v, scale, soft_cap = k.to(q.dtype), v.to(q.dtype), params.scale, params.soft_cap
-    if soft_cap is None:
+    if soft_cap is None and params.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     logits = (q.float() @ k.float().transpose(-1, -2)) * scale
-    logits = soft_cap * torch.tanh(logits / soft_cap)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + bias
-    return (torch.softmax(logits, dim=-1) @ v.float()).to(q.dtype)
+    if params.sinks is not None:
+        sinks = params.sinks.view(1, q.shape[1], -1, 1)
+        logits = torch.cat((logits, sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)), -1)
+    return (torch.softmax(logits, dim=-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

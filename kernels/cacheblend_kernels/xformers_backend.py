@@ -1,7 +1,7 @@
 """The xformers backend: its attention operators where they take the launch, our Triton kernels everywhere else.
 
 - Decode: `triton_splitk` with a paged bias (it wants a block size that is a multiple of 64, fp16 or bf16, and has no
-  sliding window or soft cap). It is written with Triton's block pointers, which newer Triton releases no longer have.
+  sliding window, soft cap or sinks). It is written with Triton's block pointers, which newer Triton releases no longer have.
 - Full prefill, when the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
 - Scattered rows fit none of its biases, and it has no cache writes, deviation or norms: Triton.
 """
@@ -88,7 +88,7 @@ class XformersBackend(TritonBackend):
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        if self._prefill_op is not None and is_plain(params) and is_full(q, cache, meta):
+        if self._prefill_op is not None and params.plain and is_full(q, cache, meta):
             inputs = full_prefill_inputs(self._fmha, q, cache, meta.contiguous_slot, params.scale)
             if not self._prefill_op.not_supported_reasons(inputs):
                 out = self._fmha.memory_efficient_attention_forward(
@@ -100,7 +100,7 @@ class XformersBackend(TritonBackend):
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        taken = self._decode_op is not None and is_plain(params) and q.shape[0] > 0 and takes_decode(q, cache)
+        taken = self._decode_op is not None and params.plain and q.shape[0] > 0 and takes_decode(q, cache)
         if not taken:
             return super().decode_attention(q, cache, meta, params)
         inputs = decode_inputs(self._fmha, q, cache, self._paged_bias(meta, cache.k.shape[1]), params.scale)
@@ -123,11 +123,6 @@ class XformersBackend(TritonBackend):
 def capturing(tensor: Tensor) -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def is_plain(params: AttentionParams) -> bool:
-    """Whether it is softmax over all keys up to the row's."""
-    return params == AttentionParams(params.scale)
 
 
 def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:

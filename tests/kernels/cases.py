@@ -86,7 +86,11 @@ def slots_of(table_row: Tensor, kv_len: int, block_size: int) -> Tensor:
 
 
 def attention_reference(
-    case: AttentionCase, scale: float, sliding_window: int | None = None, soft_cap: float | None = None
+    case: AttentionCase,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row by row, key by key, in fp64: the definition written out. Returns fp64 on the CPU."""
     q, meta, cache = case.q.cpu().double(), case.meta, case.cache
@@ -104,7 +108,9 @@ def attention_reference(
             logits = torch.einsum("hd,nhd->hn", q[row], k[first:last]) * scale
             if soft_cap is not None:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
-            out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, -1), v[first:last])
+            if sinks is not None:
+                logits = torch.cat((logits, sinks.double()[:, None]), -1)
+            out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, -1)[:, : last - first], v[first:last])
     return out
 
 

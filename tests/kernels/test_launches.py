@@ -77,9 +77,13 @@ class Inputs:
 
     def _attention(self) -> Iterator[Call]:
         scale = self.head_dim**-0.5
-        cases = [*product((False, True), (None, LENGTH), (None,)), (False, None, 30.0), (False, LENGTH, 30.0)]
-        for contiguous, window, cap in cases:
-            params = AttentionParams(scale, window, cap)
+        sinks = torch.zeros(self.heads[0])
+        cases = [
+            *product((False, True), (None, LENGTH), (None,), (None,)), (False, None, 30.0, None), (False, LENGTH, 30.0, None),
+            (False, None, None, sinks), (True, LENGTH, None, sinks),
+        ]  # fmt: skip
+        for contiguous, window, cap, held in cases:
+            params = AttentionParams(scale, window, cap, held)
             for num_rows in (1, NUM_ROWS, 400, LENGTH):
                 meta = self.metadata(num_rows, contiguous)
                 yield lambda b, m=meta, n=num_rows, p=params: b.prefill_attention(self.q[:n], self.cache, m, p)
@@ -154,9 +158,11 @@ def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int
 
 
 def sampled(launch: Launch) -> bool:
-    """Whether `kernel_variants.py` is to hold it: no model the tool runs has soft caps, or norms of a dtype of their own."""
+    """Whether `kernel_variants.py` is to hold it: no model with heads of 128 has soft caps or sinks, or norms of a dtype of
+    their own."""
     own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
-    return not launch.constants.get("SOFT_CAP") and not ("weight_ptr" in launch.types and own_weights)
+    special = launch.constants.get("SOFT_CAP") or launch.constants.get("SINKS")
+    return not special and not ("weight_ptr" in launch.types and own_weights)
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FLOAT8], ids=["plain pool", "float8 pool"])

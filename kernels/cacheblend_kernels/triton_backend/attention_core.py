@@ -89,6 +89,18 @@ def load_keys(
 
 
 @triton.jit
+def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """total and peak [BLOCK_M] fp32 before the first key. With sinks the first split has seen one logit, which has no value."""
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if SINKS:
+        if split == 0:
+            total += 1.0
+            peak = tl.load(sinks_ptr + heads, mask=own, other=0.0) * LOG2E
+    return total, peak
+
+
+@triton.jit
 def score(q, k, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
     """q k^T [M, N] fp32, to be multiplied by `score_factor`. scale includes log2(e) unless SOFT_CAP."""
     logits = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), PRECISION)

@@ -57,7 +57,7 @@ def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
 def _signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.stride(), value.device
-    if isinstance(value, LayerCache | Slots | StoredKV):
+    if isinstance(value, AttentionParams | LayerCache | Slots | StoredKV):
         return tuple(map(_signature, vars(value).values()))
     return value
 
@@ -143,7 +143,10 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
     check(params.sliding_window is None or params.sliding_window > 0, f"sliding window {params.sliding_window}")
     check(params.soft_cap is None or params.soft_cap > 0, f"soft cap {params.soft_cap}")
     check(is_float8(cache) or cache.k.dtype == q.dtype, f"q is {q.dtype}, the pool {cache.k.dtype}")
-    check_device(q, *tensors_of(cache))
+    if (sinks := params.sinks) is not None:
+        good = sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
+        check(good, f"sinks are [{num_heads}] float32, got {list(sinks.shape)} {sinks.dtype}")
+    check_device(q, *tensors_of(cache), params.sinks)
 
 
 @once

@@ -23,6 +23,7 @@ from cacheblend_kernels.triton_backend.attention_core import (
     load_keys,
     most_keys,
     softmax_step,
+    start_of_softmax,
     split_buffers,
 )
 from cacheblend_kernels.triton_backend.checks import (
@@ -48,6 +49,7 @@ def decode_attention_kernel(
     table_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     first_slot,
     table_stride,
     q_stride,
@@ -65,6 +67,7 @@ def decode_attention_kernel(
     CONTIGUOUS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -102,8 +105,7 @@ def decode_attention_kernel(
     if not SOFT_CAP:
         scale = scale * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M, SINKS)
     seq_table = table_ptr + seq * table_stride
     for start in range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
@@ -158,6 +160,7 @@ def decode_attention(
             meta.block_table,
             cache.k_scale if fp8 else lse,
             cache.v_scale if fp8 else lse,
+            lse if params.sinks is None else params.sinks,
             max(0, meta.contiguous_slot),
             meta.block_table.stride(0),
             q.stride(0),
@@ -175,6 +178,7 @@ def decode_attention(
             CONTIGUOUS=contiguous,
             WINDOW=params.sliding_window is not None,
             SOFT_CAP=params.soft_cap is not None,
+            SINKS=params.sinks is not None,
             FP8=fp8,
             PRECISION="ieee",
             num_warps=config.num_warps,

@@ -35,6 +35,7 @@ from cacheblend_kernels.triton_backend.attention_core import (
     softmax_step,
     softmax_step_pair,
     split_buffers,
+    start_of_softmax,
 )
 from cacheblend_kernels.triton_backend.checks import (
     check_attention,
@@ -173,6 +174,7 @@ def prefill_attention_kernel(
     table_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     num_seqs,
     first_slot,
     table_stride,
@@ -191,6 +193,7 @@ def prefill_attention_kernel(
     CONTIGUOUS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     FP8: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -266,8 +269,7 @@ def prefill_attention_kernel(
         scale = scale * LOG2E
     seq_table = table_ptr + tl.cast(seq, tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M, SINKS)
     if WINDOW:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
@@ -345,6 +347,7 @@ def prefill_attention(
             meta.block_table,
             cache.k_scale if fp8 else lse,
             cache.v_scale if fp8 else lse,
+            lse if params.sinks is None else params.sinks,
             meta.num_seqs,
             max(0, meta.contiguous_slot),
             meta.block_table.stride(0),
@@ -363,6 +366,7 @@ def prefill_attention(
             CONTIGUOUS=contiguous,
             WINDOW=params.sliding_window is not None,
             SOFT_CAP=params.soft_cap is not None,
+            SINKS=params.sinks is not None,
             FP8=fp8,
             TMA=tma,
             PRECISION="ieee",

@@ -20,14 +20,16 @@ def decode_case(kv_lens: list[int], **options: object) -> AttentionCase:
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
     moved, scale = case.to(device), case.q.shape[-1] ** -0.5
-    params = AttentionParams(scale, options.pop("sliding_window", None), options.pop("soft_cap", None))  # type: ignore[arg-type]
+    window, cap, sinks = (options.pop(name, None) for name in ("sliding_window", "soft_cap", "sinks"))
+    sinks = sinks.to(device) if isinstance(sinks, torch.Tensor) else None
+    params = AttentionParams(scale, window, cap, sinks)  # type: ignore[arg-type]
     plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
     return decode_attention(moved.q, moved.cache, moved.meta, params, plan)
 
 
 def check(case: AttentionCase, device: torch.device, **options: object) -> None:
-    window, cap = options.get("sliding_window"), options.get("soft_cap")
-    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap)  # type: ignore[arg-type]
+    window, cap, sinks = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks"))
+    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap, sinks)  # type: ignore[arg-type]
     assert_close(run(case, device, **options), want, case.q.dtype)
 
 
@@ -64,6 +66,22 @@ def test_soft_cap(soft_cap: float, device: torch.device) -> None:
     check(decode_case([60], head_dim=32), device, soft_cap=soft_cap, num_splits=2)
 
 
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    ("splits", "window", "soft_cap"), [(1, None, None), (4, None, None), (8, 20, None), (1, None, 2.0)]
+)
+def test_sinks(splits: int, window: int | None, soft_cap: float | None, device: torch.device) -> None:
+    case = decode_case([90, 3, 1], heads=(4, 2), head_dim=32)
+    check(case, device, num_splits=splits, sliding_window=window, soft_cap=soft_cap, sinks=SINKS)
+
+
+def test_refused_sinks(device: torch.device) -> None:
+    with pytest.raises(KernelError, match=r"sinks are \[4\] float32, got \[3\]"):
+        run(decode_case([5], heads=(4, 2), head_dim=32), device, sinks=SINKS[:3])
+
+
 def test_split_chosen_by_context(device: torch.device) -> None:
     check(decode_case([1100], heads=(2, 1), block_size=64, head_dim=64), device, config=None)
 
@@ -79,6 +97,7 @@ def test_empty_sequence_gets_zeros(device: torch.device) -> None:
         out = run(case, device, num_splits=splits)
         assert (out[0] == 0).all()
         assert not out.isnan().any()
+        assert (run(case, device, num_splits=splits, sinks=torch.zeros(4))[0] == 0).all()
 
 
 def test_float8_pool(device: torch.device) -> None:

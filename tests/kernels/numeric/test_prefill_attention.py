@@ -17,14 +17,16 @@ COPIED = TileConfig(16, 16, 4, 2, tma=True)
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
     moved, scale = case.to(device), case.q.shape[-1] ** -0.5
-    params = AttentionParams(scale, options.pop("sliding_window", None), options.pop("soft_cap", None))  # type: ignore[arg-type]
+    window, cap, sinks = (options.pop(name, None) for name in ("sliding_window", "soft_cap", "sinks"))
+    sinks = sinks.to(device) if isinstance(sinks, torch.Tensor) else None
+    params = AttentionParams(scale, window, cap, sinks)  # type: ignore[arg-type]
     plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
     return prefill_attention(moved.q, moved.cache, moved.meta, params, plan)
 
 
 def check(case: AttentionCase, device: torch.device, **options: object) -> None:
-    window, cap = options.get("sliding_window"), options.get("soft_cap")
-    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap)  # type: ignore[arg-type]
+    window, cap, sinks = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks"))
+    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap, sinks)  # type: ignore[arg-type]
     assert_close(run(case, device, **options), want, case.q.dtype)
 
 
@@ -61,6 +63,17 @@ def test_sliding_window(window: int, splits: int, device: torch.device) -> None:
 def test_soft_cap(soft_cap: float, window: int | None, device: torch.device) -> None:
     case = attention_case([scattered(12, 90)], [90], head_dim=32)
     check(case, device, soft_cap=soft_cap, sliding_window=window)
+
+
+@pytest.mark.parametrize(
+    ("splits", "window", "dtype", "config"),
+    [(1, None, torch.float32, SMALL), (4, None, torch.float32, SMALL), (4, 20, torch.float32, SMALL),
+     (1, None, torch.float16, COPIED)],
+)  # fmt: skip
+def test_sinks(splits: int, window: int | None, dtype: torch.dtype, config: TileConfig, device: torch.device) -> None:
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 9.0])
+    case = attention_case([scattered(12, 90), [0, 1, 40]], [90, 41], heads=(4, 2), head_dim=32, dtype=dtype)
+    check(case, device, num_splits=splits, sliding_window=window, sinks=sinks, config=config)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

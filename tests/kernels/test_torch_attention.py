@@ -1,0 +1,29 @@
+"""The torch backend's attention against fp64, in the cases that SDPA has no argument for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cacheblend_kernels import AttentionParams
+from cacheblend_kernels.torch_backend import TorchBackend
+from cases import assert_close, attention_case, attention_reference, scattered
+
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0])
+CASES = [(None, None, SINKS), (20, None, SINKS), (None, 5.0, SINKS), (20, 5.0, None)]
+
+
+@pytest.mark.parametrize(("window", "cap", "sinks"), CASES)
+@pytest.mark.parametrize("dense", [False, True])
+def test_prefill(window: int | None, cap: float | None, sinks: torch.Tensor | None, dense: bool) -> None:
+    positions = list(range(90)) if dense else scattered(75, 90)
+    case = attention_case([positions], [90], heads=(4, 2), head_dim=32, contiguous=True, dense=dense)
+    out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
+    assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)
+
+
+@pytest.mark.parametrize(("window", "cap", "sinks"), CASES)
+def test_decode(window: int | None, cap: float | None, sinks: torch.Tensor | None) -> None:
+    kv_lens = [90, 3, 1]
+    case = attention_case([[n - 1] for n in kv_lens], kv_lens, heads=(4, 2), head_dim=32)
+    out = TorchBackend().decode_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
+    assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)
