@@ -139,7 +139,7 @@ class AtCheckLayer:
         for head in range(spec.num_kv_heads):
             rows = q[:, head * group : (head + 1) * group].float().reshape(-1, spec.head_dim)
             at = positions.repeat_interleave(group)
-            p = _probabilities(rows, keys[:, head], at, layer.attention)
+            p = _probabilities(rows, keys[:, head], at, layer.attention, _sinks(layer, head))
             out = p @ values[:, head]
             a = p[:, candidates.positions]
             v = old_v[:, head]
@@ -163,13 +163,21 @@ def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Ten
     for head in range(spec.num_kv_heads):
         rows = q[:, head * group : (head + 1) * group].float().reshape(-1, spec.head_dim)
         at = positions.repeat_interleave(group)
-        p = _probabilities(rows, keys[:, head], at, layer.attention)
+        p = _probabilities(rows, keys[:, head], at, layer.attention, _sinks(layer, head))
         found = torch.maximum(found, p[:, candidates.positions].amax(0))
     return found
 
 
-def _probabilities(q: Tensor, keys: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
-    """[num_rows, kv_len] fp32, causal by position."""
+def _sinks(layer: DecoderLayer, kv_head: int) -> Tensor | None:
+    """Of the query heads that share a KV head, [group] fp32."""
+    sinks = layer.attention.sinks
+    return None if sinks is None else sinks.view(layer.spec.num_kv_heads, -1)[kv_head]
+
+
+def _probabilities(
+    q: Tensor, keys: Tensor, positions: Tensor, params: AttentionParams, sinks: Tensor | None = None
+) -> Tensor:
+    """[num_rows, kv_len] fp32, causal by position. sinks: of the heads that take turns in the rows."""
     logits, window = (q @ keys.T) * params.scale, params.sliding_window
     if params.soft_cap is not None:
         logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
@@ -177,7 +185,11 @@ def _probabilities(q: Tensor, keys: Tensor, positions: Tensor, params: Attention
     hidden = key_at > positions[:, None]
     if window is not None:
         hidden |= key_at <= positions[:, None] - window
-    return logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+    logits = logits.masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        return logits.softmax(-1)
+    sinks = sinks.repeat(len(logits) // len(sinks))
+    return torch.cat((logits, sinks[:, None]), -1).softmax(-1)[:, : keys.shape[0]]
 
 
 def _keys(prompt: Prompt, layer: int, kv_len: int) -> Tensor:

@@ -41,7 +41,8 @@ class DecoderLayer:
         self._norms = tuple(norms.values())
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap)
+        sinks = get["sinks"].float() if spec.sinks else None
+        self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
@@ -84,7 +85,8 @@ class DecoderLayer:
     @property
     def num_bytes(self) -> int:
         """Of its weights."""
-        small = sum(t.numel() * t.itemsize for t in (self.q_norm, self.k_norm) if t is not None)
+        each = (self.q_norm, self.k_norm, self.attention.sinks)
+        small = sum(t.numel() * t.itemsize for t in each if t is not None)
         norms = sum(norm.num_bytes for norm in self._norms)
         return small + norms + self._qkv.num_bytes + self._o.num_bytes + self.mlp.num_bytes
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
+from cacheblend_cli.model.linear import Linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
@@ -20,15 +19,16 @@ class Experts:
     its rows in one product; how many there are is asked of the device, so no CUDA graph can hold it."""
 
     def __init__(
-        self, spec: ModelSpec, experts: ExpertsSpec, weights: Mapping[str, Tensor], kernels: KernelBackend
+        self, spec: ModelSpec, experts: ExpertsSpec, weights: dict[str, Tensor], kernels: KernelBackend
     ) -> None:
+        """weights: those of the layer; the experts' are taken out of it."""
         self._spec, self._activation, self._kernels = experts, spec.activation, kernels
-        self._router, self._shared_gate = weights["router"], weights.get("shared_gate")
-        self._up = weights["experts_up"].unflatten(0, (experts.count, -1))  # [count, 2 * width, hidden_size]
-        self._down = weights["experts_down"].unflatten(0, (experts.count, -1))  # [count, hidden_size, width]
+        self._router = Linear(weights["router"], weights.get("router_bias"), pack=False)
+        self._shared_gate = weights.get("shared_gate")
+        self._up, self._down = (_each(experts.count, weights, name) for name in ("experts_up", "experts_down"))
         self._shared = MLP(spec, weights, kernels) if experts.shared_width else None
-        own = (self._router, self._up, self._down, self._shared_gate)
-        self.num_bytes = sum(t.numel() * t.itemsize for t in own if t is not None)
+        gate = 0 if self._shared_gate is None else self._shared_gate.numel() * self._shared_gate.itemsize
+        self.num_bytes = sum(part.num_bytes for part in (self._router, *self._up, *self._down)) + gate
         self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
 
     def __call__(self, h: Tensor) -> Tensor:
@@ -39,19 +39,34 @@ class Experts:
         return out + torch.sigmoid(F.linear(h, self._shared_gate)) * self._shared(h)
 
     def _rows(self, h: Tensor) -> Tensor:
-        weights, chosen = F.linear(h, self._router).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, dim=-1)
+        weights, chosen = self._router(h).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, dim=-1)
         if self._spec.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
         rows, shares = order // self._spec.per_token, weights.flatten()[order].to(h.dtype)
         counts = torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()
         out, start = torch.zeros_like(h), 0
-        for expert, count in enumerate(counts):
+        for up, down, count in zip(self._up, self._down, counts, strict=True):
             if not count:
                 continue
             mine = slice(start, start + count)
-            up = F.linear(h[rows[mine]], self._up[expert])
-            added = F.linear(self._kernels.act_and_mul(up, self._activation), self._down[expert])
+            added = down(self._activated(up(h[rows[mine]])))
             out.index_add_(0, rows[mine], added * shares[mine, None])
             start += count
         return out
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        """[num_rows, 2 * width] -> [num_rows, width]."""
+        if self._spec.clamped is None:
+            return self._kernels.act_and_mul(gate_up, self._activation)
+        alpha, limit = self._spec.clamped
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def _each(count: int, weights: dict[str, Tensor], name: str) -> list[Linear]:
+    """One for each expert: they are multiplied with alone, and packed alone."""
+    biases = weights.pop(f"{name}_bias", None)
+    of_each = weights.pop(name).unflatten(0, (count, -1))
+    return [Linear(of_each[e], None if biases is None else biases.view(count, -1)[e]) for e in range(count)]

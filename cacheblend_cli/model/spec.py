@@ -15,8 +15,10 @@ class ExpertsSpec:
     """MLPs of which a router chooses a few for each token. layers: those that have them, the others' MLPs are plain.
 
     width, shared_width: inside an expert, and inside the one that all tokens get, with a gate of its own (0: there is none).
-    normed: the weights of a token's experts sum to 1. names: what the checkpoint calls gate, up and down of an expert;
-    base: where in a layer they are.
+    normed: the weights of a token's experts sum to 1. names: what the checkpoint calls gate, up and down of an expert, router:
+    what chooses; base: where in a layer they are. bias: router and experts have biases.
+    clamped: (alpha, limit) of a SwiGLU as gpt-oss has it, (up + 1) * gate * sigmoid(alpha * gate), where gate is at most
+    limit and up within -limit and limit; None: the activation of the spec.
     """
 
     count: int
@@ -27,6 +29,9 @@ class ExpertsSpec:
     shared_width: int = 0
     base: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    bias: bool = False
+    clamped: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class ModelSpec:
     - layer_norm: norms take the mean out first; norm_bias: they add something; norm_offset: what is added to their weights;
     - qk_norm_over_all: the norm of q and k goes over all heads at once;
     - gated_mlp: false where an MLP is up, activation, down;
+    - sinks: a logit a head that takes part in the softmax and has no value;
     - attention_scale: of the scores, null: head_dim ** -0.5; the soft caps: x becomes cap * tanh(x / cap);
     - embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds, on the logits;
     - fused: qkv_proj and gate_up_proj, where the checkpoint holds them in one tensor as we do;
@@ -84,6 +90,7 @@ class ModelSpec:
     norm_offset: float = 0.0
     qk_norm_over_all: bool = False
     gated_mlp: bool = True
+    sinks: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     embedding_scale: float = 1.0

@@ -11,6 +11,7 @@ from torch import Tensor
 from cacheblend_cli.model.checkpoint_files import checkpoint_files, is_converted
 from cacheblend_cli.model.families.quantisation import FIELD, Quantisation, read_quantisation
 from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.split_experts import SplitExperts
 from cacheblend_cli.model.tensor_files import SafetensorsFiles
 
 
@@ -36,8 +37,9 @@ def tensor_source(model_dir: Path) -> TensorSource:
 
         return GGUFTensors(model_dir)
     files = SafetensorsFiles(checkpoint_files(model_dir))
-    if (quantisation := quantisation_of(model_dir)) is None:
-        return files
+    quantisation = quantisation_of(model_dir)
+    if quantisation is None or quantisation.method == "mxfp4":
+        return SplitExperts(files)
     from cacheblend_cli.model.quantised.source import DequantisedTensors
 
     return DequantisedTensors(files, quantisation)

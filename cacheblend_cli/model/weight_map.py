@@ -23,8 +23,9 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     Our tensors: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
     `i.gate_up_proj.weight` [2 * intermediate, hidden], up alone where the MLP has no gate, `i.down_proj.weight`,
     `i.attention_in.weight` and the other norms of the spec, `i.q_norm`, `i.k_norm`, and the biases the spec has.
-    Of a layer with experts `i.router` [count, hidden], `i.experts_up` [count * 2 * width, hidden], gate and up of each in
-    turn, `i.experts_down` [count * hidden, width], and with one for all tokens that one's MLP and `i.shared_gate`.
+    Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router` [count, hidden], `i.experts_up`
+    [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down` [count * hidden, width], their biases with
+    `_bias` behind these names, and with one for all tokens that one's MLP and `i.shared_gate`.
     """
     hidden, shapes, names = spec.hidden_size, dict[str, tuple[Shape, str, int, Shape]](), NAMES | dict(spec.renamed)
 
@@ -48,6 +49,8 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
             widths = (spec.q_size, spec.kv_size) if spec.qk_norm_over_all else (spec.head_dim, spec.head_dim)
             for part, width in zip(("q_norm", "k_norm"), widths, strict=True):
                 whole(f"{base}.{names[part]}.weight", f"{i}.{part}", width)
+        if spec.sinks:
+            whole(f"{base}.self_attn.sinks", f"{i}.sinks", spec.num_heads)
         sparse = spec.experts is not None and i in spec.experts.layers
         for target, parts, width, bias in _attention(spec) if sparse else _attention(spec) + _mlp(spec):
             start, total = 0, sum(rows for _, rows in parts)
@@ -67,16 +70,18 @@ def _add_experts(
 ) -> None:
     """The router, and the experts one below another; the one for all tokens takes the place of the MLP."""
     hidden, width, base = spec.hidden_size, experts.width, f"model.layers.{i}.{experts.base}"
-    whole = (experts.count, hidden)
-    shapes[f"{base}.gate.weight"] = (whole, f"{i}.router", 0, whole)
     gate, up, down = experts.names
+
+    def part(name: str, target: str, rows: int, start: int, total: int, columns: int) -> None:
+        shapes[f"{base}.{name}.weight"] = ((rows, columns), f"{i}.{target}", start, (total, columns))
+        if experts.bias:
+            shapes[f"{base}.{name}.bias"] = ((rows,), f"{i}.{target}_bias", start, (total,))
+
+    part(experts.router, "router", experts.count, 0, experts.count, hidden)
     for e in range(experts.count):
         for name, start in ((gate, 2 * e * width), (up, (2 * e + 1) * width)):
-            total = (2 * experts.count * width, hidden)
-            shapes[f"{base}.experts.{e}.{name}.weight"] = ((width, hidden), f"{i}.experts_up", start, total)
-        shapes[f"{base}.experts.{e}.{down}.weight"] = (
-            (hidden, width), f"{i}.experts_down", e * hidden, (experts.count * hidden, width),
-        )  # fmt: skip
+            part(f"experts.{e}.{name}", "experts_up", width, start, 2 * experts.count * width, hidden)
+        part(f"experts.{e}.{down}", "experts_down", hidden, e * hidden, experts.count * hidden, width)
     if shared := experts.shared_width:
         for name, start in (("gate_proj", 0), ("up_proj", shared)):
             shapes[f"{base}.shared_expert.{name}.weight"] = (

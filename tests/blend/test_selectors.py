@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cacheblend_kernels import AttentionParams
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend.corrections import MeanShift
+from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector, select
 from cacheblend_cli.errors import UsageError
@@ -211,6 +215,25 @@ def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, m
         chosen.append(done.result.chosen)
         done.sequence.release()
     assert torch.equal(chosen[0], chosen[1])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_look_at_keys_is_the_layers_own(window: int | None) -> None:
+    """With its sinks and within its window, a head's weight on each candidate."""
+    torch.manual_seed(0)
+    sinks, params = torch.tensor([3.0, -1.0, 0.5, 2.0]), AttentionParams(0.3, window)
+    layer = SimpleNamespace(
+        spec=SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8), attention=replace(params, sinks=sinks)
+    )
+    q, keys, positions = torch.randn(3, 4, 8), torch.randn(16, 2, 8), torch.tensor([9, 13, 15])
+    found = attention_peaks(layer, q, positions, keys, CANDIDATES)  # type: ignore[arg-type]
+    logits = torch.einsum("rhd,khd->rhk", q, keys.repeat_interleave(2, 1)) * 0.3
+    seen = torch.arange(16) <= positions[:, None]
+    if window is not None:
+        seen &= torch.arange(16) > positions[:, None] - window
+    weights = logits.exp() * seen[:, None]
+    weights = weights / (weights.sum(-1, keepdim=True) + sinks.exp()[:, None])
+    torch.testing.assert_close(found, weights.amax((0, 1))[CANDIDATES.positions])
 
 
 def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:

@@ -23,7 +23,7 @@ from cacheblend_cli.model.spec import ModelSpec
 LEFT_OVER = {  # what no config class of transformers has as a field any more, and configs still have
     "llama": {"max_window_layers"}, "mistral": {"max_window_layers"}, "ministral": {"max_window_layers"},
     "gemma3_text": {"sliding_window_pattern", "rope_local_base_freq"}, "cohere2": {"sliding_window_pattern"},
-    "smollm3": {"max_window_layers", "pretraining_tp"}, "qwen3_moe": {"max_window_layers", "num_local_experts"},
+    "smollm3": {"max_window_layers", "pretraining_tp"}, "gpt_oss": {"experts_per_token"}, "qwen3_moe": {"max_window_layers", "num_local_experts"},
 }  # fmt: skip
 SIZES = {
     "vocab_size": 320,

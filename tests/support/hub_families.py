@@ -16,6 +16,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     Ministral3Config,
     Mistral3Config,
@@ -98,6 +99,9 @@ def newer_names(held: dict[str, torch.Tensor]) -> None:
 GROWTH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 24, "beta_fast": 32.0,
           "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 0.6}
+O_YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+          "original_max_position_embeddings": 64}  # fmt: skip
 WIDE = {"head_dim": 16}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
 
@@ -191,6 +195,14 @@ RUN = [
     HubModel("qwen2-moe, a plain layer", Qwen2MoeConfig, MOE | {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}),
     HubModel("mixtral-8x7b", MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}, old(1000000.0)),
     HubModel("mixtral, window, all experts", MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
+    # gpt-oss
+    HubModel("gpt-oss-20b", GptOssConfig, SINKS | {"rope_parameters": O_YARN | {"rope_theta": 150000.0}}),
+    HubModel("gpt-oss-120b, as the hub", GptOssConfig, SINKS | {"swiglu_limit": 7.0, "rope_parameters": O_YARN | {"rope_theta": 150000}},
+             old(150000, **O_YARN) | {"head_dim": 16, "experts_per_token": 2, "initial_context_length": 4096}, shard_size="20KB"),
+    HubModel("gpt-oss, no biases, all windows", GptOssConfig, SINKS | {"attention_bias": False, "layer_types": ["sliding_attention"] * 3,
+             "swiglu_alpha": 1.2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    HubModel("gpt-oss, one KV head, all experts", GptOssConfig, SINKS | {"num_key_value_heads": 1, "num_experts_per_tok": 6,
+             "tie_word_embeddings": True, "rope_parameters": O_YARN | {"rope_theta": 150000.0}}, dtype=torch.bfloat16),
     # EXAONE
     HubModel("exaone-4-1.2b", Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
     HubModel("exaone-4-32b", Exaone4Config, {"sliding_window": 20, "layer_types": MIXED}),

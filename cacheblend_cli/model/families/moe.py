@@ -81,7 +81,7 @@ def read_mixtral(fields: ConfigFields) -> ModelSpec:
         base="block_sparse_moe",
         names=("w1", "w3", "w2"),
     )
-    return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=_checked(experts))
+    return replace(spec, sliding_windows=(window,) * spec.num_layers, experts=checked(experts))
 
 
 def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, width: int) -> ExpertsSpec:
@@ -92,7 +92,7 @@ def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, 
     named = fields.integer("num_local_experts", fields.integer("num_experts", count))
     if fields.integer("num_experts", named) != named:
         raise wrong_value("num_local_experts", named, "what num_experts is")
-    return _checked(
+    return checked(
         ExpertsSpec(
             count=named,
             per_token=fields.integer("num_experts_per_tok", per_token),
@@ -103,7 +103,7 @@ def _experts(fields: ConfigFields, num_layers: int, count: int, per_token: int, 
     )
 
 
-def _checked(experts: ExpertsSpec) -> ExpertsSpec:
+def checked(experts: ExpertsSpec) -> ExpertsSpec:
     if experts.per_token > experts.count:
         raise wrong_value("num_experts_per_tok", experts.per_token, f"at most {experts.count}, which is all of them")
     return experts

@@ -21,7 +21,8 @@ FP8, INT8 = "F8_E4M3", "I8"  # as safetensors names them
 
 @dataclass(frozen=True)
 class Quantisation:
-    """method: scaled (a weight of 8 bits, or packed in int32, beside its scales), gptq, awq or bitsandbytes.
+    """method: scaled (a weight of 8 bits, or packed in int32, beside its scales), gptq, awq, bitsandbytes or
+    mxfp4 (see `split_experts`).
 
     kind: dtype of a scaled weight that is not packed. block: rows and columns that share a scale, where scales are a grid.
     bits: of a packed value. zero_offset: what is added to a packed zero point. group_size: inputs that share a scale, -1
@@ -123,12 +124,18 @@ def _bitsandbytes(values: Mapping[str, Any]) -> Quantisation:
     return Quantisation("bitsandbytes")
 
 
+def _mxfp4(values: Mapping[str, Any]) -> Quantisation:
+    """gpt-oss's experts; what is not to be converted is not in the files as if it were."""
+    return Quantisation("mxfp4", bits=4, group_size=32)
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -93,7 +93,7 @@ def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr, SINKS:
     """total and peak [BLOCK_M] fp32 before the first key. With sinks the first split has seen one logit, which has no value."""
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102 — one is a constant, the other a value of the program
         if split == 0:
             total += 1.0
             peak = tl.load(sinks_ptr + heads, mask=own, other=0.0) * LOG2E

@@ -23,8 +23,8 @@ from cacheblend_kernels.triton_backend.attention_core import (
     load_keys,
     most_keys,
     softmax_step,
-    start_of_softmax,
     split_buffers,
+    start_of_softmax,
 )
 from cacheblend_kernels.triton_backend.checks import (
     check,

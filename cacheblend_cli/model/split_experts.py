@@ -1,0 +1,91 @@
+"""Experts that a checkpoint holds in one tensor, as a source of one tensor for each part of each expert.
+
+gpt-oss has them so: gate_up_proj [count, in, 2 * width] with gate and up in turn, down_proj [count, width, out], transposed,
+and their biases without the inputs. In MXFP4 (OCP Microscaling Formats, version 1.0) a weight is `_blocks`
+[count, out, in / 32, 16] uint8, two values of 4 bits in each, the first in the low bits, and `_scales` [count, out, in / 32],
+the exponent of the block's factor, with 127 added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.tensor_source import TensorSource
+
+MERGED = re.compile(r"(?P<base>.*\.experts\.)(?P<name>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)")
+DIMENSIONS = {"_bias": 2, "": 3, "_blocks": 4}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+Header = tuple[str, str, tuple[int, ...]]
+
+
+class _Part(NamedTuple):
+    """Rows `first`, `first + step`, ... of an expert in a stored tensor."""
+
+    stored: str
+    kind: str
+    expert: int
+    first: int
+    step: int
+
+
+class SplitExperts:
+    """A `TensorSource` over another one, whose other tensors are passed on."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source, self._parts = source, dict[str, _Part]()
+        self.block_bytes = source.block_bytes
+
+    def headers(self) -> Iterator[Header]:
+        found = list(self._source.headers())
+        shapes = {name: shape for name, _, shape in found}
+        for name, kind, shape in found:
+            match = MERGED.fullmatch(name)
+            if match and match["kind"] == "_scales" and f"{match['base']}{match['name']}_blocks" in shapes:
+                continue
+            if match is None or len(shape) != DIMENSIONS.get(match["kind"]):
+                yield name, kind, shape
+                continue
+            if match["kind"] == "_blocks":
+                scales = f"{match['base']}{match['name']}_scales"
+                if shape[-1] != 16 or kind != "U8" or shapes.get(scales) != shape[:-1]:
+                    raise UsageError(
+                        f"the quantised tensor {name} is not read: {scales} and it do not belong together",
+                        "fetch the checkpoint again",
+                    )
+            yield from self._split(match, name, "F32" if match["kind"] == "_blocks" else kind, shape)
+
+    def _split(self, match: re.Match[str], name: str, kind: str, shape: tuple[int, ...]) -> Iterator[Header]:
+        of_expert = {"_bias": shape[1:], "": shape[:0:-1], "_blocks": (shape[1], 32 * shape[-2])}[match["kind"]]
+        names = ("gate_proj", "up_proj") if match["name"] == "gate_up_proj" else ("down_proj",)
+        part_of = "bias" if match["kind"] == "_bias" else "weight"
+        for expert in range(shape[0]):
+            for first, part in enumerate(names):
+                own = f"{match['base']}{expert}.{part}.{part_of}"
+                self._parts[own] = _Part(name, match["kind"], expert, first, len(names))
+                yield own, kind, (of_expert[0] // len(names), *of_expert[1:])
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        part = self._parts.get(name)
+        if part is None:
+            return self._source.read(name, start, stop)
+        rows = slice(part.first + part.step * start, part.first + part.step * stop, part.step)
+        held = self._source.read(part.stored, part.expert, part.expert + 1)[0]
+        if part.kind != "_blocks":
+            return held.T[rows] if held.dim() == 2 else held[rows]
+        scales = self._source.read(part.stored.removesuffix("_blocks") + "_scales", part.expert, part.expert + 1)[0]
+        return dequantised(held[rows], scales[rows])
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 blocks [rows, in / 32, 16] and scales [rows, in / 32] uint8 -> [rows, in] fp32."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    values = torch.tensor(E2M1)[codes.long()]
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(1)
