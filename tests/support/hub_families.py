@@ -98,6 +98,34 @@ def newer_names(held: dict[str, torch.Tensor]) -> None:
 
 GROWTH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 24, "beta_fast": 32.0,
           "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
+
+
+def in_mxfp4(path: Any) -> None:
+    """The experts as gpt-oss has them on the hub: random blocks of 4 bits and their scales, in one tensor a layer."""
+    import json
+
+    file = path / "config.json"
+    skipped = {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        "quant_method": "mxfp4",
+        "dequantize": True,
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": skipped}))
+
+    def quantise(held: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            count, inputs, outputs = held.pop(name).shape
+            held[f"{name}_blocks"] = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
+            held[f"{name}_scales"] = torch.randint(121, 126, (count, outputs, inputs // 32), dtype=torch.uint8)
+
+    tensors(quantise)(path)
+
+
+def without_scales(path: Any) -> None:
+    in_mxfp4(path)
+    tensors(lambda held: held.pop("model.layers.1.mlp.experts.down_proj_scales"))(path)
+
+
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 0.6}
 O_YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -203,6 +231,8 @@ RUN = [
              "swiglu_alpha": 1.2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     HubModel("gpt-oss, one KV head, all experts", GptOssConfig, SINKS | {"num_key_value_heads": 1, "num_experts_per_tok": 6,
              "tie_word_embeddings": True, "rope_parameters": O_YARN | {"rope_theta": 150000.0}}, dtype=torch.bfloat16),
+    HubModel("gpt-oss, mxfp4", GptOssConfig, SINKS | {"intermediate_size": 64, "hidden_size": 64, "rope_parameters": O_YARN | {"rope_theta": 1e4}},
+             change=in_mxfp4),
     # EXAONE
     HubModel("exaone-4-1.2b", Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
     HubModel("exaone-4-32b", Exaone4Config, {"sliding_window": 20, "layer_types": MIXED}),
@@ -238,6 +268,8 @@ REFUSED = [
     fault("granite, logits divided by 0", "logits_scaling in config.json is 0", GraniteConfig, logits_scaling=0),
     fault("smollm3, no places", "no layer of this model has RoPE", SmolLM3Config, no_rope_layers=[0, 0, 0]),
     fault("smollm3, layers missing", "no_rope_layers", SmolLM3Config, no_rope_layers=[1, 0]),
+    HubModel("mxfp4, scales missing", GptOssConfig, SINKS | {"intermediate_size": 32}, change=without_scales,
+             refused="model.layers.1.mlp.experts.down_proj_blocks is not read"),
     fault("text_config missing", "text_config in config.json is null", model_type="mistral3", architectures=None),
     fault("text of another family", "unknown model_type 'ministral4'", mistral3, text_config={"model_type": "ministral4"}),
     fault("ministral 3, growth missing", "llama_4_scaling_beta in config.json is null", Ministral3Config, **new("default")),

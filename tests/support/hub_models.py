@@ -342,7 +342,7 @@ REFUSED = [
     config_fault("bitnet online", "quantization_config (bitnet)", quantization_config={"quant_method": "bitnet",
                  "linear_class": "autobitlinear", "quantization_mode": "online"}),
     *(config_fault(method, f"quantization_config ({method})", quantization_config={"quant_method": method, "bits": 4})
-      for method in ("modelopt", "mxfp4", "hqq", "torchao")),
+      for method in ("modelopt", "hqq", "torchao")),
     config_fault("mlx", "quantised: config.json has quantization ({'group_size': 64, 'bits': 4})",
                  quantization={"group_size": 64, "bits": 4}),
     HubModel("gptq tensors, config silent", change=add("model.layers.0.mlp.up_proj.qweight", lambda held: torch.ones(4, 4)),
