@@ -92,6 +92,23 @@ class Settings:
     temperature: float = _setting(0.0, "0 is greedy.", shown="0")
     top_p: float = _setting(1.0, "Nucleus sampling.", shown="1")
     top_k: int = _setting(5, "Chunks to search for without --chunks.", flag="--top-k -k")
+    search: str = _setting(
+        "auto",
+        "How to search: words, meaning or both; auto is both where there are embedding weights, else words.",
+    )
+    embeddings: str = _setting(
+        "",
+        "Weights for meaning: directory or hub id of a model2vec model. Default: the small English ones of the package "
+        "wordllama, where that is installed.",
+        shown=False,
+    )
+    min_score: float = _setting(0.0, "Leave out hits whose score is below this.", shown=False)
+    expand: int = _setting(0, "Take so many chunks before and after each hit, too.")
+    order: str = _setting(
+        "exact",
+        "Where searched chunks stand in the prompt: rank (documents by their best hit), or exact (first the document "
+        "of whose chunks the most then need no repair).",
+    )
     sample_top_k: int = _setting(0, "Sample among the k likeliest; 0 is off.")
     min_p: float = _setting(0.0, "Drop tokens below this share of the likeliest.", shown="0")
     repetition_penalty: float = _setting(
@@ -150,11 +167,11 @@ def _kind(hint: Any) -> type:
 
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
-_LEAST = {"top_k": 1, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # what no other place checks
-_MOST = {"threads": 4096}  # other whole numbers: what 64 bits hold
+_LEAST = {"top_k": 1, "expand": 0, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # what no other place checks
+_MOST = {"threads": 4096, "expand": 10_000}  # other whole numbers: what 64 bits hold
 _WORDS = {"ratio": "auto"}  # what can stand where a number is wanted
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_PATHS = ("store", "model", "lora", "prompt")  # in a file they are relative to it
+_PATHS = ("store", "model", "lora", "prompt", "embeddings")  # in a file they are relative to it
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:
@@ -254,9 +271,9 @@ def _texts(value: Any, shown: str) -> tuple[str, ...]:
 
 
 def _beside(folder: Path, name: str, value: str) -> str:
-    """A path in a file is meant from that file. A model that could be a hub id is one unless the directory is there."""
+    """A path in a file is meant from that file. What could be a hub id is one unless the directory is there."""
     path = Path(value).expanduser()
-    if name == "model" and not (
+    if name in ("model", "embeddings") and not (
         value.startswith(("./", "../", "~")) or (folder / path).is_dir() or path.suffix == ".gguf"
     ):
         return value

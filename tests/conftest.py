@@ -16,6 +16,8 @@ settings.load_profile("repeatable")  # `make torture` looks for new faults: --hy
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `checkpoints`; the root stays off the path
 os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: small, and there whatever is installed
 
+os.environ["CACHEBLEND_SEARCH"] = "words"  # so that what is found depends on no weights that may be installed
+
 
 def pytest_report_header() -> str:
     names = ("torch", "transformers", "lmdb", "safetensors", "typer", "tokenizers", "hypothesis")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @options.with_settings(
-    "context",
-    "top_k",
+    *options.SEARCHING,
+    "order",
     "mode",
     *options.BLENDING,
     *options.SAMPLING,
@@ -104,7 +104,7 @@ def ask(
         keys = _keys(kv_store, item)
         what = Question(item.question, keys or (), blend, sampling, settings.salt)
         if keys is None:
-            what = engine.search(kv_store, what, Lookup(settings.top_k, settings.context, scope))
+            what = engine.search(kv_store, what, lookup)
         if dry_run:
             show_plan(engine.plan(kv_store, what, auto=auto), output, json=json, extra=extra)
             return
@@ -128,6 +128,7 @@ def ask(
     with _store_in_use(settings, dry_run) as kv_store:
         searched = any(item.chunks is None for item in asked)
         scope = options.scope_of(kv_store, source, everywhere, output) if searched else EVERYTHING
+        lookup = Lookup.of(settings, scope, output.note) if searched else Lookup()
         failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]
     if not dry_run:
         options.about_demo(settings, output, sources)

@@ -1,19 +1,27 @@
-"""Lexical search over the stored chunks."""
+"""Search over the stored chunks: by their words, by what they mean, or by both."""
 
 from __future__ import annotations
 
 import math
 import re
 import sqlite3
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.places import settle
 from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
+from cacheblend_cli.corpus.vectors import LEAST_LIKE, Asked, nearest, telling_sentence
 from cacheblend_cli.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from cacheblend_cli.corpus.embedding import Embedder
+    from cacheblend_cli.settings import Settings
 
 _STOP_WORDS = frozenset(
     "a about an and any are as at be been but by can could did do does for from had has have he her his how i if in into "
@@ -22,13 +30,21 @@ _STOP_WORDS = frozenset(
 )
 CONTEXTS = ("sink", "document", "neighbours")
 _CONTEXT_ORDER = ("document", "neighbours", "sink")
+BY = ("words", "meaning", "both")
+_DEPTH = 50  # of each ranking that are fused
+_RANKS_COUNT_FROM = 60  # reciprocal rank fusion's constant
 _MAX_TERMS = 64  # of a long question the first ones; SQLite takes 500 parts of a UNION
 # Weights: path, title, body. One row a term and chunk; ? is the term, then what its bm25 is to be multiplied with.
 _TERM = "SELECT rowid AS id, -bm25(chunks, 0.5, 2.0, 1.0) * ? AS score FROM chunks WHERE chunks MATCH ?"
 _BEST = """
     WITH found AS MATERIALIZED ({terms})
     SELECT p.id, p.key, p.source, p.position, p.collection, p.context, sum(score) AS total FROM found JOIN places AS p USING (id)
-    WHERE {of} GROUP BY p.id ORDER BY total DESC, p.source, p.position, p.id
+    GROUP BY p.id ORDER BY total DESC, p.source, p.position, p.id
+"""
+_PLACES = "SELECT id, key, source, position, collection, context FROM places"
+_NEXT_TO = """
+    SELECT id, key, position FROM places WHERE source = ? AND collection = ? AND context = ? AND position BETWEEN ? AND ?
+    ORDER BY abs(position - ?), position
 """
 _VERSIONS = """
     SELECT DISTINCT p.collection, p.context, coalesce(v.digest, ''), coalesce(v.updated, 0.0) FROM places AS p
@@ -38,18 +54,71 @@ _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chu
 
 
 @dataclass(frozen=True)
+class How:
+    """How to search. by: "words", "meaning" or "both"; without an embedder it is words.
+
+    min_score: hits below it do not count (see Hit). expand: so many chunks before and after each hit come with it.
+    """
+
+    by: str = "words"
+    embedder: Embedder | None = None
+    min_score: float = 0.0
+    expand: int = 0
+
+
+WORDS = How()
+
+
+def how_of(settings: Settings, say: Callable[[str], None] | None = None) -> How:
+    """What the settings say of searching. say: told once when it is to be by meaning and there are no weights for that.
+
+    Raises UsageError, or NotFoundError where the weights named are not there.
+    """
+    by = settings.search
+    if by not in ("auto", *BY):
+        raise UsageError(f"unknown search {by!r}", f"known: auto, {', '.join(BY)}")
+    if by == "words":
+        return How(by, None, settings.min_score, settings.expand)
+    from cacheblend_cli.corpus.embedding import INSTALL, find_embedder
+
+    embedder = find_embedder(settings.embeddings)
+    if embedder is None and by != "auto" and say:
+        say(f"there are no embedding weights to search by meaning with: words are searched ({INSTALL})")
+    return How(
+        "words" if embedder is None else "both" if by == "auto" else by, embedder, settings.min_score, settings.expand
+    )
+
+
+@dataclass(frozen=True)
 class Hit:
-    """A found chunk. source: its document's name, see corpus/places.py. score: bm25, higher is better. snippet: text around the match."""
+    """A found chunk. source: its document's name, see corpus/places.py. snippet: text around the match, on one line.
+
+    score: higher is better; by words it is bm25, by meaning the cosine, by both the sum of 1 / (60 + rank). beside: it
+    was not found itself, it stands next to what was and has its score.
+    """
 
     key: bytes
     source: str
     index: int
     score: float
     snippet: str
+    beside: bool = False
 
     @property
     def id(self) -> str:
         return self.key.hex()
+
+
+class _Row(NamedTuple):
+    """A chunk at a place, as the index has it."""
+
+    id: int
+    key: str
+    source: str
+    position: int
+    collection: str
+    context: str
+    score: float = 0.0
 
 
 def search(
@@ -59,42 +128,104 @@ def search(
     collections: Sequence[str] | None = None,
     context: str = "document",
     scope: Scope = EVERYTHING,
+    how: How = WORDS,
 ) -> list[Hit]:
     """The k best chunks of the scope's documents for a free-text query, best first; nothing for a query without words.
 
     A chunk is found by its own words and by its document's path and first heading, since later paragraphs of a page
-    seldom repeat what the page is about. A passage that is stored for several models, and a paragraph that stands in
+    seldom repeat what the page is about; or by what these mean; or by both, the two rankings fused by reciprocal rank
+    (Cormack et al., 2009). A passage that is stored for several models, and a paragraph that stands in
     several documents, is found once. collections: only chunks of these; of a document that is in several, those of the
-    first. Of two texts of one document the one that was stored last counts. Of a document that is stored in several contexts, the chunks of the one named `context` are found; where that
-    is not among them, of the first there is of document, neighbours, sink.
+    first. Of two texts of one document the one that was stored last counts. Of a document that is stored in several
+    contexts, the chunks of the one named `context` are found; where that is not among them, of the first there is of
+    document, neighbours, sink. Behind the k come those beside them, where `how` wants them.
     """
-    hits: list[Hit] = []
-    keys: set[str] = set()
-    places: set[tuple[str, int]] = set()
     with open_index(store) as db:
-        weights = _term_weights(db, query_terms(query))
-        if not weights:
-            return hits
-        terms = " UNION ALL ".join([_TERM] * len(weights))
-        values = [v for term, weight in weights.items() for v in (weight, term)]
-        of = "1" if collections is None else f"p.collection IN ({', '.join('?' * len(collections))})"
-        rows = db.execute(_BEST.format(terms=terms, of=of), (*values, *(collections or ()))).fetchall()
-        versions, names = _Versions(db, collections, context), dict[str, str | None]()  # None: not of the scope
-        for row, key, source, index, collection, stored_in, score in rows:
-            if len(hits) == k:
-                break
-            if source not in names:
-                settled = settle(source)
-                names[source] = settled if scope.holds(settled) else None
-            name = names[source]
-            if name is None or not versions.counts(source, collection, stored_in):
+        counted = _Counted(db, collections, context, scope)
+        meaning = how.embedder if how.by != "words" else None
+        weights = _term_weights(db, query_terms(query)) if meaning is None or how.by == "both" else {}
+        asked = Asked(meaning, query) if meaning is not None and query_terms(query) else None
+        rankings: list[Iterator[_Row]] = []
+        if weights:
+            rankings.append(counted.of(_by_words(db, weights)))
+        if asked is not None:
+            rankings.append(counted.of(_by_meaning(db, asked)))
+        if len(rankings) == 2:
+            rankings = [counted.of(_fused([list(islice(r, max(_DEPTH, k))) for r in rankings]))]
+        rows = [row for ranking in rankings for row in islice(ranking, k) if row.score >= how.min_score]
+        hits = [
+            Hit(bytes.fromhex(r.key), settle(r.source), r.position, r.score, _snippet(db, r, weights, asked))
+            for r in rows
+        ]
+        return hits + list(_beside(db, rows, how.expand))
+
+
+def _by_words(db: sqlite3.Connection, weights: dict[str, float]) -> Iterator[_Row]:
+    terms = " UNION ALL ".join([_TERM] * len(weights))
+    values = [v for term, weight in weights.items() for v in (weight, term)]
+    yield from map(_Row._make, db.execute(_BEST.format(terms=terms), values))
+
+
+def _by_meaning(db: sqlite3.Connection, asked: Asked) -> Iterator[_Row]:
+    places = {row[0]: _Row(*row) for row in db.execute(_PLACES)}
+    found = [places[i]._replace(score=score) for i, score in nearest(db, asked) if i in places and score >= LEAST_LIKE]
+    yield from sorted(found, key=lambda row: (-row.score, row.source, row.position, row.id))
+
+
+def _fused(rankings: Sequence[Sequence[_Row]]) -> Iterator[_Row]:
+    scores: defaultdict[str, float] = defaultdict(float)
+    for ranking in rankings:
+        for rank, row in enumerate(ranking, 1):
+            scores[row.key] += 1 / (_RANKS_COUNT_FROM + rank)
+    rows = {row.key: row for ranking in reversed(rankings) for row in ranking}
+    for key, score in sorted(scores.items(), key=lambda s: (-s[1], rows[s[0]].source, rows[s[0]].position)):
+        yield rows[key]._replace(score=score)
+
+
+def _snippet(db: sqlite3.Connection, row: _Row, weights: dict[str, float], asked: Asked | None) -> str:
+    found = None
+    if weights:
+        found = db.execute(_SNIPPET, (" OR ".join(weights), row.id)).fetchone()
+    if found is None:
+        [body] = db.execute("SELECT body FROM chunks WHERE rowid = ?", (row.id,)).fetchone()
+        return telling_sentence(unspaced(body), asked)
+    return " ".join(unspaced(found[0]).split())
+
+
+def _beside(db: sqlite3.Connection, rows: Sequence[_Row], count: int) -> Iterator[Hit]:
+    """Up to `count` chunks before and after each row in the same document, as it is stored there; each once."""
+    seen = {row.key for row in rows}
+    for row in rows if count else ():
+        at = (row.source, row.collection, row.context, row.position - count, row.position + count, row.position)
+        for i, key, position in db.execute(_NEXT_TO, at).fetchall():
+            if key not in seen:
+                seen.add(key)
+                snippet = _snippet(db, row._replace(id=i), {}, None)
+                yield Hit(bytes.fromhex(key), settle(row.source), position, row.score, snippet, beside=True)
+
+
+class _Counted:
+    """Which places count: of the scope, of the wanted collections, of a document's newest text, in one context; each passage once."""
+
+    def __init__(self, db: sqlite3.Connection, collections: Sequence[str] | None, context: str, scope: Scope) -> None:
+        self._collections, self._scope = collections, scope
+        self._versions = _Versions(db, collections, context)
+        self._in_scope: dict[str, bool] = {}
+
+    def of(self, rows: Iterable[_Row]) -> Iterator[_Row]:
+        keys: set[str] = set()
+        places: set[tuple[str, int]] = set()
+        for row in rows:
+            if self._collections is not None and row.collection not in self._collections:
                 continue
-            if key not in keys and (source, index) not in places:
-                [text] = db.execute(_SNIPPET, (" OR ".join(weights), row)).fetchone()
-                hits.append(Hit(bytes.fromhex(key), name, index, score, " ".join(unspaced(text).split())))
-            keys.add(key)
-            places.add((source, index))
-    return hits
+            if row.source not in self._in_scope:
+                self._in_scope[row.source] = self._scope.holds(settle(row.source))
+            if not self._in_scope[row.source] or not self._versions.counts(row.source, row.collection, row.context):
+                continue
+            if row.key not in keys and (row.source, row.position) not in places:
+                yield row
+            keys.add(row.key)
+            places.add((row.source, row.position))
 
 
 def searchable(store: ChunkStore) -> list[str]:

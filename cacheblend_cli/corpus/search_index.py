@@ -14,17 +14,21 @@ from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord
 
 from cacheblend_cli.corpus.places import known_as
 
-_SCHEMA = 6
+_SCHEMA = 7
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
     DROP TABLE IF EXISTS versions;
     DROP TABLE IF EXISTS stamp;
+    DROP TABLE IF EXISTS vectors;
+    DROP TABLE IF EXISTS embedder;
     CREATE TABLE stamp (value TEXT);
     CREATE TABLE places (id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT);
     CREATE INDEX by_source ON places (source);
     CREATE TABLE versions (source TEXT, collection TEXT, context TEXT, digest TEXT, updated REAL);
     CREATE INDEX versions_by_source ON versions (source);
+    CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB);
+    CREATE TABLE embedder (digest TEXT);
     CREATE VIRTUAL TABLE chunks USING fts5(source, title, body, tokenize = 'porter unicode61');
     PRAGMA user_version = {_SCHEMA};
 """
@@ -50,7 +54,8 @@ def open_index(store: ChunkStore) -> Iterator[sqlite3.Connection]:
     """An up-to-date index: the file in the store's directory, or one in memory where that cannot be written.
 
     Tables: places (id, key, source, position, collection, context), the FTS5 table chunks (source, title, body), rowid = id,
-    and versions (source, collection, context, digest, updated): what text of a document is stored there, and since when.
+    and versions (source, collection, context, digest, updated): what text of a document is stored there, and since when;
+    vectors (id, vector) and embedder (digest), which are filled when they are first needed, see corpus/vectors.py.
     """
     with closing(_up_to_date(store)) as db:
         yield db
@@ -95,16 +100,24 @@ def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
     """Bring the index to the store's generation: only places that came or went are read."""
     if _is_current(db, store):
         return
+    with in_transaction(db):
+        if _is_current(db, store):  # another process was faster
+            return
+        if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA or _identity(db) != store.identity:
+            for statement in _TABLES.split(";"):
+                db.execute(statement)
+        stamp = f"{store.identity}:{store.generation}"  # before the chunks: what comes later makes it stale
+        _update(db, store)
+        db.execute("DELETE FROM stamp")
+        db.execute("INSERT INTO stamp VALUES (?)", (stamp,))
+
+
+@contextmanager
+def in_transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All of it is written, or nothing."""
     db.execute("BEGIN IMMEDIATE")
     try:
-        if not _is_current(db, store):  # else another process was faster
-            if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA or _identity(db) != store.identity:
-                for statement in _TABLES.split(";"):
-                    db.execute(statement)
-            stamp = f"{store.identity}:{store.generation}"  # before the chunks: what comes later makes it stale
-            _update(db, store)
-            db.execute("DELETE FROM stamp")
-            db.execute("INSERT INTO stamp VALUES (?)", (stamp,))
+        yield
         db.execute("COMMIT")
     except BaseException:
         with suppress(sqlite3.Error):
@@ -140,6 +153,7 @@ def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
         if place not in wanted:
             db.execute("DELETE FROM chunks WHERE rowid = ?", (i,))
             db.execute("DELETE FROM places WHERE id = ?", (i,))
+            db.execute("DELETE FROM vectors WHERE id = ?", (i,))
     for place in sorted(wanted - indexed.keys()):
         manifest = loose.get(place.key) or _manifest(store, place.key)
         if manifest is not None:
@@ -188,6 +202,7 @@ def _retitle(db: sqlite3.Connection, source: str) -> None:
     title = f"{next(headings, '')} {spaced(stem)}".strip()
     changed = [(title, i) for i, old, _ in rows if old != title]
     db.executemany("UPDATE chunks SET title = ? WHERE rowid = ?", changed)
+    db.executemany("DELETE FROM vectors WHERE id = ?", [(i,) for _, i in changed])
 
 
 def _manifest(store: ChunkStore, key: str) -> ChunkManifest | None:

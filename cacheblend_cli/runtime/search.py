@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.contexts import prefer_exact
 from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
-from cacheblend_cli.corpus.search import Hit, found_elsewhere, search
+from cacheblend_cli.corpus.search import WORDS, Hit, How, found_elsewhere, how_of, search
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, suffix_of
 from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.settings import Settings
+
+ORDERS = ("rank", "exact")
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """How to search. context: which of a document's contexts counts, see corpus/contexts.py. scope: of which documents."""
+    """What to search for. context: which of a document's contexts counts, see corpus/contexts.py. scope: of which
+    documents. order: of what is found, see `in_order`."""
 
     k: int = 5
     context: str = "document"
     scope: Scope = EVERYTHING
+    how: How = WORDS
+    order: str = "exact"
+
+    @classmethod
+    def of(cls, settings: Settings, scope: Scope = EVERYTHING, say: Callable[[str], None] | None = None) -> Lookup:
+        """What the settings say. Raises UsageError and NotFoundError as `how_of` does, which see for `say`, too."""
+        if settings.order not in ORDERS:
+            raise UsageError(f"unknown order {settings.order!r}", f"known: {', '.join(ORDERS)}")
+        return cls(settings.top_k, settings.context, scope, how_of(settings, say), settings.order)
 
 
 def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup) -> Question:
@@ -31,14 +46,13 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
     """
     runtime.take_date(store, question.salt)
     collections = [collection.id for collection in runtime.collections(question.salt, question.wording)]
-    hits = search(store, question.text, lookup.k, collections, lookup.context, lookup.scope)
+    hits = search(store, question.text, lookup.k, collections, lookup.context, lookup.scope, lookup.how)
     if not hits:
         if search(store, question.text, 1, collections):
             raise found_elsewhere()
         raise nothing_found(store, runtime.collection(question.salt, wording=question.wording), collections)
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]))
-    question = replace(question, keys=in_reading_order(hits, question.keys))
-    return replace(question, keys=exact_where_stored(runtime, store, question))
+    return replace(question, keys=in_order(runtime, store, hits, question, lookup.order))
 
 
 def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question:
@@ -64,10 +78,39 @@ def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question
     return replace(question, keys=kept, notes=(*question.notes, note))
 
 
-def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[bytes]:
-    """Those of the keys, documents by their best hit, chunks of one document by their place."""
-    rank = {hit.source: i for i, hit in reversed(list(enumerate(hits)))}
-    return [hit.key for hit in sorted(hits, key=lambda hit: (rank[hit.source], hit.index)) if hit.key in keys]
+def in_order(runtime: Runtime, store: ChunkStore, hits: Sequence[Hit], question: Question, order: str) -> list[bytes]:
+    """The question's keys as they are best read: documents by their best hit, chunks of one document by their place, each
+    taken from the context that makes it exact there, where that is stored.
+
+    order "exact": what stands first in a prompt can be exact, and nothing behind the first that is not. So the document
+    comes first of whose chunks the most tokens then are; of equals the one with the best hit.
+    """
+    documents = in_reading_order(hits, question.keys)
+    if order == "exact" and len(documents) > 1:
+        first = max(documents, key=partial(exact_tokens, store))
+        documents = [first, *(d for d in documents if d is not first)]
+    return exact_where_stored(runtime, store, replace(question, keys=[key for d in documents for key in d]))
+
+
+def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[list[bytes]]:
+    """Those of the keys by document, documents by their best hit, chunks of one document by their place."""
+    places: dict[str, dict[bytes, int]] = {}
+    for hit in hits:
+        if hit.key in keys:
+            places.setdefault(hit.source, {}).setdefault(hit.key, hit.index)
+    return [sorted(document, key=document.__getitem__) for document in places.values()]
+
+
+def exact_tokens(store: ChunkStore, keys: Sequence[bytes]) -> int:
+    """Tokens of the chunks, from the first on, that were collected behind just what stands before them. Whether their KV
+    was evicted since is no matter: the order of a prompt, and so its answer, does not depend on it."""
+    left: tuple[int, ...] = ()
+    for key in keys:
+        manifest = chunk_of(store, key)
+        if manifest is None or tuple(manifest.left_context_ids) != left:
+            break
+        left += tuple(manifest.token_ids)
+    return len(left)
 
 
 def exact_where_stored(runtime: Runtime, store: ChunkStore, question: Question) -> list[bytes]:

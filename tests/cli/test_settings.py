@@ -15,6 +15,7 @@ from cacheblend_cli.settings import Settings, resolve
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".git").mkdir()
     monkeypatch.delenv("CACHEBLEND_MODEL")
+    monkeypatch.delenv("CACHEBLEND_SEARCH")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

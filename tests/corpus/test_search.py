@@ -7,34 +7,14 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
+from cacheblend_store import ChunkStore
+from stored_texts import put_document as put
 
 from cacheblend_cli.corpus.search import query_terms, search
-
-SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
-
-
-def put(store: ChunkStore, source: str, *paragraphs: str, collection: str = "one") -> list[str]:
-    """Store a document of one chunk a paragraph; returns the ids."""
-    parts = KeyParts("model", "tokenizer", (), (), "float32", collection)
-    places = []
-    for index, text in enumerate(paragraphs):
-        ids = tuple(text.encode())
-        key = chunk_key(parts, ids)
-        manifest = ChunkManifest(
-            key=key, token_ids=ids, text=text, model="model", model_name="tiny", tokenizer="tokenizer", collection=collection,
-            context="sink", left_context_ids=(), collected_len=len(ids), codec="float32", source=source, index=index,
-            span=(0, len(text)), created=time.time(), **SHAPE,
-        )  # fmt: skip
-        store.put_chunk(manifest, [b"kv" * len(ids)])
-        places.append(DocumentChunk(key, index, 0, len(text)))
-    store.put_document(DocumentRecord(source, collection, "digest", tuple(places), time.time()))
-    return [place.key.hex() for place in places]
 
 
 @pytest.fixture

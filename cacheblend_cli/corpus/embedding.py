@@ -1,0 +1,81 @@
+"""Static embeddings: a text's vector is the mean of its tokens' vectors. What search by meaning compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+INSTALL = "pip install 'cacheblend[meaning]'"
+_WORDLLAMA = ("weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json")
+_MOST_TOKENS = 2048  # of a text; a chunk is shorter
+
+
+class Embedder:
+    """A model of static embeddings. name: what it was loaded from."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self._model = name, model
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Vectors of length 1, [num_texts, dim] fp32; of a text without a known token, zeros."""
+        import numpy as np
+
+        vectors = np.asarray(self._model.encode(list(texts), max_length=_MOST_TOKENS), dtype=np.float32)
+        norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the weights: vectors of other weights are not comparable."""
+        import xxhash
+
+        return xxhash.xxh3_128_hexdigest(self._model.embedding.tobytes())
+
+
+def find_embedder(name: str = "") -> Embedder | None:
+    """The embeddings of this name: a model2vec directory or hub id. Without a name the small English ones that come with
+    the package wordllama, None where that, or model2vec, is not installed.
+
+    Raises NotFoundError where a name leads to no weights, UsageError where it needs model2vec and that is not installed.
+    """
+    if find_spec("model2vec") is None:
+        if name:
+            raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
+        return None
+    return _named(name) if name else _bundled()
+
+
+@lru_cache(maxsize=2)
+def _named(name: str) -> Embedder:
+    from model2vec import StaticModel
+
+    local = Path(name).expanduser().is_dir()
+    try:
+        return Embedder(name, StaticModel.from_pretrained(str(Path(name).expanduser()) if local else name))
+    except Exception as error:  # the hub's errors and those of its network, the loader's and those of its formats
+        what = "holds no model2vec model" if local else "is no directory here, and the hub does not give it"
+        raise NotFoundError(f"{name} {what}: {error}", "see docs/search.md") from error
+
+
+@lru_cache(maxsize=1)
+def _bundled() -> Embedder | None:
+    spec = find_spec("wordllama")
+    folder = Path(next(iter((spec and spec.submodule_search_locations) or ()), ""))
+    weights, tokenizer = (folder / part for part in _WORDLLAMA)
+    if spec is None or not (weights.is_file() and tokenizer.is_file()):
+        return None
+    from model2vec import StaticModel
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    [vectors] = load_file(weights).values()
+    return Embedder("wordllama", StaticModel(vectors, Tokenizer.from_file(str(tokenizer)), normalize=True))

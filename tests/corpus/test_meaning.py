@@ -1,0 +1,145 @@
+"""Search by meaning: what other words find, that the vectors follow the texts, and what is done without weights."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cacheblend_store import ChunkStore
+from stored_texts import put_document
+
+from cacheblend_cli.corpus import embedding
+from cacheblend_cli.corpus.embedding import Embedder, find_embedder
+from cacheblend_cli.corpus.search import How, how_of, search
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import Settings
+
+LIKE = (("money", "reimbursed", "paid"), ("trip", "travel", "voyage"), ("canteen", "food"), ("oslo", "norway"))
+
+
+class ByHand:
+    """A model2vec model as far as it is asked: a dimension for each group of like words."""
+
+    def __init__(self, groups: Sequence[Sequence[str]] = LIKE) -> None:
+        self.embedding = np.array(
+            [len("".join(group)) for group in groups], dtype=np.float32
+        )  # the weights, as far as their digest goes
+        self._groups = groups
+
+    def encode(self, texts: Sequence[str], max_length: int) -> np.ndarray:
+        words = [text.lower().replace(".", " ").split() for text in texts]
+        counts = [[sum(w in group for w in found) for group in self._groups] for found in words]
+        return np.array(counts, dtype=np.float32)
+
+
+BOTH, MEANING = How("both", Embedder("by hand", ByHand())), How("meaning", Embedder("by hand", ByHand()))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store", mode="write") as opened:
+        put_document(
+            opened, "/docs/staff.md", "Claims are reimbursed after travel. ", "Forms are here. ", "Ask in norway. "
+        )
+        put_document(opened, "/docs/desk.md", "The canteen is open. ", "Get your back pack. ")
+        yield opened
+
+
+def found(store: ChunkStore, query: str, how: How, k: int = 9) -> list[str]:
+    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, k, how=how)]
+
+
+def test_what_is_said_in_other_words_is_found(store: ChunkStore) -> None:
+    question = "When do I get money back for a trip?"
+    assert found(store, question, How()) == ["desk#1"]
+    assert found(store, question, MEANING) == ["staff#0"]
+    assert set(found(store, question, BOTH)) == {"desk#1", "staff#0"}
+    assert found(store, "nothing alike", MEANING) == []
+
+
+def test_two_rankings_are_fused_and_a_hit_of_both_is_first(store: ChunkStore) -> None:
+    put_document(store, "/docs/more.md", "A trip, money and a trip. ")
+    hits = search(store, "money trip", 9, how=BOTH)
+    assert Path(hits[0].source).stem == "more"
+    assert hits[0].score == pytest.approx(2 / 61)
+    assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
+
+
+def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None:
+    assert found(store, "food", MEANING) == ["desk#0"]
+    put_document(store, "/docs/desk.md", "Nothing is left. ", "The canteen moved. ")
+    assert found(store, "food", MEANING) == ["desk#1"]
+    store.remove_document("one", "/docs/desk.md")
+    assert found(store, "food", MEANING) == []
+    other = How("meaning", Embedder("others", ByHand((("food", "norway"), ("money",)))))
+    assert found(store, "food", other) == ["staff#2"]
+    assert found(store, "food", MEANING) == []
+    (store.path / "search.sqlite3").unlink()
+    assert found(store, "voyage", MEANING) == ["staff#0"]
+    with sqlite3.connect(store.path / "search.sqlite3") as db:
+        assert db.execute("SELECT count(*) FROM vectors").fetchone() == (3,)
+
+
+def test_what_was_evicted_is_still_found(store: ChunkStore) -> None:
+    [hit] = search(store, "voyage", 9, how=MEANING)
+    assert store.evict_chunks([hit.key]) == 1
+    assert found(store, "voyage", MEANING) == ["staff#0"]
+
+
+def test_hits_below_a_score_are_left_out_and_neighbours_come_with_a_hit(store: ChunkStore) -> None:
+    least = How("meaning", MEANING.embedder, min_score=0.9)
+    assert found(store, "money", least) == []
+    assert found(store, "money trip", least) == ["staff#0"]
+    beside = search(store, "norway", 9, how=How(expand=1))
+    assert [(h.index, h.beside) for h in beside] == [(2, False), (1, True)]
+    assert beside[1].snippet == "Forms are here."
+    assert found(store, "norway", How(expand=5)) == ["staff#2", "staff#1", "staff#0"]
+    assert found(store, "claims norway", How(expand=1)) in (
+        ["staff#0", "staff#2", "staff#1"],
+        ["staff#2", "staff#0", "staff#1"],
+    )
+
+
+def test_without_weights_words_are_searched_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(embedding, "find_spec", lambda name: None)
+    for by, count in (("words", 0), ("auto", 0), ("meaning", 1), ("both", 1)):
+        said.clear()
+        assert how_of(Settings(search=by), said.append).by == "words"
+        assert len(said) == count
+    with pytest.raises(UsageError, match="model2vec"):
+        how_of(Settings(search="both", embeddings="somewhere"))
+    with pytest.raises(UsageError, match="unknown search"):
+        how_of(Settings(search="feeling"))
+
+
+@pytest.mark.skipif(find_spec("model2vec") is None, reason="needs model2vec")
+def test_a_directory_of_weights_is_read_and_another_one_refused(tmp_path: Path) -> None:
+    from model2vec import StaticModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[UNK]", "money", "reimbursed", "food"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    vectors = np.array([[0, 0], [1, 0], [0.9, 0.1], [0, 1]], dtype=np.float32)
+    StaticModel(vectors, tokenizer).save_pretrained(tmp_path / "weights")
+    embedder = find_embedder(str(tmp_path / "weights"))
+    assert embedder is not None
+    money, like, food, nothing = embedder.embed(["money money", "reimbursed", "food", "zzz"])
+    assert money @ like > 0.9 > 0.2 > money @ food
+    assert not nothing.any()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match="holds no model2vec model"):
+        find_embedder(str(tmp_path / "empty"))
+
+
+@pytest.mark.skipif(find_spec("wordllama") is None, reason="needs the weights of wordllama")
+def test_the_weights_of_the_extra_know_that_reimbursed_is_money_back(store: ChunkStore) -> None:
+    put_document(store, "/docs/travel.md", "Employees are reimbursed for travel within thirty days of a claim. ")
+    put_document(store, "/docs/trips.md", "A lamp stands at the back of the long hall. ")
+    how = how_of(Settings(search="meaning"))
+    assert found(store, "How long until I get my money back for a trip?", how)[0] == "travel#0"
