@@ -18,7 +18,8 @@ from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore, ImportedChunk, ImportReport
+    from cacheblend_store import ChunkStore
+    from cacheblend_store.archive import ImportedChunk, ImportReport
 
 _SHORTEST_KEY = 16
 SignKey = Annotated[
@@ -60,7 +61,7 @@ def export(
         raise UsageError(f"{path} is there already", "name another path, or give --force to replace it")
     if not path.absolute().parent.is_dir():
         raise NotFoundError(f"no such folder: {path.absolute().parent}", "make it first")
-    from cacheblend_store import ArchiveOptions, export_chunks
+    from cacheblend_store.archive import ArchiveOptions, export_chunks
 
     from cacheblend_cli.corpus.places import portable
 
@@ -112,7 +113,7 @@ def import_(
     secret = _read_key(sign_key)
     if not path.exists():
         raise NotFoundError(f"no such file or folder: {path}", "make one: cacheblend chunks export PATH")
-    from cacheblend_store import ArchiveLimits, ArchiveOptions, import_chunks
+    from cacheblend_store.archive import ArchiveLimits, ArchiveOptions, import_chunks
 
     from cacheblend_cli.corpus.places import landed, shown
 

@@ -1,8 +1,5 @@
 """The chunk-KV store on LMDB: records, digests, one transaction a chunk. Knows no model and imports no torch."""
 
-from cacheblend_store.archive.exporting import ExportReport, export_chunks
-from cacheblend_store.archive.files import ArchiveLimits, ArchiveOptions
-from cacheblend_store.archive.importing import ImportedChunk, ImportReport, import_chunks
 from cacheblend_store.errors import (
     AmbiguousId,
     ArchiveError,
@@ -34,8 +31,6 @@ __all__ = [
     "NOWHERE",
     "AmbiguousId",
     "ArchiveError",
-    "ArchiveLimits",
-    "ArchiveOptions",
     "BadBlob",
     "ChunkManifest",
     "ChunkNotFound",
@@ -43,10 +38,7 @@ __all__ = [
     "CodecError",
     "DocumentChunk",
     "DocumentRecord",
-    "ExportReport",
     "Finding",
-    "ImportReport",
-    "ImportedChunk",
     "KeyParts",
     "Locator",
     "Memo",
@@ -68,8 +60,6 @@ __all__ = [
     "chunk_key",
     "collection_id",
     "compact",
-    "export_chunks",
-    "import_chunks",
     "prune",
     "salvage",
     "stats",

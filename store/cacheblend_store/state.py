@@ -11,7 +11,7 @@ from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreFormat
 from cacheblend_store.format.keys import FORMAT_VERSION
-from cacheblend_store.format.plain_json import check_fields, load_object
+from cacheblend_store.format.plain_json import load_object, typed
 from cacheblend_store.format.records import seal, unseal
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 
@@ -67,11 +67,9 @@ def read_state(get: Get, pages: PageReader) -> State:
 
 def decode_state(get: Get) -> State | None:
     """None when the record is missing or damaged."""
-    value, names = get(_STATE), vars(State())
     try:
-        found = load_object(unseal(_STATE, value or b"").decode(), 1 << 12)
-        check_fields(found, dict.fromkeys(names, lambda value: type(value) is int))
-        return State(**{name: found[name] for name in names})
+        found = load_object(unseal(_STATE, get(_STATE) or b"").decode(), 1 << 12)
+        return typed({name: found[name] for name in vars(State())}, State)
     except (BadBlob, ValueError, KeyError):
         return None
 

@@ -21,25 +21,27 @@ import torch
 from bare_store import bare_writing
 from cacheblend_store import (
     ArchiveError,
-    ArchiveLimits,
-    ArchiveOptions,
     BadBlob,
     ChunkManifest,
     ChunkStore,
     DocumentChunk,
     DocumentRecord,
-    ImportedChunk,
     KeyParts,
     StoreError,
     chunk_key,
     collection_id,
-    export_chunks,
-    import_chunks,
     prune,
     stats,
     verify,
 )
-from cacheblend_store.archive import importing
+from cacheblend_store.archive import (
+    ArchiveLimits,
+    ArchiveOptions,
+    ImportedChunk,
+    export_chunks,
+    import_chunks,
+    importing,
+)
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
 from children import Ended, limit_memory, outcomes
@@ -539,14 +541,18 @@ def test_chunks_without_kv_travel_as_text(tmp_path: Path) -> None:
     assert found.chunks == {"unchanged": 5}
 
 
-def test_an_export_of_nothing_but_kv_is_of_the_first_version(tmp_path: Path) -> None:
+def test_exports_of_the_first_version_are_read(tmp_path: Path) -> None:
     with fill(tmp_path / "a") as store:
-        export_chunks(store, tmp_path / "whole")
-        store.set_max_bytes(1)
-        export_chunks(store, tmp_path / "text")
-    for name, version in (("whole", 1), ("text", 2)):
-        first = (tmp_path / name / "manifest.jsonl").read_text().splitlines()[0]
-        assert json.loads(first)["version"] == version
+        export_chunks(store, tmp_path / "x")
+    manifest = tmp_path / "x" / "manifest.jsonl"
+    text = manifest.read_text()
+    assert '"version": 2' in text
+    manifest.write_text(text.replace('"version": 2', '"version": 1').replace(', "context": "sink"}', "}"))
+    with ChunkStore.open(tmp_path / "b", mode="write") as other:
+        assert import_chunks(other, tmp_path / "x").documents == 1
+        manifest.write_text(text.replace('"version": 2', '"version": 3, "more": 1'))
+        with pytest.raises(ArchiveError, match="has version 3 and store format 1, and 2 and 1 are read"):
+            import_chunks(other, tmp_path / "x")
 
 
 def test_what_a_quota_has_no_room_for_is_imported_as_text(tmp_path: Path) -> None:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cacheblend_store.archive.files import MANIFEST, NO_OPTIONS, SIGNATURE, Add, ArchiveOptions, create_archive
-from cacheblend_store.archive.manifest import (
-    ChunkLine,
-    CollectionLine,
-    chunk_record,
-    collection_record,
-    document_record,
-    encode_line,
-    file_spec,
-    first_line,
-    last_line,
-    sign,
-)
+from cacheblend_store.archive.files import MANIFEST, NO_OPTIONS, SIGNATURE, ArchiveOptions, create_archive
+from cacheblend_store.archive.manifest import ChunkLine, CollectionLine, End, document_line, file_spec, first_line, sign
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.blobs import blob_prefix
 from cacheblend_store.format.keys import KeyParts, collection_id
@@ -62,33 +51,36 @@ def export_chunks(
     with create_archive(path, force=force) as add:
         for count, key in enumerate(sorted(wanted), 1):
             try:
-                line = _add_chunk(store, add, key, options.rename)
+                manifest, data = _read(store, key)
             except BadBlob:
-                line = None
                 damaged.append(key)
-            if line is not None:
-                of = line.manifest.collection
-                if of not in collections:
-                    collections[of] = _collection(line.manifest, prefixes.get(of), options.salt)
-                lines.append(encode_line(chunk_record(line)))
-                done.add(key)
-                size += line.size
-                without_kv += not line.size
+            else:
+                if manifest is not None:
+                    of = manifest.collection
+                    collections[of] = collections.get(of) or _collection(manifest, prefixes.get(of), options.salt)
+                    named = replace(manifest, source=options.rename(manifest.source))
+                    line = ChunkLine(named, len(data), hashlib.sha256(data).hexdigest() if data else "")
+                    if data:
+                        add(line.file, data)
+                    lines.append(line.encoded())
+                    done.add(key)
+                    size += len(data)
+                    without_kv += not data
             if progress is not None:
                 progress(count, len(wanted))
         documents = [d for d in store.documents() if any(c.key in done for c in d.chunks)]
-        head = [first_line(whole=not without_kv), *map(collection_record, collections.values())]
-        tail = [document_record(replace(d, source=options.rename(d.source))) for d in documents]
-        tail.append(last_line(len(collections), len(done), len(documents)))
-        manifest = b"".join((*map(encode_line, head), *lines, *map(encode_line, tail)))
-        add(MANIFEST, manifest)
+        head = [first_line(), *(collection.encoded() for collection in collections.values())]
+        tail = [document_line(replace(d, source=options.rename(d.source))) for d in documents]
+        tail.append(End(len(collections), len(done), len(documents)).encoded())
+        manifest_file = b"".join((*head, *lines, *tail))
+        add(MANIFEST, manifest_file)
         if options.sign_key is not None:
-            add(SIGNATURE, sign(options.sign_key, [manifest]))
+            add(SIGNATURE, sign(options.sign_key, [manifest_file]))
     return ExportReport(len(done), len(documents), size, tuple(damaged), without_kv)
 
 
-def _choose(store: ChunkStore, keys: Iterable[bytes] | None) -> tuple[set[bytes], dict[str, tuple[int, ...]]]:
-    """The keys of what is exported, prefixes of its collections among them; collection -> token ids of its prefix."""
+def _choose(store: ChunkStore, keys: Iterable[bytes] | None) -> tuple[set[bytes], dict[str, ChunkManifest]]:
+    """The keys of what is exported, prefixes of its collections among them; collection -> its prefix."""
     collection_of, prefixes = dict[bytes, str](), dict[str, ChunkManifest]()
     for manifest in store.chunks(prefixes=True):
         collection_of[manifest.key] = manifest.collection
@@ -96,32 +88,23 @@ def _choose(store: ChunkStore, keys: Iterable[bytes] | None) -> tuple[set[bytes]
             prefixes[manifest.collection] = manifest
     wanted = {*collection_of, *store.damaged_keys()} if keys is None else set(keys)
     collections = {collection_of[key] for key in wanted if key in collection_of}
-    wanted |= {prefix.key for name, prefix in prefixes.items() if name in collections}
-    return wanted, {name: prefix.token_ids for name, prefix in prefixes.items()}
+    return wanted | {prefix.key for name, prefix in prefixes.items() if name in collections}, prefixes
 
 
-def _add_chunk(store: ChunkStore, add: Add, key: bytes, rename: Callable[[str], str]) -> ChunkLine | None:
-    """None when the chunk is gone. Raises BadBlob for a damaged one."""
+def _read(store: ChunkStore, key: bytes) -> tuple[ChunkManifest | None, bytes]:
+    """A chunk's record (None: it is gone) and its file (b"": it has no KV). Raises BadBlob for a damaged one."""
     with store.read() as reader:
         manifest = reader.manifest(key)
-        if manifest is None:
-            return None
-        named = replace(manifest, source=rename(manifest.source))
-        if not manifest.has_kv:
-            return ChunkLine(named, 0, "")
-        layers = [reader.layer(manifest, number) for number in range(manifest.num_layers)]
-    data = b"".join((blob_prefix(file_spec(manifest)), *(tensor for layer in layers for tensor in layer.values())))
-    line = ChunkLine(named, len(data), hashlib.sha256(data).hexdigest())
-    add(line.file, data)
-    return line
+        if manifest is None or not manifest.has_kv:
+            return manifest, b""
+        tensors = (t for number in range(manifest.num_layers) for t in reader.layer(manifest, number).values())
+        return manifest, b"".join((blob_prefix(file_spec(manifest)), *tensors))
 
 
-def _collection(manifest: ChunkManifest, prefix_ids: tuple[int, ...] | None, salt: str) -> CollectionLine:
-    def parts(ids: tuple[int, ...], with_salt: str) -> KeyParts:
-        return KeyParts(manifest.model, manifest.tokenizer, ids, (), manifest.codec, with_salt)
-
-    for ids in (prefix_ids, ()):
+def _collection(manifest: ChunkManifest, prefix: ChunkManifest | None, salt: str) -> CollectionLine:
+    for ids in ((), None) if prefix is None else (prefix.token_ids, (), None):
         for salted in (False, True):
-            if ids is not None and collection_id(parts(ids, salt if salted else "")) == manifest.collection:
-                return CollectionLine(manifest.collection, parts(ids, ""), ids, salted)
-    return CollectionLine(manifest.collection, parts((), ""), None, False)
+            of = (manifest.model, manifest.tokenizer, ids or (), (), manifest.codec, salt if salted else "")
+            if ids is not None and collection_id(KeyParts(*of)) == manifest.collection:
+                return CollectionLine(manifest.collection, *of[:2], manifest.codec, ids, salted)
+    return CollectionLine(manifest.collection, manifest.model, manifest.tokenizer, manifest.codec, None, False)

@@ -17,10 +17,10 @@ from typing import IO
 from cacheblend_store.errors import ArchiveError
 
 MANIFEST, SIGNATURE, SUFFIX = "manifest.jsonl", "manifest.hmac", ".safetensors"
+DAMAGED = "the archive is damaged or was cut off: get it again"
 _NAME = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(SIGNATURE)}|[0-9a-f]{{40}}{re.escape(SUFFIX)}")
 _FOREIGN = "it was not made by cacheblend chunks export"
-_AGAIN = "the archive is damaged or was cut off: get it again"
-Add = Callable[[str, bytes], None]
+Add = Callable[[str, bytes], object]
 """Adds a file: its name and what is in it."""
 
 
@@ -51,30 +51,29 @@ class ArchiveFiles:
     """sizes: bytes of each file by name, every name one that an export has. open: a file, to be read from its beginning."""
 
     open: Callable[[str], IO[bytes]]
+    limits: ArchiveLimits
     sizes: dict[str, int] = field(default_factory=dict)
     total: int = 0
 
-    def admit(self, name: str, size: int, limits: ArchiveLimits) -> None:
+    def admit(self, name: str, size: int) -> None:
         """Raises ArchiveError for a name that no export has, one that is there, and more than the limits."""
         if not _NAME.fullmatch(name):
-            outside = name.startswith("/") or ".." in name.split("/")
-            what = "a path that leads out of it" if outside else "a file that no export has"
-            raise ArchiveError(f"the archive holds {what}: {name[:80]!r}", _FOREIGN)
+            raise ArchiveError(f"the archive holds a file that no export has: {name[:80]!r}", _FOREIGN)
         if name in self.sizes:
             raise ArchiveError(f"the archive holds {name} twice", _FOREIGN)
         self.sizes[name] = size
         self.total += size
-        if len(self.sizes) > limits.entries:
-            raise ArchiveError(f"the archive holds more than {limits.entries:,} files", "raise --max-entries")
-        if self.total > limits.bytes:
-            raise ArchiveError(f"the archive holds more than {limits.bytes:,} bytes", "raise --max-bytes")
+        if len(self.sizes) > self.limits.entries:
+            raise ArchiveError(f"the archive holds more than {self.limits.entries:,} files", "raise --max-entries")
+        if self.total > self.limits.bytes:
+            raise ArchiveError(f"the archive holds more than {self.limits.bytes:,} bytes", "raise --max-bytes")
 
     def read(self, name: str) -> bytes:
         """All of a file. Raises ArchiveError when it is not as long as it was said to be."""
         with self.open(name) as file:
             data = file.read(self.sizes[name])
         if len(data) != self.sizes[name]:
-            raise ArchiveError(f"{name} ends before it should", _AGAIN)
+            raise ArchiveError(f"{name} ends before it should", DAMAGED)
         return data
 
 
@@ -88,15 +87,13 @@ def open_archive(path: Path, limits: ArchiveLimits) -> Iterator[ArchiveFiles]:
         with _folder(path, limits) if stat.S_ISDIR(kind) else _tar(path, limits) as files:
             yield files
     except tarfile.TarError as error:
-        raise ArchiveError(f"{path} does not read as a tar: {error}", _AGAIN) from error
+        raise ArchiveError(f"{path} does not read as a tar: {error}", DAMAGED) from error
 
 
 @contextmanager
 def _folder(path: Path, limits: ArchiveLimits) -> Iterator[ArchiveFiles]:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
     def opener(name: str, flags: int) -> int:  # a link or pipe may have taken the place of a file since it was listed
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        return os.open(path / name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open_file(name: str) -> IO[bytes]:
         try:
@@ -104,16 +101,13 @@ def _folder(path: Path, limits: ArchiveLimits) -> Iterator[ArchiveFiles]:
         except OSError as error:
             raise ArchiveError(f"cannot read {name}: {error.strerror}", "check the archive's files") from error
 
-    try:
-        files = ArchiveFiles(open_file)
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not entry.is_file(follow_symlinks=False):
-                    raise ArchiveError(f"{entry.name[:80]!r} in {path} is no plain file", _FOREIGN)
-                files.admit(entry.name, entry.stat(follow_symlinks=False).st_size, limits)
-        yield files
-    finally:
-        os.close(folder)
+    files = ArchiveFiles(open_file, limits)
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if not entry.is_file(follow_symlinks=False):
+                raise ArchiveError(f"{entry.name[:80]!r} in {path} is no plain file", _FOREIGN)
+            files.admit(entry.name, entry.stat(follow_symlinks=False).st_size)
+    yield files
 
 
 class _PlainFile(tarfile.TarInfo):
@@ -122,35 +116,31 @@ class _PlainFile(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainFile:
-        kind = bytes(buf[156:157])
-        if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, b""):
-            raise ArchiveError(f"the tar holds an entry that is no plain file: {bytes(buf[:80])!r}", _FOREIGN)
         info = super().frombuf(buf, encoding, errors)
-        if info.size < 0 or not info.isreg():
-            raise ArchiveError(f"a header of the tar is damaged: {info.name[:80]!r}", _AGAIN)
+        if info.size < 0 or info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            raise ArchiveError(f"the tar holds an entry that is no plain file: {info.name[:80]!r}", _FOREIGN)
         return info
 
 
 @contextmanager
 def _tar(path: Path, limits: ArchiveLimits) -> Iterator[ArchiveFiles]:
+    def open_member(name: str) -> IO[bytes]:
+        file = tar.extractfile(members[name])
+        assert file is not None
+        return file
+
+    files, members = ArchiveFiles(open_member, limits), dict[str, tarfile.TarInfo]()
     with tarfile.open(path, "r:", tarinfo=_PlainFile) as tar:
-        members = dict[str, tarfile.TarInfo]()
-
-        def open_member(name: str) -> IO[bytes]:
-            file = tar.extractfile(members[name])
-            assert file is not None
-            return file
-
-        files = ArchiveFiles(open_member)
         for member in tar:
-            files.admit(member.name, member.size, limits)
+            files.admit(member.name, member.size)
             members[member.name] = member
         yield files
 
 
 @contextmanager
 def create_archive(path: Path, *, force: bool) -> Iterator[Add]:
-    """A tar when the name ends in .tar, else a folder. It appears whole at the end, or not at all.
+    """A tar when the name ends in .tar, else a folder, for its owner alone, as KV is as private as the text it came from.
+    It appears whole at the end, or not at all.
 
     force: an export that is there is replaced. Raises ArchiveError when something else is in the way.
     """
@@ -159,21 +149,16 @@ def create_archive(path: Path, *, force: bool) -> Iterator[Add]:
     beside = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         if is_tar:
-            with open(beside, "xb", opener=_private) as stream:
-                with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
-                    yield lambda name, data: tar.addfile(_header(name, data), io.BytesIO(data))
-                stream.flush()
-                os.fsync(stream.fileno())
+            with (
+                open(beside, "xb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as stream,
+                tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar,
+            ):
+                yield lambda name, data: tar.addfile(_header(name, data), io.BytesIO(data))
         else:
             beside.mkdir(mode=0o700)
-
-            def add(name: str, data: bytes) -> None:
-                with open(beside / name, "xb", opener=_private) as stream:
-                    stream.write(data)
-
-            yield add
+            yield lambda name, data: (beside / name).write_bytes(data)
             if path.exists():
-                _require_export(path)  # it may have got other files since
+                _check_way(path, is_tar=is_tar, force=force)  # it may have got other files since
                 shutil.rmtree(path)
         beside.replace(path)
     finally:
@@ -189,27 +174,18 @@ def _header(name: str, data: bytes) -> tarfile.TarInfo:
 
 
 def _check_way(path: Path, *, is_tar: bool, force: bool) -> None:
+    """Raises ArchiveError unless there is nothing, or an export of the same kind that may be replaced: with no other files
+    than an export has, and a manifest that begins as theirs do."""
     if not os.path.lexists(path):
         return
     if not force:
         raise ArchiveError(f"{path} is there already", "name another path, or give --force to replace it")
-    if path.is_dir():
-        _require_export(path, replaceable=not is_tar)
-    elif not is_tar:
-        raise ArchiveError(f"{path} is a file: it is not replaced by a folder", "name another path, or a .tar")
-
-
-def _require_export(folder: Path, *, replaceable: bool = True) -> None:
-    """Raises ArchiveError unless every file has a name that an export's have, and the manifest begins as theirs do."""
-    try:
-        with open_archive(folder, ArchiveLimits(1 << 60, 1 << 60)) as files, files.open(MANIFEST) as file:
-            replaceable = replaceable and b'"cacheblend-export"' in file.readline(4096)
-    except ArchiveError:
-        replaceable = False
+    replaceable = is_tar != path.is_dir()
+    if replaceable and not is_tar:
+        try:
+            with open_archive(path, ArchiveLimits(1 << 60, 1 << 60)) as files, files.open(MANIFEST) as file:
+                replaceable = b'"cacheblend-export"' in file.readline(4096)
+        except ArchiveError:
+            replaceable = False
     if not replaceable:
-        raise ArchiveError(f"{folder} is a folder and no export: it is not replaced", "name another path")
-
-
-def _private(path: str, flags: int) -> int:
-    """KV is as private as the text it came from."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        raise ArchiveError(f"{path} is no export of this kind: it is not replaced", "name another path")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Literal
 
 from cacheblend_store.archive.files import (
+    DAMAGED,
     MANIFEST,
     NO_OPTIONS,
     SIGNATURE,
@@ -23,13 +24,8 @@ from cacheblend_store.archive.manifest import (
     MAX_LINE_BYTES,
     ChunkLine,
     CollectionLine,
-    blobs_of,
-    check_first_line,
+    End,
     decode_line,
-    last_line,
-    parse_chunk,
-    parse_collection,
-    parse_document,
     sign,
 )
 from cacheblend_store.errors import ArchiveError, BadBlob, StoreFull
@@ -37,7 +33,6 @@ from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.store import ChunkStore
 
 _BATCH_BYTES = 32 << 20  # of chunks a transaction
-_DAMAGED = "the archive is damaged: get it again"
 Status = Literal["new", "unchanged", "replaced", "rejected", "skipped"]
 Signature = Literal["right", "absent", "unchecked"]
 
@@ -78,32 +73,29 @@ def import_chunks(
 ) -> ImportReport:
     """Take an export (see `export_chunks`) into the store.
 
-    Before anything is stored: names, types and sizes of the files; the signature, with a sign_key; every record of the manifest; ids against the digest of what they are made of. Then chunk by chunk the file's SHA-256, header
-    and shapes: a chunk that fails is rejected, the others are taken. Chunks the store has, undamaged, stay as they are.
-    Chunks without KV come as text, as do those that the quota has no room for.
-    Documents it has in another version stay too unless `replace`. Interrupted, what is done stays, and a second import
-    goes on from there. A signature says who made the archive; without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again).
+    Before anything is stored: names, types and sizes of the files; the signature, with a sign_key; every line of the
+    manifest; ids against the digest of what they are made of. Then chunk by chunk the file's SHA-256, header and shapes: a
+    chunk that fails is rejected, the others are taken. Chunks the store has, undamaged, stay as they are. Chunks without KV
+    come as text, as do those that the quota has no room for. Documents the store has in another version stay too unless
+    `replace`. Interrupted, what is done stays, and a second import goes on from there. A signature says who made the
+    archive; without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again).
     Raises FileNotFoundError, ArchiveError, StoreErrors.
     """
     with open_archive(path, options.limits) as files:
         if MANIFEST not in files.sizes:
             raise ArchiveError(f"{path} has no {MANIFEST}: it is no export", "make one: cacheblend chunks export PATH")
         report = ImportReport(_check_signature(files, options.sign_key))
-        index = _Index(files, options.salt, options.rename)
-        report.unproven = index.unproven
-        documents, needless = _choose_documents(store, index, replace, report)
+        manifest = _Manifest(files, options.salt)
+        report.unproven = manifest.unproven
+        taken, needless = _choose_documents(store, manifest, options, replace, report)
         if on_start is not None:
             on_start(report)
-        new = [document for document in documents if not _has(store, document)]
-        store.put_documents(new)  # first: no chunk on its way in is one that no document refers to
-        report.documents = len(new)
-        taking = _Taking(store, report, len(index.chunks), on_chunk)
-        for line in index.read_again():
-            if line.manifest.key in needless:
-                taking.tell(line.manifest, "skipped")
-            else:
-                taking.take(line, files)
-        taking.flush()
+        store.put_documents(taken)  # first: no chunk on its way in is one that no document refers to
+        report.documents = len(taken)
+        for done, chunk in enumerate(_take(store, files, manifest.read_again(options.rename), needless), 1):
+            report.chunks[chunk.status] = report.chunks.get(chunk.status, 0) + 1
+            if on_chunk is not None:
+                on_chunk(chunk, done, len(manifest.chunks))
     return report
 
 
@@ -119,9 +111,8 @@ def _check_signature(files: ArchiveFiles, sign_key: bytes | None) -> Signature:
     with files.open(SIGNATURE) as file:
         found = file.read(256)
     if not hmac.compare_digest(found, sign(sign_key, _lines(files))):
-        raise ArchiveError(
-            "the archive's signature is wrong: it was changed, or signed with another key", "do not use it"
-        )
+        what = "the archive's signature is wrong: it was changed, or signed with another key"
+        raise ArchiveError(what, "do not use it")
     return "right"
 
 
@@ -129,167 +120,135 @@ def _lines(files: ArchiveFiles) -> Iterator[bytes]:
     with files.open(MANIFEST) as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             if not line.endswith(b"\n"):
-                raise ArchiveError("the manifest ends within a line, or has one without end", _DAMAGED)
+                raise ArchiveError("the manifest ends within a line, or has one without end", DAMAGED)
             yield line
 
 
-class _Index:
+class _Manifest:
     """The manifest, read once from end to end and checked. chunks: SHA-256 of each one's line, by key.
 
-    The lines can be too many to be held: they are read again when their turn comes, and must be the same.
+    The chunks' lines can be too many to be held: they are read again when their turn comes, and must be the same.
     """
 
-    def __init__(self, files: ArchiveFiles, salt: str, rename: Callable[[str], str]) -> None:
-        self._files, self._rename = files, rename
+    def __init__(self, files: ArchiveFiles, salt: str) -> None:
+        self._files, self._salt = files, salt
         self.collections = dict[str, CollectionLine]()
         self.chunks = dict[bytes, bytes]()
         self.documents = dict[tuple[str, str, str], DocumentRecord]()
         self.unproven = 0
         self._shapes = dict[str, tuple[int, int, int]]()
-        self._read(salt)
-        for name in files.sizes:  # that every line has its file is checked with the lines
-            if name.endswith(SUFFIX) and bytes.fromhex(name.removesuffix(SUFFIX)) not in self.chunks:
-                raise ArchiveError(f"the manifest does not name {name}", _DAMAGED)
+        line = None
+        for number, text in enumerate(_lines(files), 1):
+            if isinstance(line, End):
+                raise ArchiveError("the manifest goes on behind its end", DAMAGED)
+            line = decode_line(text, number)
+            if isinstance(line, CollectionLine):
+                line.check(salt)
+                self.collections[line.id] = line
+            elif isinstance(line, ChunkLine):
+                self._check_chunk(line)
+                self.chunks[line.manifest.key] = hashlib.sha256(text).digest()
+            elif isinstance(line, DocumentRecord):
+                name = (line.collection, line.source, line.context)
+                if name in self.documents or line.collection not in self.collections:
+                    raise ArchiveError(f"the manifest's record of {line.source[:40]!r} is out of place", DAMAGED)
+                self.documents[name] = line
+        if line != End(len(self.collections), len(self.chunks), len(self.documents)):
+            raise ArchiveError("the manifest has no end, or its end counts others", DAMAGED)
+        for file in files.sizes:  # that every line has its file is checked with the lines
+            if file.endswith(SUFFIX) and bytes.fromhex(file.removesuffix(SUFFIX)) not in self.chunks:
+                raise ArchiveError(f"the manifest does not name {file}", DAMAGED)
 
-    def read_again(self) -> Iterator[ChunkLine]:
+    def read_again(self, rename: Callable[[str], str]) -> Iterator[ChunkLine]:
         for number, text in enumerate(_lines(self._files), 1):
-            record = decode_line(text, number)
-            if record.get("type") == "chunk":
-                line = parse_chunk(record)
+            line = decode_line(text, number)
+            if isinstance(line, ChunkLine):
                 if self.chunks.get(line.manifest.key) != hashlib.sha256(text).digest():
                     raise ArchiveError("the manifest was changed while it was read", "import the archive again")
-                source = self._rename(line.manifest.source)
-                yield changed(line, manifest=changed(line.manifest, source=source))
+                yield changed(line, manifest=changed(line.manifest, source=rename(line.manifest.source)))
 
-    def _read(self, salt: str) -> None:
-        ended = False
-        for number, text in enumerate(_lines(self._files), 1):
-            record = decode_line(text, number)
-            kind = record.get("type")
-            if ended or (number == 1) != (kind == "cacheblend-export"):
-                raise ArchiveError("the manifest's lines are not in order", _DAMAGED)
-            if number == 1:
-                check_first_line(record)
-            elif kind == "collection":
-                collection = parse_collection(record, salt)
-                self.collections[collection.id] = collection
-            elif kind == "chunk":
-                self._add_chunk(parse_chunk(record), hashlib.sha256(text).digest())
-            elif kind == "document":
-                self._add_document(parse_document(record))
-            elif record == last_line(len(self.collections), len(self.chunks), len(self.documents)):
-                ended = True
-            else:
-                raise ArchiveError(
-                    f"line {number} of the manifest is of no known type, or its end counts others", _DAMAGED
-                )
-        if not ended:
-            raise ArchiveError("the manifest has no end", "the archive was cut off: get it again")
-
-    def _add_chunk(self, line: ChunkLine, digest: bytes) -> None:
-        manifest, name = line.manifest, f"chunk {line.manifest.id[:12]}"
-        if self._files.sizes.get(line.file, 0) != line.size:
-            raise ArchiveError(f"the file of {name} is missing or of another size", _DAMAGED)
-        if manifest.key in self.chunks:
-            raise ArchiveError(f"the manifest names {name} twice", _DAMAGED)
-        collection = self.collections.get(manifest.collection)
-        if collection is None:
-            raise ArchiveError(f"the manifest does not say what {name} is of", _DAMAGED)
-        collection.check(manifest)
-        shape = manifest.num_layers, manifest.num_kv_heads, manifest.head_dim
+    def _check_chunk(self, line: ChunkLine) -> None:
+        chunk, name = line.manifest, f"chunk {line.manifest.id[:12]}"
+        if self._files.sizes.get(line.file, 0) != line.num_bytes:
+            raise ArchiveError(f"the file of {name} is missing or of another size", DAMAGED)
+        collection = self.collections.get(chunk.collection)
+        if chunk.key in self.chunks or collection is None:
+            raise ArchiveError(f"the manifest names {name} twice, or not what it is of", DAMAGED)
+        collection.check_chunk(chunk, self._salt)
+        shape = chunk.num_layers, chunk.num_kv_heads, chunk.head_dim
         if self._shapes.setdefault(collection.id, shape) != shape:
             raise ArchiveError(f"{name} has another shape than others of its model", "do not use the archive")
         self.unproven += collection.prefix_ids is None
-        self.chunks[manifest.key] = digest
-
-    def _add_document(self, document: DocumentRecord) -> None:
-        name = (document.collection, document.source, document.context)
-        if name in self.documents or document.collection not in self.collections:
-            raise ArchiveError(f"the manifest's record of {document.source[:40]!r} is out of place", _DAMAGED)
-        self.documents[name] = changed(document, source=self._rename(document.source))
 
 
 def _choose_documents(
-    store: ChunkStore, index: _Index, replace: bool, report: ImportReport
-) -> tuple[Sequence[DocumentRecord], set[bytes]]:
-    """The documents to take, and the keys of chunks that only others have."""
-    taken, kept = list[DocumentRecord](), list[DocumentRecord]()
-    for document in index.documents.values():
-        old = store.get_document(document.collection, document.source, document.context)
-        (taken if replace or old is None or _has(store, document) else kept).append(document)
-    report.kept += [document.source for document in kept]
-    return taken, {c.key for d in kept for c in d.chunks} - {c.key for d in taken for c in d.chunks}
-
-
-def _has(store: ChunkStore, document: DocumentRecord) -> bool:
-    """Whether the store has this version of the document."""
-    old = store.get_document(document.collection, document.source, document.context)
-    return old is not None and (old.chunks, old.content_digest) == (document.chunks, document.content_digest)
+    store: ChunkStore, manifest: _Manifest, options: ArchiveOptions, replace: bool, report: ImportReport
+) -> tuple[list[DocumentRecord], set[bytes]]:
+    """The documents that are new to the store, and the keys of chunks that only others have which are not taken."""
+    taken, kept, wanted = list[DocumentRecord](), set[bytes](), set[bytes]()
+    for named in manifest.documents.values():
+        document = changed(named, source=options.rename(named.source))
+        old, keys = (
+            store.get_document(document.collection, document.source, document.context),
+            {c.key for c in document.chunks},
+        )
+        same = old is not None and (old.chunks, old.content_digest) == (document.chunks, document.content_digest)
+        if old is not None and not same and not replace:
+            report.kept.append(document.source)
+            kept |= keys
+            continue
+        wanted |= keys
+        if not same:
+            taken.append(document)
+    return taken, kept - wanted
 
 
 # chunk by chunk
 
 
-class _Taking:
-    """Chunks on their way into the store, several a transaction."""
-
-    def __init__(
-        self,
-        store: ChunkStore,
-        report: ImportReport,
-        total: int,
-        on_chunk: Callable[[ImportedChunk, int, int], None] | None,
-    ) -> None:
-        self._store, self._report, self._total, self._on_chunk = store, report, total, on_chunk
-        self._batch: list[tuple[ChunkManifest, list[bytes]]] = []
-        self._texts: list[ChunkManifest] = []  # of chunks without KV
-        self._held = self._told = 0
-
-    def tell(self, manifest: ChunkManifest, status: Status, reason: str = "") -> None:
-        self._told += 1
-        self._report.chunks[status] = self._report.chunks.get(status, 0) + 1
-        if self._on_chunk is not None:
-            self._on_chunk(ImportedChunk(manifest, status, reason), self._told, self._total)
-
-    def take(self, line: ChunkLine, files: ArchiveFiles) -> None:
-        """Raises nothing for a file that is not what its line says: the chunk is rejected."""
-        manifest = line.manifest
-        if not line.size:
-            self._texts.append(manifest)
-            self._held += len(manifest.text)
-        elif self._holds(manifest):
-            self.tell(manifest, "unchanged")
+def _take(
+    store: ChunkStore, files: ArchiveFiles, lines: Iterator[ChunkLine], needless: set[bytes]
+) -> Iterator[ImportedChunk]:
+    """Store the chunks, several a transaction, and say of each what became of it."""
+    batch, held = list[tuple[ChunkManifest, list[bytes]]](), 0
+    for line in lines:
+        if line.manifest.key in needless:
+            yield ImportedChunk(line.manifest, "skipped")
+        elif line.num_bytes and _holds(store, line.manifest):
+            yield ImportedChunk(line.manifest, "unchanged")
         else:
             try:
-                self._batch.append((manifest, blobs_of(line, files.read(line.file))))
-                self._held += line.size
+                batch.append((line.manifest, line.blobs(files.read(line.file)) if line.num_bytes else []))
+                held += line.num_bytes + len(line.manifest.text)
             except ArchiveError as error:
-                self.tell(manifest, "rejected", error.message)
-        if self._held >= _BATCH_BYTES:
-            self.flush()
+                yield ImportedChunk(line.manifest, "rejected", error.message)
+        if held >= _BATCH_BYTES:
+            yield from _put(store, batch)
+            batch, held = [], 0
+    yield from _put(store, batch)
 
-    def flush(self) -> None:
-        try:
-            statuses = self._store.put_chunks(self._batch) if self._batch else []
-            for (manifest, _), status in zip(self._batch, statuses, strict=True):
-                self.tell(manifest, status)
-        except StoreFull:  # the quota has no room for a batch
-            self._texts += [manifest for manifest, _ in self._batch]
-        new = {manifest.key for manifest in self._texts if not self._store.has_chunk(manifest.key)}
-        self._store.put_records(self._texts)
-        for manifest in self._texts:
-            self.tell(manifest, "new" if manifest.key in new else "unchanged")
-        self._batch, self._texts, self._held = [], [], 0
 
-    def _holds(self, manifest: ChunkManifest) -> bool:
-        """Whether the store has the chunk, whole."""
-        try:
-            with self._store.read() as reader:
-                own = reader.manifest(manifest.key)
-                if own is None or own.token_ids != manifest.token_ids:
-                    return False
-                for layer in range(own.num_layers):
-                    reader.layer(own, layer)
-        except BadBlob:
-            return False
-        return True
+def _put(store: ChunkStore, batch: list[tuple[ChunkManifest, list[bytes]]]) -> Iterator[ImportedChunk]:
+    whole, texts = [item for item in batch if item[1]], [manifest for manifest, blobs in batch if not blobs]
+    try:
+        statuses = store.put_chunks(whole) if whole else []
+    except StoreFull:  # the quota has no room for a batch
+        statuses, texts = [], [manifest for manifest, _ in batch]
+    yield from (ImportedChunk(manifest, status) for (manifest, _), status in zip(whole, statuses, strict=False))
+    known = {manifest.key for manifest in texts if store.has_chunk(manifest.key)}
+    store.put_records(texts)
+    yield from (ImportedChunk(manifest, "unchanged" if manifest.key in known else "new") for manifest in texts)
+
+
+def _holds(store: ChunkStore, manifest: ChunkManifest) -> bool:
+    """Whether the store has the chunk, whole."""
+    try:
+        with store.read() as reader:
+            own = reader.manifest(manifest.key)
+            if own is None or own.token_ids != manifest.token_ids:
+                return False
+            for layer in range(own.num_layers):
+                reader.layer(own, layer)
+    except BadBlob:
+        return False
+    return True

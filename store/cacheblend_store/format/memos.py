@@ -13,13 +13,12 @@ from typing import Any
 import xxhash
 
 from cacheblend_store.errors import BadBlob
-from cacheblend_store.format.plain_json import check_fields, is_moment, is_text, load_object
+from cacheblend_store.format.plain_json import Moment, load_object, typed
 from cacheblend_store.format.records import seal, unseal
 
 MEMO_KEYS = b"memo\0"
 _VERSION = 1
 _MAX_BYTES = 64 << 20
-_MEMO = {"kind": is_text, "name": is_text, "value": lambda value: isinstance(value, dict), "updated": is_moment}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Memo:
     kind: str
     name: str
     value: Mapping[str, Any]
-    updated: float
+    updated: Moment
 
     @property
     def key(self) -> bytes:
@@ -50,8 +49,6 @@ def decode_memo(key: bytes, value: bytes | memoryview) -> Memo | None:
         data = load_object(unseal(key, value).decode(), _MAX_BYTES)
         if data.pop("version") != _VERSION:
             return None
-        memo = Memo(**data)
-        check_fields(vars(memo), _MEMO)
+        return typed(data, Memo)
     except (ValueError, KeyError, TypeError) as error:
         raise BadBlob(f"memo {key.hex()[-12:]} does not read: {error}") from error
-    return memo

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
 
-MAX_COUNT = 1 << 53
+from msgspec import Meta, convert
+
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # what JSON carries exactly
+Size = Annotated[int, Meta(gt=0, le=1 << 20)]  # a dimension of a tensor
+Moment = Annotated[float, Meta(ge=-1e300, le=1e300)]  # seconds since the epoch; neither infinite nor not a number
+TokenIds = tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...]
 _MAX_CONTAINERS = 1 << 20  # lists and objects: each takes twenty times its two bytes
-Check = Callable[[Any], bool]
+T = TypeVar("T")
 
 
 def load_object(text: str, max_bytes: int) -> dict[str, Any]:
@@ -17,7 +22,7 @@ def load_object(text: str, max_bytes: int) -> dict[str, Any]:
     if len(text) > max_bytes or text.count("[") + text.count("{") > _MAX_CONTAINERS:
         raise ValueError("the record is longer than any record")
     try:
-        data = json.loads(text)
+        data = json.loads(text)  # msgspec's parser takes no lone surrogate, which texts may hold
     except RecursionError as error:
         raise ValueError("the record is deeper than any record") from error
     if not isinstance(data, dict):
@@ -25,35 +30,9 @@ def load_object(text: str, max_bytes: int) -> dict[str, Any]:
     return data
 
 
-def check_fields(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Raises ValueError naming the first field that is not what its check wants. Every field must be there."""
-    for name, check in checks.items():
-        if not check(values[name]):
-            raise ValueError(f"{name} is not what it should be")
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_count(value: Any) -> bool:
-    """A whole number from 0 on that JSON carries exactly."""
-    return type(value) is int and 0 <= value <= MAX_COUNT
-
-
-def is_size(value: Any) -> bool:
-    """A dimension of a tensor."""
-    return type(value) is int and 0 < value <= 1 << 20
-
-
-def is_moment(value: Any) -> bool:
-    """Seconds since the epoch."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def are_counts(value: Any) -> bool:
-    return all(map(is_count, value))
-
-
-def is_span(value: Any) -> bool:
-    return len(value) == 2 and are_counts(value)
+def typed(record: Mapping[str, Any], of: type[T]) -> T:
+    """The record as a dataclass, each field of its type and range. Raises ValueError when it is not, and for other fields."""
+    known = {f.name for f in fields(of)}  # type: ignore[arg-type]
+    if not record.keys() <= known:
+        raise ValueError("it has an unknown field")
+    return convert(record, of)

@@ -7,36 +7,19 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from msgspec import Meta
 
 from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
-from cacheblend_store.format.plain_json import (
-    are_counts,
-    check_fields,
-    is_count,
-    is_moment,
-    is_size,
-    is_span,
-    is_text,
-    load_object,
-)
+from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, load_object, typed
 
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
-_TEXTS = (
-    "text", "model", "model_name", "tokenizer", "collection", "context", "codec", "source", "prefix_digest", "salt_digest",
-)  # fmt: skip
-MANIFEST_CHECKS = dict.fromkeys(_TEXTS, is_text) | {
-    "collected_len": is_count, "num_layers": is_size, "num_kv_heads": is_size, "head_dim": is_size, "index": is_count,
-    "span": is_span, "created": is_moment, "blob_sizes": are_counts,
-}  # fmt: skip
-DOCUMENT_CHECKS = dict.fromkeys(("source", "collection", "content_digest", "context"), is_text) | {
-    "updated": is_moment, "settings": lambda value: isinstance(value, dict),
-}  # fmt: skip
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -53,29 +36,29 @@ class ChunkManifest:
     needs its KV computes it. The first versions, which knew no such records, read them as chunks whose blobs are missing.
     """
 
-    key: bytes
-    token_ids: tuple[int, ...]
+    key: Key
+    token_ids: TokenIds
     text: str
     model: str
     model_name: str
     tokenizer: str
     collection: str
     context: str
-    left_context_ids: tuple[int, ...]
-    collected_len: int
+    left_context_ids: TokenIds
+    collected_len: Count
     codec: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: Size
+    num_kv_heads: Size
+    head_dim: Size
     source: str
-    index: int
-    span: tuple[int, int]
-    created: float
-    blob_sizes: tuple[int, ...] = ()
+    index: Count
+    span: tuple[Count, Count]
+    created: Moment
+    blob_sizes: tuple[Count, ...] = ()
     blob_digests: tuple[bytes, ...] = ()
     prefix_digest: str = ""
     salt_digest: str = ""
-    left_context_keys: tuple[bytes, ...] = ()
+    left_context_keys: tuple[Key, ...] = ()
 
     @property
     def id(self) -> str:
@@ -115,7 +98,7 @@ class Locator:
     stands under, the outermost first."""
 
     part: str = ""
-    lines: tuple[int, int] = (0, 0)
+    lines: tuple[Count, Count] = (0, 0)
     headings: tuple[str, ...] = ()
 
     @property
@@ -133,10 +116,10 @@ NOWHERE = Locator()
 class DocumentChunk:
     """One chunk of a document: which, and where in it (characters start:end), and where in its file a reader looks."""
 
-    key: bytes
-    index: int
-    start: int
-    end: int
+    key: Key
+    index: Count
+    start: Count
+    end: Count
     locator: Locator = NOWHERE
 
     def row(self) -> list[Any]:
@@ -150,14 +133,11 @@ class DocumentChunk:
     def of_row(cls, row: Any) -> DocumentChunk:
         """Raises ValueError or TypeError for what no version wrote."""
         key, index, start, end, *more = row
-        if not are_counts((index, start, end)) or len(more) > 1:
-            raise ValueError("chunks is not what it should be")
-        locator = NOWHERE
-        for part, first, last, *headings in more:
-            if not (is_text(part) and are_counts((first, last)) and all(map(is_text, headings))):
-                raise ValueError("chunks is not what it should be")
-            locator = Locator(part, (first, last), tuple(headings))
-        return cls(bytes.fromhex(key), index, start, end, locator)
+        fields: dict[str, Any] = {"key": bytes.fromhex(key), "index": index, "start": start, "end": end}
+        if more:
+            [(part, first, last, *headings)] = more
+            fields["locator"] = {"part": part, "lines": (first, last), "headings": headings}
+        return typed(fields, cls)
 
 
 @dataclass(frozen=True)
@@ -169,7 +149,7 @@ class DocumentRecord:
     collection: str
     content_digest: str
     chunks: tuple[DocumentChunk, ...]
-    updated: float
+    updated: Moment
     settings: Mapping[str, Any] = field(default_factory=dict)
     context: str = "sink"
 
@@ -194,10 +174,8 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
             data[name] = unpack_ids(base64.b64decode(data[name]))
         digests = base64.b64decode(data["blob_digests"])
         data["blob_digests"] = tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
-        data["blob_sizes"], data["span"] = tuple(data["blob_sizes"]), tuple(data["span"])
         data["left_context_keys"] = tuple(bytes.fromhex(k) for k in data.get("left_context_keys", ()))
-        manifest = ChunkManifest(key=key, **data)
-        check_fields(vars(manifest), MANIFEST_CHECKS)
+        manifest = typed({"key": key, **data}, ChunkManifest)
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
     if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers or len(digests) % DIGEST_BYTES:
@@ -205,6 +183,11 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
     if manifest.has_kv and not all(manifest.blob_sizes):
         raise BadBlob(f"manifest of chunk {key.hex()[:12]} has KV for some of its layers")
     return manifest
+
+
+def document_of(data: Mapping[str, Any]) -> DocumentRecord:
+    """The record whose fields these are, its chunks' keys in hex. Raises ValueError, KeyError, TypeError."""
+    return typed({**data, "chunks": tuple(map(DocumentChunk.of_row, data["chunks"]))}, DocumentRecord)
 
 
 def encode_document(record: DocumentRecord) -> bytes:
@@ -216,12 +199,7 @@ def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
     """Raises BadBlob."""
     try:
         data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_DOCUMENT_BYTES)
-        data["chunks"] = tuple(map(DocumentChunk.of_row, data["chunks"]))
-        record = DocumentRecord(**data)
-        check_fields(vars(record), DOCUMENT_CHECKS)
-        if not all(len(c.key) == KEY_BYTES for c in record.chunks):
-            raise ValueError("chunks is not what it should be")
-        return record
+        return document_of(data)
     except (ValueError, KeyError, TypeError) as error:
         raise BadBlob(f"document record {key.hex()[:12]} does not read: {error}") from error
 
