@@ -24,15 +24,46 @@ def ls(
     json: options.Json = False,
 ) -> None:
     """List the models on this machine: smollm2, handbook, the hub's cache, and GGUF files and checkpoints in a folder."""
-    from cacheblend_cli.model.on_disk import models_on_disk
+    from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
     output = Output()
-    found = [(name, _size(path), _kind(path)) for name, path in models_on_disk(folder)]
+    found = [(name, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
     if json:
         for name, size, kind in found:
             output.json({"model": name, "kind": kind, "bytes": size})
     else:
         output.table(("model", "kind", "size"), [(n, k, format_size(s)) for n, s, k in found], right=(2,), ends=(0,))
+
+
+@app.command("pull")
+def pull(
+    model: Annotated[
+        str, typer.Argument(help="ID, ID:FILE.gguf, or either with @REVISION behind ID.", show_default=False)
+    ],
+    revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit.", show_default=False)] = None,
+    json: options.Json = False,
+    quiet: options.NoMessages = False,
+) -> None:
+    """Fetch a model from the Hugging Face hub into its cache: the files that are read, and no others.
+
+    Prints where it is. Run again after an interruption, it fetches what is missing. --model takes the name that was pulled.
+    """
+    from huggingface_hub.utils import disable_progress_bars
+
+    from cacheblend_cli.model.hub import HubName, fetch
+
+    output = Output(quiet=quiet)
+    if quiet or not output.animated:
+        disable_progress_bars()
+    name = HubName.parse(model).at(revision)
+    output.note(f"fetching {name.text}")
+    path = fetch(name)
+    size = _size(path)
+    if json:
+        output.json({"model": name.text, "path": str(path), "bytes": size})
+    else:
+        output.line(str(path))
+        output.note(f"{format_size(size)}; --model {name.text} uses it")
 
 
 @app.command("show")
@@ -111,7 +142,3 @@ def _facts(model: str, output: Output) -> dict[str, Any]:
 def _size(path: Path) -> int:
     files = [path] if path.is_file() else [f for pattern in ("*.safetensors", "*.gguf") for f in path.glob(pattern)]
     return sum(file.stat().st_size for file in files)
-
-
-def _kind(path: Path) -> str:
-    return "GGUF" if path.is_file() else "checkpoint"

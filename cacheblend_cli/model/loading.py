@@ -16,8 +16,6 @@ from cacheblend_kernels import BACKENDS, KernelError, select_backend
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.checkpoint_files import (
-    SINGLE,
-    SMALL_FILES,
     checkpoint_files,
     gguf_file_of,
     is_converted,
@@ -27,6 +25,7 @@ from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
+from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
@@ -107,8 +106,8 @@ def load_model(
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
-    """A model with a name; a local directory as it is, or the one that stands for a GGUF file; else a hub id through huggingface_hub, from its
-    cache when it is there. say: told when a GGUF file is read for the first time."""
+    """A model with a name; a local directory as it is, or the one that stands for a GGUF file; else one of the hub, from its
+    cache when it is there (see `HubName`). say: told when a GGUF file is read for the first time."""
     local = named_model(name) or Path(name).expanduser()
     if local.is_dir():
         gguf = None if weight_names(local) else gguf_in(local)
@@ -119,46 +118,14 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
         raise UsageError(
             f"{name} is a file, and a model is a directory or a .gguf file", "give the directory that holds it"
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.partition(":")[0].partition("@")[0].count("/") > 1:
         raise NotFoundError(
             f"no model directory {name}",
             "check the path, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
         )
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    """The files of a hub id that are read, and no others. A model that cannot be used is refused before its weights are
-    fetched."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        path = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES), local_files_only=True))
-        if _is_whole(path):
-            return path
-    except HFValidationError as error:
-        raise NotFoundError(f"{name} is neither a directory nor a hub id", "check the path") from error
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        path = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES)))
-        read_spec(path)
-        snapshot_download(name, allow_patterns=[SINGLE])
-        if not (path / SINGLE).is_file() and (shards := weight_names(path)):
-            snapshot_download(name, allow_patterns=shards)
-        return path
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise NotFoundError(
-            f"model {name} is no local directory, is not cached, and could not be fetched ({type(error).__name__})",
-            "give --model a local directory, or check the network and the hub id",
-        ) from error
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the hub's cache has config.json and all weights: another tool may have fetched some of the files only."""
-    names = weight_names(path)
-    return bool(names) and all((path / name).is_file() for name in ("config.json", "tokenizer.json", *names))
+    hub = HubName.parse(name)
+    found = cached(hub) or fetch(hub)
+    return model_dir_of(found, say) if hub.file else found
 
 
 def resolve_device(name: str) -> torch.device:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.checkpoint_files import weight_names
+from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
 
 
@@ -15,7 +18,7 @@ def models_on_disk(folder: Path) -> list[tuple[str, Path]]:
     found = [*named, (HANDBOOK, model_dir()), *_in_hub_cache()]
     patterns = ("config.json", "*.gguf", "*/config.json", "*/*.gguf")
     local = sorted({p.parent if p.name == "config.json" else p for pattern in patterns for p in folder.glob(pattern)})
-    return found + [(_typed(p), p) for p in local if p.is_dir() or not p.name.startswith("mmproj")]
+    return found + [(_typed(p), p) for p in local if p.is_dir() or is_model(p)]
 
 
 def _in_hub_cache() -> list[tuple[str, Path]]:
@@ -28,10 +31,35 @@ def _in_hub_cache() -> list[tuple[str, Path]]:
         return []
     found = []
     for repository in repositories:
-        newest = max(repository.revisions, key=lambda r: r.last_modified, default=None)
-        if repository.repo_type == "model" and newest and (newest.snapshot_path / "config.json").is_file():
-            found.append((repository.repo_id, newest.snapshot_path))
+        for revision in repository.revisions if repository.repo_type == "model" else ():
+            name, folder = repository.repo_id, revision.snapshot_path
+            if "main" not in revision.refs:
+                name += f"@{min(revision.refs, default=revision.commit_hash)}"
+            if (folder / "config.json").is_file():
+                found.append((name, folder))
+            found += [(f"{name}:{file.relative_to(folder)}", file) for file in folder.rglob("*.gguf") if is_model(file)]
     return sorted(found)
+
+
+def is_model(gguf: Path) -> bool:
+    """A file of projections beside a model that sees is none."""
+    return not gguf.name.startswith("mmproj")
+
+
+def kind_of(path: Path) -> str:
+    """GGUF or checkpoint, with how its weights are quantised; incomplete where there are none, or not all."""
+    if path.is_file():
+        return "GGUF"
+    try:
+        names = weight_names(path)
+        config = read_object(path / "config.json")
+    except UsageError:
+        return "damaged"
+    if not names or not all((path / name).is_file() for name in names):
+        return "incomplete"
+    how = config.get("quantization_config")
+    method = how.get("quant_method") if isinstance(how, dict) else None
+    return f"checkpoint, {method}" if method else "checkpoint"
 
 
 def _typed(path: Path) -> str:

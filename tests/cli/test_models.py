@@ -14,6 +14,7 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 
 from cacheblend_cli.model import decoder
+from cacheblend_cli.model.hub import HubName
 
 
 def test_models_are_listed_wherever_they_are(
@@ -31,11 +32,33 @@ def test_models_are_listed_wherever_they_are(
     write_checkpoint(folder / "plain", "llama-gqa")
     write_gguf(folder / "plain", folder / "m.gguf", "llama", "Q8_0")
     (folder / "mmproj-m.gguf").write_bytes(b"GGUF")
+    shutil.copytree(folder / "plain", folder / "part")
+    (folder / "part" / "model.safetensors").unlink()
     found = {r["model"]: r for r in cli("models", "ls", "models", "--json").records}
-    assert set(found) == {"handbook", "org/m", "./models/plain", "./models/m.gguf"}
+    assert set(found) == {"handbook", "org/m", "./models/plain", "./models/part", "./models/m.gguf"}
+    assert [found[f"./models/{name}"]["kind"] for name in ("plain", "part")] == ["checkpoint", "incomplete"]
     assert found["./models/m.gguf"]["kind"] == "GGUF"
     assert found["./models/m.gguf"]["bytes"] == (folder / "m.gguf").stat().st_size
     assert "./models/m.gguf" in cli("models", "ls", "models").out
+
+
+def test_a_model_is_pulled(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(name: HubName) -> Path:
+        asked.append(name.text)
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / "model.safetensors").write_bytes(b"1234")
+        return tmp_path / "m"
+
+    monkeypatch.setattr("cacheblend_cli.model.hub.fetch", fetch)
+    told = cli("models", "pull", "org/m")
+    assert (told.code, told.out) == (0, f"{tmp_path}/m\n")
+    assert "fetching org/m\n" in told.err
+    record = cli("models", "pull", "org/m:f.gguf", "--revision", "v1", "--json", "-q").records[0]
+    assert record == {"model": "org/m@v1:f.gguf", "path": f"{tmp_path}/m", "bytes": 4}
+    assert asked == ["org/m", "org/m@v1:f.gguf"]
+    assert cli("models", "pull", "a:b").code == 3
 
 
 def test_a_model_is_described(cli: Callable[..., Any], model: Path) -> None:

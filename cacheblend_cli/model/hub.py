@@ -1,0 +1,148 @@
+"""Models of the Hugging Face hub: found in its cache, or fetched into it, and of them only the files that are read."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.checkpoint_files import SINGLE, SMALL_FILES, weight_names
+from cacheblend_cli.model.families import read_spec
+
+NAME = re.compile(r"(?P<id>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<file>.+\.gguf))?")
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`ID`, `ID@REVISION`, `ID:FILE.gguf` or `ID@REVISION:FILE.gguf`. revision: a branch, a tag or a commit; None: main."""
+
+    text: str
+    id: str
+    revision: str | None
+    file: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName:
+        """Raises NotFoundError on what can be no hub id."""
+        match = NAME.fullmatch(text)
+        if match is None:
+            raise NotFoundError(f"{text} is neither a directory nor a hub id", "check the path")
+        return cls(text, match["id"], match["revision"], match["file"])
+
+    def at(self, revision: str | None) -> HubName:
+        """The same of another revision; None: of its own."""
+        if revision is None:
+            return self
+        return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
+
+
+def cached(name: HubName) -> Path | None:
+    """The directory or GGUF file of a model that the hub's cache holds in full."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    patterns = [name.file] if name.file else list(SMALL_FILES)
+    try:
+        path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=patterns, local_files_only=True))
+    except HFValidationError as error:
+        raise NotFoundError(f"{name.text} is neither a directory nor a hub id", "check the path") from error
+    except LocalEntryNotFoundError:
+        return None
+    if name.file:
+        return path / name.file if (path / name.file).is_file() else None
+    return path if _is_whole(path) else None
+
+
+def fetch(name: HubName) -> Path:
+    """Fetch the files that are missing. A model that cannot be used is refused before its weights are fetched. Raises
+    NotFoundError, UsageError."""
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        return _fetch_gguf(name) if name.file else _fetch_checkpoint(name)
+    except HFValidationError as error:
+        raise NotFoundError(f"{name.text} is neither a directory nor a hub id", "check the path") from error
+    except (HTTPError, OSError) as error:
+        raise _told(name, error) from error
+
+
+def _fetch_checkpoint(name: HubName) -> Path:
+    from huggingface_hub import snapshot_download
+
+    path = Path(snapshot_download(name.id, revision=name.revision, allow_patterns=list(SMALL_FILES)))
+    if not (path / "config.json").is_file() and (files := gguf_files(name)):
+        raise UsageError(
+            f"{name.id} holds GGUF files only",
+            f"name one: {', '.join(f'{name.text}:{file}' for file in files[:4])}" + (", ..." if len(files) > 4 else ""),
+        )
+    read_spec(path)
+    # of the commit that the configuration is of, whatever the branch has become
+    snapshot_download(name.id, revision=path.name, allow_patterns=[SINGLE])
+    if not (path / SINGLE).is_file() and (shards := weight_names(path)):
+        snapshot_download(name.id, revision=path.name, allow_patterns=shards)
+    return path
+
+
+def _fetch_gguf(name: HubName) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    assert name.file is not None
+    if PART.search(name.file):
+        raise UsageError(
+            f"{name.file} is one of several parts of a model, which are not read",
+            "take a file that holds a whole model, or merge the parts with llama-gguf-split --merge",
+        )
+    return Path(hf_hub_download(name.id, name.file, revision=name.revision))
+
+
+def gguf_files(name: HubName) -> list[str]:
+    """The models among a repository's GGUF files."""
+    from huggingface_hub import HfApi
+
+    files = HfApi().list_repo_files(name.id, revision=name.revision)
+    return [f for f in files if f.endswith(".gguf") and not PART.search(f) and not Path(f).name.startswith("mmproj")]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the hub's cache has config.json and all weights: another tool may have fetched some of the files only."""
+    names = weight_names(path)
+    return bool(names) and all((path / name).is_file() for name in ("config.json", "tokenizer.json", *names))
+
+
+def _told(name: HubName, error: BaseException) -> BaseException:
+    """What the hub's library raises, in words of ours. A full disk stays what it is."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{name.id}"
+    if isinstance(error, errors.GatedRepoError):
+        return NotFoundError(
+            f"the hub gives {name.id} only to those who accepted its terms",
+            f"accept them on {page}, then run `hf auth login` or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return NotFoundError(
+            f"there is no directory {name.text}, and the hub has no model {name.id}, or it is private",
+            "check the name; for a private model run `hf auth login` or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return NotFoundError(f"{name.id} has no revision {name.revision}", f"its branches and tags are on {page}")
+    if isinstance(error, errors.RemoteEntryNotFoundError) and name.file:
+        there = list[str]()
+        with suppress(errors.HTTPError, OSError):
+            there = gguf_files(name)
+        return NotFoundError(f"{name.id} has no file {name.file}", f"it has {', '.join(there) or 'no GGUF file'}")
+    causes = (error, error.__cause__)
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
+        return NotFoundError(
+            f"model {name.text} is no local directory and is not cached, and HF_HUB_OFFLINE forbids to fetch it",
+            "set HF_HUB_OFFLINE=0, or give a local directory",
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return NotFoundError(
+        f"model {name.text} is no local directory, is not cached in full, and could not be fetched ({type(error).__name__})",
+        "give a local directory, or check the network and the hub id, and try again: what was fetched is kept",
+    )
