@@ -35,6 +35,10 @@ class UsageError(CacheBlendError):
     exit_code = ExitCode.USAGE
 
 
+class PromptTooLong(UsageError):
+    """A prompt and its answer do not fit the model's context."""
+
+
 class NotFoundError(CacheBlendError):
     """A file, model or chunk id that is not there, or an id prefix that is ambiguous."""
 

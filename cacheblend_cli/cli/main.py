@@ -20,6 +20,7 @@ from cacheblend_cli.cli import (
     models,
     precompute,
     search,
+    serve,
     upkeep,
 )
 from cacheblend_cli.cli.output import Output, flush
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command("precompute")(precompute.precompute)
 app.command("ask")(ask.ask)
 app.command("search")(search.search)
+app.command("serve")(serve.serve)
 for command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
     chunks.app.command(command.__name__)(command)
 chunks.app.command("export")(archive.export)

@@ -21,6 +21,8 @@ from cacheblend_cli.settings import FILE
 STDIN = "-"
 _STDIN = "//-"
 _TYPED = ".../"
+SENT, PUT = "(sent)/", "(put)/"
+"""What the names of documents begin with that came over the wire: with a question, and to be kept and searched."""
 
 
 def place_of(path: str) -> str:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.places import is_settled, is_within, place_of, project_folder, shown, with_parents
+from cacheblend_cli.corpus.places import SENT, is_settled, is_within, place_of, project_folder, shown, with_parents
 
 ROOTS = "root"
 """The kind of the store's memos of document roots, see collect/roots.py."""
@@ -20,7 +20,7 @@ _MAGIC = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class Scope:
-    """The documents at or below a path, those a pattern matches, or, with neither, all.
+    """The documents at or below a path, those a pattern matches, or, with neither, all but those that came with a question.
 
     path: a real path. pattern: with *, ? and [...], which match slashes too, from a real path on. linked: paths elsewhere
     that links below the path lead to, which count as if they were there.
@@ -44,7 +44,7 @@ class Scope:
 
     def holds(self, name: str) -> bool:
         if not self.path:
-            return True
+            return not name.startswith(SENT)
         if self.typed and not is_settled(name):
             return fnmatchcase(shown(name), self.typed)
         if is_within(name, self.path) or (self.linked and not self.linked.isdisjoint(with_parents(name))):

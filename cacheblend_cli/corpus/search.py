@@ -231,7 +231,8 @@ class _Counted:
 def searchable(store: ChunkStore) -> list[str]:
     """The names of all documents that `search` can find."""
     with open_index(store) as db:
-        return sorted({settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")})
+        names = {settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")}
+    return sorted(filter(EVERYTHING.holds, names))
 
 
 def found_elsewhere() -> NotFoundError:

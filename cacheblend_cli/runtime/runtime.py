@@ -14,7 +14,7 @@ from cacheblend_kernels import fallback_reason
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.layouts import CODECS
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import PromptTooLong, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.checkpoint_files import unused_adapter
@@ -161,7 +161,7 @@ class Runtime:
     def check_length(self, num_tokens: int, room: int) -> None:
         """Raises UsageError when a prompt and the answer's `room` do not fit the model's context."""
         if not self.fits(num_tokens, room):
-            raise UsageError(
+            raise PromptTooLong(
                 f"the prompt has {num_tokens} tokens and the answer up to {room}, "
                 f"and the context of {self.model.name} is {self.context}",
                 "ask with fewer chunks, a shorter question or a smaller --max-tokens",

@@ -23,13 +23,14 @@ ORDERS = ("rank", "exact")
 @dataclass(frozen=True)
 class Lookup:
     """What to search for. context: which of a document's contexts counts, see corpus/contexts.py. scope: of which
-    documents. order: of what is found, see `in_order`."""
+    documents. order: of what is found, see `in_order`. query: what to look for, "" for the question."""
 
     k: int = 5
     context: str = "document"
     scope: Scope = EVERYTHING
     how: How = WORDS
     order: str = "exact"
+    query: str = ""
 
     @classmethod
     def of(cls, settings: Settings, scope: Scope = EVERYTHING, say: Callable[[str], None] | None = None) -> Lookup:
@@ -46,9 +47,10 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
     """
     runtime.take_date(store, question.salt)
     collections = [collection.id for collection in runtime.collections(question.salt, question.wording)]
-    hits = search(store, question.text, lookup.k, collections, lookup.context, lookup.scope, lookup.how)
+    query = lookup.query or question.text
+    hits = search(store, query, lookup.k, collections, lookup.context, lookup.scope, lookup.how)
     if not hits:
-        if search(store, question.text, 1, collections):
+        if search(store, query, 1, collections):
             raise found_elsewhere()
         raise nothing_found(store, runtime.collection(question.salt, wording=question.wording), collections)
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]))

@@ -1,0 +1,163 @@
+"""cacheblend serve: an engine that stays, for other programs, a browser and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Resolved
+
+INSTALL = "pip install 'cacheblend[serve]'"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@options.with_settings(
+    "model",
+    "lora",
+    "store",
+    "chunk_tokens",
+    "context",
+    "window",
+    "top_k",
+    "mode",
+    *options.BLENDING,
+    *options.SAMPLING,
+    *options.PROMPT,
+    "kv_dtype",
+    *options.MACHINE,
+    "gpu_memory_utilization",
+    "eager",
+    "kv_pool_dtype",
+    "salt",
+    "lock_timeout",
+)
+def serve(
+    resolved: Resolved,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8321,
+    unix_socket: Annotated[
+        Path | None, typer.Option(help="Listen on this socket, not on an address.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY, or NAME:KEY for a tenant with KV of its own (repeatable).", show_default=False),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.", show_default=False)] = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more get 429.")] = 256,
+    max_body: Annotated[int, typer.Option(min=1, help="MiB of a request at most.")] = 32,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to finish at the end.")] = 30.0,
+    idle_exit: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="End after so many seconds without a question; 0: never.",
+            show_default="3600 with --background, else 0",
+        ),
+    ] = None,
+    background: Annotated[
+        bool, typer.Option("--background", help="Return once it answers, and leave it running.")
+    ] = False,
+    status: Annotated[bool, typer.Option("--status", help="Say what runs over this store.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End what runs over this store.")] = False,
+    json: options.Json = False,
+    quiet: options.NoMessages = False,
+) -> None:
+    """Answer questions of other programs: OpenAI's API at /v1, with documents, chunks and search beside its fields.
+
+    ask and chat over the same store, model and settings use the running engine by themselves.
+    """
+    output, settings = Output(quiet=quiet), resolved.settings
+    if sum((background, status, stop)) > 1:
+        raise UsageError("--background, --status and --stop were given together", "give one of them")
+    if stop:
+        from cacheblend_cli.server.background import stop_all
+
+        for pid in stop_all(settings):
+            _told({"pid": pid, "stopped": True}, f"the engine of process {pid} has ended", output, json=json)
+        return
+    if status:
+        from cacheblend_cli.server.background import running
+
+        for told in running(settings):
+            _told(told, _status_line(told), output, json=json)
+        return
+    _check_installed()
+    if background:
+        from cacheblend_cli.server.background import start
+
+        told = start(settings, 3600.0 if idle_exit is None else idle_exit)
+        _told(told, _status_line(told), output, json=json)
+        return
+    from cacheblend_cli.server.tenants import Keyring, read_keys
+
+    keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
+    if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
+        raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
+    from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
+    from cacheblend_cli.runtime.service import Limits, Service
+    from cacheblend_cli.server.app import make_app
+    from cacheblend_cli.server.guard import LOOPBACK
+    from cacheblend_cli.server.host import Host, public_name
+    from cacheblend_cli.server.place import make_folder, socket_of
+    from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
+    from cacheblend_cli.server.warm import WarmSocket
+
+    sampling = sampling_of(resolved)
+    with options.open_store(settings, write=True) as store:
+        warm = socket_of(settings)
+        make_folder(warm.parent)
+        warm_socket = bind_unix(warm)
+        public = bind_tcp(host, port) if unix_socket is None else bind_unix(unix_socket)
+        address = public.getsockname()
+        name = f"[{host}]" if ":" in host else host
+        url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
+        engine = options.load_engine(settings, output)
+        sampling = as_the_model(sampling, resolved, engine.model)
+        service = Service(engine.runtime, store, Limits(max_waiting=max_waiting))
+        try:
+            serving_host = Host(
+                service, store, settings, sampling, engine.config, public_name(engine.runtime), engine.runtime.context, keyring,
+                names=LOOPBACK if keyring.is_open and unix_socket is None else None, max_body=max_body << 20,
+            )  # fmt: skip
+            serving = Serving(
+                make_app(serving_host, engine.runtime),
+                serving_host,
+                WarmSocket(serving_host, warm_socket, warm, url),
+                grace_s=grace,
+                idle_exit_s=idle_exit or 0.0,
+            )
+            output.note(f"{serving_host.model} answers at {url}/v1; Ctrl-C ends it")
+            serving.run([public])
+        finally:
+            service.close(0.0)
+            warm.unlink(missing_ok=True)
+            if unix_socket is not None:
+                unix_socket.unlink(missing_ok=True)
+
+
+def _check_installed() -> None:
+    """Raises UsageError that says how to install what serving needs."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}", INSTALL)
+
+
+def _told(record: dict[str, Any], line: str, output: Output, *, json: bool) -> None:
+    if json:
+        output.json(record)
+    else:
+        output.text(line)
+
+
+def _status_line(told: dict[str, Any]) -> str:
+    return (
+        f"process {told['pid']}: {told['model']} at {told['url']}, up {told['up_s']:.0f} s, idle {told['idle_s']:.0f} s; "
+        f"{told['running']} running, {told['waiting']} waiting, {told['finished']} finished"
+    )

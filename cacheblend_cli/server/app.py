@@ -1,0 +1,324 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from cacheblend_cli import __version__
+from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.search import Lookup
+from cacheblend_cli.runtime.service import Done, Event, Started
+from cacheblend_cli.server import documents
+from cacheblend_cli.server.asking import Asking, Prepared, Wanted, prepare, sampling_of
+from cacheblend_cli.server.bodies import Asked, ChatBody, CompletionBody, PutBody, SearchBody, parse
+from cacheblend_cli.server.conversation import read_messages
+from cacheblend_cli.server.errors import ApiError, as_api_error, bad
+from cacheblend_cli.server.finding import find
+from cacheblend_cli.server.guard import Guard
+from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.replies import Reply
+from cacheblend_cli.server.tenants import Tenant
+
+T = TypeVar("T")
+logger = logging.getLogger("cacheblend")
+
+
+def make_app(host: Host, runtime: Runtime) -> FastAPI:
+    """runtime: of the service; only what never changes of it is read here."""
+    app = FastAPI(title="cacheblend", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, host=host)
+    app.add_exception_handler(HTTPException, _not_there)
+    _asking_routes(app, host, runtime)
+    _document_routes(app, host)
+    _plain_routes(app, host)
+    return app
+
+
+def _asking_routes(app: FastAPI, host: Host, runtime: Runtime) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _guarded(_chat, request, host, runtime)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await _guarded(_complete, request, host, runtime)
+
+    @app.post("/v1/search")
+    async def search(request: Request) -> Response:
+        return await _guarded(_search, request, host, runtime)
+
+
+def _document_routes(app: FastAPI, host: Host) -> None:
+    @app.put("/v1/documents/{document_id:path}")
+    async def put(request: Request, document_id: str) -> Response:
+        return await _guarded(_put, request, host, document_id)
+
+    @app.get("/v1/documents")
+    async def list_all(request: Request) -> Response:
+        return await _guarded(_list, request, host)
+
+    @app.delete("/v1/documents/{document_id:path}")
+    async def delete(request: Request, document_id: str) -> Response:
+        return await _guarded(_delete, request, host, document_id)
+
+
+def _plain_routes(app: FastAPI, host: Host) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(host)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != host.model:
+            return _told(ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found"))
+        return JSONResponse(_model(host))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "version": __version__}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return JSONResponse({"status": "stopping" if host.draining else "ready"}, 503 if host.draining else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
+    body = parse(ChatBody, await _json(request))
+    _check_model(host, body)
+    said = read_messages(body.messages)
+    if body.stream and body.logprobs:
+        raise bad("logprobs are not streamed", "logprobs")
+    sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
+    wanted = Wanted(body, _tenant(request), said.question, sampling, said.history, said.system)
+    return await _answered(request, host, _reply(host, runtime, body, chat=True), [wanted])
+
+
+async def _complete(request: Request, host: Host, runtime: Runtime) -> Response:
+    body = parse(CompletionBody, await _json(request))
+    _check_model(host, body)
+    if body.stream and (body.logprobs is not None or len(body.prompts) > 1):
+        raise bad("logprobs and several prompts are not streamed", "stream")
+    sampling = sampling_of(host.sampling, body, body.max_tokens, body.logprobs)
+    wanted = [Wanted(body, _tenant(request), text, sampling, raw=True) for text in body.prompts]
+    return await _answered(request, host, _reply(host, runtime, body, chat=False), wanted)
+
+
+def _reply(host: Host, runtime: Runtime, body: Asked, *, chat: bool) -> Reply:
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    tokenizer = runtime.model.tokenizer
+    return Reply.of(chat=chat, model=host.model, tokenizer=tokenizer, usage=usage, explain=body.explain)
+
+
+async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wanted]) -> Response:
+    prepared = [await in_engine(host, partial(prepare, host=host, wanted=one)) for one in wanted]
+    if not wanted[0].body.stream:
+        ends = await _unless_left(request, _ends(host, prepared))
+        return JSONResponse(reply.whole(ends, [one.origins for one in prepared]))
+    stack = AsyncExitStack()
+    asking = await stack.enter_async_context(Asking(host, prepared[0].job))
+    try:
+        first = await _unless_left(request, _first(asking))  # what is refused has a status of its own
+    except BaseException:
+        await stack.aclose()
+        raise
+    return EventStream(_written(reply, _from(first, asking), prepared[0]), stack, host)
+
+
+async def _ends(host: Host, prepared: list[Prepared]) -> list[Done]:
+    async with AsyncExitStack() as stack:
+        askings = [await stack.enter_async_context(Asking(host, one.job)) for one in prepared]
+        return [await asking.done() for asking in askings]
+
+
+async def _first(asking: Asking) -> Event:
+    """The first event that says something."""
+    while isinstance(event := await asking.next(), Started):
+        pass
+    return event
+
+
+async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
+    yield first
+    async for event in asking.events():
+        yield event
+
+
+async def _written(reply: Reply, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[bytes]:
+    """Server-sent events. What fails after the beginning is told in the stream."""
+    try:
+        async for record in reply.stream(events, prepared.origins):
+            yield _event(record)
+    except Exception as error:
+        yield _event(_logged(error).body)
+    yield b"data: [DONE]\n\n"
+
+
+def _event(record: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(record, ensure_ascii=False)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends pieces as they come. A client that leaves ends it, and what `stack` holds is given back in any case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: AsyncIterator[bytes], stack: AsyncExitStack, host: Host) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self._pieces, self._stack = pieces, stack
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_all() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        async with self._stack:
+            await _first_of(send_all(), _left(receive))
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
+    done = await _first_of(work, _left(request.receive))
+    if done is None:
+        raise ApiError(499, "the client has left")
+    return done
+
+
+async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, None]) -> T | None:
+    """The work's result, None when the other was faster; the slower one is cancelled."""
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _search(request: Request, host: Host, runtime: Runtime) -> Response:
+    body = parse(SearchBody, await _json(request))
+    hits = await in_engine(
+        host, lambda runtime: find(runtime, host, body.query, Lookup(body.k, host.settings.context), _tenant(request))
+    )
+    return JSONResponse({"object": "list", "data": hits})
+
+
+async def _put(request: Request, host: Host, document_id: str) -> Response:
+    body = parse(PutBody, await _json(request))
+    if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
+        raise bad("the id of a document is 1 to 256 printable characters", "id")
+    tenant = _tenant(request)
+    document = documents.document_of(documents.put_name(tenant, document_id), body.text, body.title)
+    putting = await in_engine(
+        host, lambda runtime: documents.Putting(runtime, host.store, document, host.settings, tenant.salt)
+    )
+    while await in_engine(host, putting.collect):
+        pass
+    missing = {p.key for p in putting.missing}
+    chunks = [
+        {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}
+        for p in putting.chunks
+    ]
+    record = {"id": document_id, "object": "document", "title": body.title or document_id, "chunks": chunks}
+    return JSONResponse(record, 201 if putting.is_new else 200)
+
+
+async def _list(request: Request, host: Host) -> Response:
+    tenant = _tenant(request)
+    found = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
+    data = [
+        {"id": d.id, "object": d.kind, "title": d.title, "chunks": list(d.chunks), "updated": int(d.updated)}
+        for d in found
+    ]
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def _delete(request: Request, host: Host, document_id: str) -> Response:
+    if not await run_in_threadpool(documents.delete, host.store, _tenant(request), document_id):
+        raise ApiError(404, f"no document {document_id[:80]!r}", code="document_not_found")
+    return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
+
+
+async def in_engine(host: Host, work: Callable[[Runtime], T]) -> T:
+    """Have it done in the engine's thread."""
+    return await asyncio.wrap_future(host.service.run(work))
+
+
+async def _guarded(route: Callable[..., Awaitable[Response]], *arguments: Any) -> Response:
+    try:
+        return await route(*arguments)
+    except Exception as error:
+        return _told(_logged(error))
+
+
+def _logged(error: Exception) -> ApiError:
+    told = as_api_error(error)
+    if told.status >= 500 and not isinstance(error, ApiError):
+        logger.error("a request failed: %s", getattr(error, "message", error), exc_info=told.status == 500)
+    return told
+
+
+def _told(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _not_there(_: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    return _told(ApiError(status, "no such route" if status == 404 else str(getattr(error, "detail", error))))
+
+
+async def _json(request: Request) -> Any:
+    """The body. Raises ApiError for what is no JSON: a browser sends that to another site without asking it."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body is application/json")
+    try:
+        return json.loads(await request.body())
+    except ValueError as error:
+        raise bad(f"the body is no JSON: {error}") from error
+
+
+def _check_model(host: Host, body: Asked) -> None:
+    if body.model not in (None, "", host.model, "cacheblend"):
+        raise ApiError(
+            404,
+            f"the model {body.model[:80]!r} is not here; this server has {host.model}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+def _model(host: Host) -> dict[str, Any]:
+    return {
+        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.context,
+    }  # fmt: skip

@@ -1,0 +1,233 @@
+"""From a request to the engine's answer: what is asked, over which chunks, and the events on their way back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from cacheblend_store import AmbiguousId, ChunkManifest, ChunkNotFound
+
+from cacheblend_cli.corpus.citations import Citations
+from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.prompt.kept import kept_wordings
+from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.request import Question, chunk_of
+from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.search import Lookup, with_chunks
+from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Reasoning, Text
+from cacheblend_cli.server import documents
+from cacheblend_cli.server.bodies import Asked
+from cacheblend_cli.server.errors import ApiError, bad
+from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.tenants import Tenant
+from cacheblend_cli.settings import Settings
+
+PLAIN = CHUNKS + QUESTION
+"""The wording of a prompt without any chunk."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for."""
+
+    body: Asked
+    tenant: Tenant
+    text: str
+    sampling: SamplingParams
+    history: tuple[str, ...] = ()
+    system: str | None = None
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a chunk of the prompt is from: a document's id on the wire and its title."""
+
+    document: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job over chunks, and where each of them is from, in order."""
+
+    job: Job
+    origins: tuple[Origin, ...]
+
+
+def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
+    """The job of a request, in the engine's thread: documents are cut and noted, chunks named and searched.
+
+    The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
+    UsageError, NotFoundError and StoreErrors.
+    """
+    body, tenant = wanted.body, wanted.tenant
+    settings = _blending(host.settings, body)
+    wording = _wording(runtime, wanted)
+    question = Question(
+        wanted.text, (), BlendConfig.of(settings), wanted.sampling, tenant.salt, history=wanted.history, wording=wording
+    )
+    runtime.take_date(host.store, tenant.salt)
+    found: dict[bytes, Origin | None] = {}
+    keys = [*_sent(runtime, host, wanted, wording, found), *_named(runtime, host, wanted)]
+    if body.search is not None:
+        lookup = Lookup(body.search.k or settings.top_k, settings.context, query=body.search.query or "")
+        try:
+            keys += with_chunks(runtime, host.store, replace(question, wording=None), lookup).keys
+        except NotFoundError as error:
+            raise ApiError(
+                404, "no stored chunk has a word of the query", param="search", code="nothing_found"
+            ) from error
+    keys = list(dict.fromkeys(keys))
+    origins = tuple(found.get(key) or _origin(host, key) for key in keys)
+    job = Job(
+        replace(question, keys=keys),
+        verify=body.verify,
+        auto=settings.ratio == "auto",
+        priority=body.priority,
+        deadline_s=body.timeout_s,
+    )
+    return Prepared(job, origins)
+
+
+def _blending(settings: Settings, body: Asked) -> Settings:
+    given = body.blend.model_dump(exclude_none=True) if body.blend else {}
+    if isinstance(given.get("ratio"), str) and given["ratio"] != "auto":
+        raise bad("blend.ratio is a number or auto", "blend.ratio")
+    return replace(settings, **given)
+
+
+def _wording(runtime: Runtime, wanted: Wanted) -> Wording:
+    """The engine's, with the request's system prompt; without chunks nothing is said of documents."""
+    own = runtime.template.wording
+    if wanted.raw:
+        return Wording(PLAIN, raw=True)
+    system = own.system if wanted.system is None else wanted.system
+    prompt = own.prompt if wanted.body.wants_chunks else PLAIN
+    return replace(own, prompt=prompt, system=system.strip())
+
+
+def _sent(
+    runtime: Runtime, host: Host, wanted: Wanted, wording: Wording, found: dict[bytes, Origin | None]
+) -> list[bytes]:
+    """Keys of the chunks of the request's documents; what they say is in the store then. found: is told where each is from."""
+    given = wanted.body.documents or []
+    if not given:
+        return []
+    collection = runtime.collection(wanted.tenant.salt, wording=wording)
+    names = [documents.sent(d.text, d.title, wanted.tenant) for d in given]
+    planned = documents.plan(collection, names, host.settings)
+    chunks = [chunk for _, own in planned for chunk in own]
+    documents.note_texts(collection, host.store, chunks)
+    for i, (document, (_, own)) in enumerate(zip(given, planned, strict=True)):
+        for chunk in own:
+            found.setdefault(chunk.key, Origin(document.id or str(i), document.title or ""))
+    return [chunk.key for chunk in chunks]
+
+
+def _named(runtime: Runtime, host: Host, wanted: Wanted) -> list[bytes]:
+    keys = []
+    for name in wanted.body.chunks or ():
+        manifest = None
+        with suppress(ChunkNotFound, AmbiguousId):
+            manifest = chunk_of(host.store, host.store.resolve(name))
+        if manifest is None or not _is_seen_by(runtime, host, manifest, wanted.tenant):
+            raise ApiError(404, f"no chunk {name[:64]!r}, or several", param="chunks", code="chunk_not_found")
+        keys.append(manifest.key)
+    return keys
+
+
+def _is_seen_by(runtime: Runtime, host: Host, manifest: ChunkManifest, tenant: Tenant) -> bool:
+    """Whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its salt."""
+    if not host.keyring.has_tenants:
+        return True
+    if manifest.source.startswith((SENT, PUT)):
+        return manifest.source.split("/", 2)[1] == tenant.name
+    wordings = [None, *kept_wordings(host.store)]
+    return any(manifest.collection == c.id for w in wordings for c in runtime.collections(tenant.salt, w))
+
+
+def _origin(host: Host, key: bytes) -> Origin:
+    manifest = chunk_of(host.store, key)
+    name = Citations(host.store).of(manifest).name if manifest else ""
+    return Origin(documents.public_id(name), documents.public_title(name))
+
+
+class Asking:
+    """A job of the service, whose events are read in an event loop. Leaving it before the end cancels the job."""
+
+    def __init__(self, host: Host, job: Job) -> None:
+        """Raises QueueFull, UsageError."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        self._host, self._queue, self._started, self._said = host, queue, time.perf_counter(), False
+
+        def tell(event: Event) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        self._ticket = host.service.submit(job, tell)
+        self._ended = False
+
+    async def __aenter__(self) -> Asking:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._ended:
+            self._host.service.cancel(self._ticket)
+
+    async def next(self) -> Event:
+        """The next event. Raises what the job failed of."""
+        event = await self._queue.get()
+        if isinstance(event, Text | Reasoning) and not self._said:
+            self._said = True
+            self._host.metrics.first_token(time.perf_counter() - self._started)
+        if isinstance(event, Done | Failed):
+            self._ended = True
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Done):
+            for answer in event.answers:
+                self._host.metrics.answer(answer)
+        return event
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Until the end, Done last."""
+        while not self._ended:
+            yield await self.next()
+
+    async def done(self) -> Done:
+        """The end. Raises ApiError when it was cut off with nothing said."""
+        async for event in self.events():
+            if isinstance(event, Done):
+                return checked(event)
+        raise AssertionError("a job ends with Done or Failed")
+
+
+def checked(done: Done) -> Done:
+    """Raises ApiError for an end without any answer."""
+    if done.ended == "cancelled":
+        raise ApiError(503, "the server stops", code="stopping")
+    if not done.answers:
+        raise ApiError(504, "the time for this answer was over before it began", code="timeout")
+    return done
+
+
+def sampling_of(base: SamplingParams, body: Asked, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """What the request says over what the server was started with. Raises UsageError."""
+    given = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "stop": body.stops or None,
+        **{
+            name: getattr(body, name)
+            for name in (
+                "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n",
+            )
+        },
+    }  # fmt: skip
+    return replace(base, **{name: value for name, value in given.items() if value is not None})

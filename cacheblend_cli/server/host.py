@@ -1,0 +1,61 @@
+"""What a server is: the engine, its store and settings, who may ask, and what is counted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.runtime.config import EngineConfig
+from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.service import Service
+from cacheblend_cli.server.metrics import Metrics
+from cacheblend_cli.server.tenants import Keyring
+from cacheblend_cli.settings import Settings
+
+
+@dataclass
+class Host:
+    """Lives as long as the server. sampling: what a request that says nothing gets. names: host names that a browser may ask
+    under, None for all. max_body: bytes of a request."""
+
+    service: Service
+    store: ChunkStore
+    settings: Settings
+    sampling: SamplingParams
+    config: EngineConfig
+    model: str
+    context: int
+    keyring: Keyring
+    names: frozenset[str] | None = None
+    max_body: int = 32 << 20
+    metrics: Metrics = field(init=False)
+    started: float = field(default_factory=time.time)
+    draining: bool = False
+    _active: int = 0
+    _last_use: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.service.stats)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request ended; 0 while one is answered."""
+        return 0.0 if self._active else time.monotonic() - self._last_use
+
+    def __enter__(self) -> Host:
+        """A request begins."""
+        self._active += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._active -= 1
+        self._last_use = time.monotonic()
+
+
+def public_name(runtime: Runtime) -> str:
+    """What the model is called on the wire, where paths are not told."""
+    return PurePath(runtime.model.name).name or runtime.model.name

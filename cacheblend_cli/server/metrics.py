@@ -1,0 +1,92 @@
+"""What Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.service import ServiceStats
+
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_GAUGES = {
+    "waiting": "Questions that wait",
+    "running": "Questions that are answered",
+    "swapped": "Answers that were put aside",
+}
+_COUNTERS = {
+    "finished": "Questions that were answered",
+    "failed": "Questions that could not be answered",
+    "cancelled": "Questions that were cancelled or too late",
+    "generated": "Tokens of answers",
+    "computed": "Tokens of prompts whose KV was computed",
+    "reused": "Tokens of prompts whose KV was stored",
+    "repaired": "Tokens of prompts whose stored KV was computed again",
+    "hot": "Tokens of prompts whose KV was in the pool",
+    "preempted": "Answers that had to give up their blocks",
+}
+
+
+class Metrics:
+    """stats: asked whenever somebody reads."""
+
+    def __init__(self, stats: Callable[[], ServiceStats]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Stats(stats))
+        self._requests = Counter(
+            "cacheblend_requests", "Requests by route and status", ["route", "status"], registry=self._registry
+        )
+        self._first = Histogram(
+            "cacheblend_ttft_seconds", "From a request to its first token", buckets=_FIRST, registry=self._registry
+        )
+        self._each = Histogram(
+            "cacheblend_token_seconds", "Between two tokens of an answer", buckets=_EACH, registry=self._registry
+        )
+        self._chunks = Counter(
+            "cacheblend_chunks", "Chunks of prompts by how their KV came to be", ["status"], registry=self._registry
+        )
+        self._loaded = Counter("cacheblend_kv_loaded_bytes", "KV read from the store", registry=self._registry)
+
+    def request(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def answer(self, answer: Answer) -> None:
+        """An answer has ended."""
+        if answer.timing.decode_tokens_per_s > 0:
+            self._each.observe(1 / answer.timing.decode_tokens_per_s)
+        for chunk in answer.chunks:
+            self._chunks.labels(chunk.status).inc()
+        self._loaded.inc(answer.kv_bytes_loaded)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Stats(Collector):
+    """What the engine counts itself."""
+
+    def __init__(self, stats: Callable[[], ServiceStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for name, told in _GAUGES.items():
+            yield GaugeMetricFamily(f"cacheblend_{name}", told, value=getattr(stats, name))
+        for name, told in _COUNTERS.items():
+            yield CounterMetricFamily(f"cacheblend_{name}", told, value=getattr(stats, name))
+        yield CounterMetricFamily("cacheblend_stall_seconds", "Waited for KV to load", value=stats.stall_s)
+        blocks = GaugeMetricFamily("cacheblend_blocks", "Blocks of the KV pool by state", labels=["state"])
+        for state in ("free", "used", "hot"):
+            blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
+        yield blocks
+
+    def describe(self) -> Iterable[Metric]:
+        return []

@@ -1,0 +1,70 @@
+"""Where the socket of a running engine is. Imports neither torch nor numpy, as all that a warm question needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from cacheblend_cli import __version__
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Settings
+
+PROTOCOL = 1
+_LONGEST = 100  # bytes of a socket's path; the system takes 107
+_NAME = "engine-"
+_ENGINE = (
+    "lora", "device", "dtype", "attention_backend", "block_size", "threads", "gpu_memory_utilization", "kv_dtype", "eager",
+    "kv_pool_dtype", "system", "template_var",
+)  # fmt: skip
+"""Settings that an engine has once and for all, beside its model and its prompt."""
+
+
+def socket_of(settings: Settings) -> Path:
+    """The socket of an engine of this version over the settings' store, with their model and the rest that an engine has."""
+    told = {name: getattr(settings, name) for name in _ENGINE}
+    told |= {"model": _model(settings.model), "prompt": _content(settings.prompt), "version": [__version__, PROTOCOL]}
+    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+    return folder_of(settings) / f"{_NAME}{digest}.sock"
+
+
+def sockets_of(settings: Settings) -> list[Path]:
+    """The sockets of all engines over the store, also of those that have ended."""
+    return sorted(folder_of(settings).glob(f"{_NAME}*.sock"))
+
+
+def folder_of(settings: Settings) -> Path:
+    """The store's own directory, or where its path is too long for a socket one of this user's."""
+    store = Path(os.path.realpath(settings.store_path))
+    if len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
+        return store
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or Path(tempfile.gettempdir()) / f"cacheblend-{os.getuid()}")
+    return base / f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
+
+
+def make_folder(folder: Path) -> None:
+    """Where it is not the store's. Raises UsageError when it is somebody else's."""
+    for part in (folder.parent, folder):
+        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise UsageError(f"{folder} is not this user's", "set XDG_RUNTIME_DIR to a directory of your own")
+
+
+def _model(name: str) -> str:
+    """What tells models apart: a name, or the real path of a directory or a file."""
+    if not name:
+        from cacheblend_cli.model.named import default_model
+
+        return default_model()
+    path = Path(name).expanduser()
+    return os.path.realpath(path) if path.exists() else name
+
+
+def _content(path: str) -> str:
+    """What the prompt's file says; "" for none, and for one that cannot be read, which is told elsewhere."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError):
+        return ""

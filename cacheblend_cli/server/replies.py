@@ -1,0 +1,153 @@
+"""Replies in OpenAI's form, and beside it, under "blend", what became of the chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.sampling import TokenLogprob
+from cacheblend_cli.runtime.service import Done, Event, Reasoning, Text
+from cacheblend_cli.server.asking import Origin, checked
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How the answers to one request are written. chat: as messages, else as text. usage: in a stream, too."""
+
+    chat: bool
+    model: str
+    tokenizer: Tokenizer
+    usage: bool = False
+    explain: bool = False
+    id: str = ""
+    created: int = 0
+
+    @classmethod
+    def of(cls, *, chat: bool, model: str, tokenizer: Tokenizer, usage: bool = False, explain: bool = False) -> Reply:
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        return cls(chat, model, tokenizer, usage, explain, name, int(time.time()))
+
+    def whole(self, ends: Sequence[Done], origins: Sequence[Sequence[Origin]]) -> dict[str, Any]:
+        """One object. ends: of every prompt, with the origins of its chunks."""
+        choices: list[dict[str, Any]] = []
+        for done in ends:
+            choices += [self._choice(len(choices) + i, answer) for i, answer in enumerate(done.answers)]
+        blends = [self.blend(done, of) for done, of in zip(ends, origins, strict=True)]
+        answers = [answer for done in ends for answer in done.answers]
+        firsts = [done.answers[0] for done in ends]
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {
+            **self._head(kind),
+            "choices": choices,
+            "usage": usage(firsts, answers),
+            "blend": blends[0] if len(blends) == 1 else {"prompts": blends},
+        }
+
+    async def stream(self, events: AsyncIterator[Event], origins: Sequence[Origin]) -> AsyncIterator[dict[str, Any]]:
+        """Objects of a stream. The last one with a choice has "blend"."""
+        begun: set[int] = set()
+        async for event in events:
+            if isinstance(event, Text | Reasoning):
+                if self.chat and event.index not in begun:
+                    begun.add(event.index)
+                    yield self._chunk(event.index, {"role": "assistant", "content": ""})
+                if isinstance(event, Text):
+                    yield self._chunk(event.index, {"content": event.text})
+                elif self.chat:
+                    yield self._chunk(event.index, {"reasoning_content": event.text})
+            elif isinstance(event, Done):
+                last = len(checked(event).answers) - 1
+                for i, answer in enumerate(event.answers):
+                    extra = {"blend": self.blend(event, origins)} if i == last else {}
+                    yield {**self._chunk(i, {}, finish_reason(answer)), **extra}
+                if self.usage:
+                    yield {
+                        **self._head(self._streamed),
+                        "choices": [],
+                        "usage": usage(event.answers[:1], event.answers),
+                    }
+
+    def blend(self, done: Done, origins: Sequence[Origin]) -> dict[str, Any]:
+        """What became of the chunks, and how long it took."""
+        answer = done.answers[0]
+        told = answer.to_dict(explain=self.explain)
+        chunks = [
+            {
+                "id": c.id, "document": of.document, "title": of.title, "tokens": c.tokens, "status": c.status,
+                "recomputed": c.recomputed,
+            }
+            for c, of in zip(answer.chunks, origins, strict=True)
+        ]  # fmt: skip
+        timing = {name: value for name, value in told["timing"].items() if name not in ("process_s", "model_load_s")}
+        names = (
+            "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
+            "recompute_fraction", "kv_bytes_loaded", "notes",
+        )  # fmt: skip
+        rest: dict[str, Any] = {name: told[name] for name in ("verify", "layers", "auto") if name in told}
+        return {**{name: told[name] for name in names}, "chunks": chunks, "timing": timing, "ended": done.ended, **rest}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @property
+    def _streamed(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _chunk(self, index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+        said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        return {**self._head(self._streamed), "choices": [choice]}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        logprobs = self._logprobs(answer) if answer.logprobs else None
+        said: dict[str, Any] = {"text": answer.text}
+        if self.chat:
+            reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+            said = {"message": {"role": "assistant", "content": answer.text, **reasoning}}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason(answer)}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._token(p) for p in answer.logprobs], "refusal": None}
+        tokens = [self._text(p.token_id) for p in answer.logprobs]
+        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [p.logprob for p in answer.logprobs],
+            "top_logprobs": [{self._text(i): value for i, value in p.top} for p in answer.logprobs],
+            "text_offset": offsets,
+        }
+
+    def _token(self, of: TokenLogprob) -> dict[str, Any]:
+        top = [self._named(token_id, value) for token_id, value in of.top]
+        return {**self._named(of.token_id, of.logprob), "top_logprobs": top}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+    def _text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def finish_reason(answer: Answer) -> str:
+    """OpenAI's names: an answer that was ended by its time has no other than "length"."""
+    return "stop" if answer.finish_reason == "stop" else "length"
+
+
+def usage(prompts: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:
+    """prompts: an answer of every prompt."""
+    asked = sum(a.prompt_tokens for a in prompts)
+    said = sum(len(a.generated_ids) for a in answers)
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": said,
+        "total_tokens": asked + said,
+        "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)},
+    }

@@ -1,0 +1,80 @@
+"""Who may ask: API keys, and whose KV each of them sees."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend_cli.errors import NotFoundError, UsageError
+
+_NAMED = re.compile(r"([A-Za-z][\w.-]{0,63}):(.+)")
+_LEAST = 8  # characters of a key
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """name: "" is the store's own. salt: what keeps the KV of its chunks apart (see `Collection.salt`)."""
+
+    name: str
+    salt: str
+
+
+class Keyring:
+    """API keys and their tenants. Without any key, everybody is the store's own tenant."""
+
+    def __init__(self, keys: Iterable[str], own_salt: str) -> None:
+        """keys: KEY, which is the store's own, or NAME:KEY, for a tenant whose salt is its name. Raises UsageError."""
+        self._own = Tenant("", own_salt)
+        self._known: list[tuple[bytes, Tenant]] = []
+        for text in keys:
+            match = _NAMED.fullmatch(text)
+            tenant, key = (Tenant(match[1], match[1]), match[2]) if match else (self._own, text)
+            if len(key) < _LEAST or not key.isascii() or not key.isprintable() or " " in key:
+                raise UsageError(
+                    f"an API key is at least {_LEAST} printable characters without spaces",
+                    "KEY, or NAME:KEY for a tenant with KV of its own",
+                )
+            if tenant.salt and tenant.salt == own_salt and tenant.name:
+                raise UsageError(f"the tenant {tenant.name!r} is named as --salt is", "name it otherwise")
+            self._known.append((_digest(key), tenant))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is needed."""
+        return not self._known
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether there is another one than the store's own."""
+        return any(tenant.name for _, tenant in self._known)
+
+    def tenant_of(self, authorization: str | None) -> Tenant | None:
+        """Whose request this is by its Authorization header, None for nobody's. Every key is compared, in constant time."""
+        if self.is_open:
+            return self._own
+        scheme, _, key = (authorization or "").partition(" ")
+        digest, found = _digest(key.strip()), None
+        for known, tenant in self._known:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
+
+
+def read_keys(keys: Sequence[str], file: Path | None) -> list[str]:
+    """Those of the command line, and those of a file with one a line. Raises NotFoundError for a file that cannot be read."""
+    found = list(keys)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise NotFoundError(f"{file} cannot be read: {error}", "a file of API keys has one a line") from error
+        found += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,200 @@
+"""The socket beside the store: commands of this machine's user ask over it, in JSON lines, and get what they would say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from cacheblend_store import StoreError
+
+from cacheblend_cli import __version__
+from cacheblend_cli.api import Engine
+from cacheblend_cli.corpus.scopes import Scope
+from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
+from cacheblend_cli.runtime.plan import plan
+from cacheblend_cli.runtime.request import Question, resolve
+from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.search import Lookup, with_chunks
+from cacheblend_cli.runtime.service import Done, Job, Reasoning, Text
+from cacheblend_cli.server.asking import Asking
+from cacheblend_cli.server.host import Host
+from cacheblend_cli.settings import Resolved, Settings
+
+_LINE = 64 << 20  # bytes of a request at most
+_LEFT_OUT = (
+    "prompt_ids",
+    "generated_ids",
+    "logprobs",
+)  # of what is shown; the record has them where they are asked for
+Request = dict[str, Any]
+Tell = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class WarmSocket:
+    """url: where else the server listens, for --status. on_stop: ends the server."""
+
+    def __init__(self, host: Host, bound: socket, path: Path, url: str) -> None:
+        self._host, self._bound, self._path, self._url = host, bound, path, url
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_stop: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._accept, sock=self._bound, limit=_LINE)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests. What is there may finish for so long."""
+        self._path.unlink(missing_ok=True)
+        if self._server is not None:
+            self._server.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._answer(reader, writer)
+        except (OSError, ValueError, asyncio.CancelledError):
+            pass  # the client has left, or is none of ours
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        if not line:
+            return
+        request: Request = json.loads(line)
+
+        async def tell(event: dict[str, Any]) -> None:
+            writer.write(json.dumps(event).encode() + b"\n")
+            await writer.drain()
+
+        work = asyncio.create_task(self._do(request, tell))
+        left = asyncio.create_task(reader.read(1))  # a client says nothing more: it leaves, or waits
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+    async def _do(self, request: Request, tell: Tell) -> None:
+        try:
+            match request["op"]:
+                case "status":
+                    await tell({"event": "status", "end": True, **self._status()})
+                case "stop":
+                    await tell({"event": "stopping", "end": True})
+                    self.on_stop()
+                case "ask":
+                    with self._host:
+                        await self._ask(request, tell)
+                case other:
+                    raise NotFoundError(f"the engine knows no {other!r}", "is it of another version?")
+        except (CacheBlendError, StoreError) as error:
+            await tell(
+                {"event": "failed", "message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
+            )
+        except (OSError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            message = f"the engine failed: {type(error).__name__}: {error}"
+            await tell({"event": "failed", "message": message, "hint": None, "exit_code": int(ExitCode.INTERNAL)})
+
+    def _status(self) -> dict[str, Any]:
+        host = self._host
+        return {
+            "pid": os.getpid(), "version": __version__, "model": host.model, "url": self._url, "socket": str(self._path),
+            "up_s": round(time.time() - host.started, 1), "idle_s": round(host.idle_s, 1), **vars(host.service.stats()),
+        }  # fmt: skip
+
+    async def _ask(self, request: Request, tell: Tell) -> None:
+        resolved = resolved_of(request)
+        prepared = await asyncio.wrap_future(
+            self._host.service.run(lambda runtime: self._job(runtime, request, resolved))
+        )
+        if isinstance(prepared, dict):
+            await tell({"event": "plan", "end": True, **prepared})
+            return
+        async with Asking(self._host, prepared) as asking:
+            async for event in asking.events():
+                if isinstance(event, Text):
+                    await tell({"event": "text", "text": event.text})
+                elif isinstance(event, Reasoning):
+                    await tell({"event": "reasoning", "text": event.text})
+                elif isinstance(event, Done):
+                    await tell({"event": "done", "end": True, **await self._ended(event, prepared.question, request)})
+
+    def _job(self, runtime: Runtime, request: Request, resolved: Resolved) -> Job | dict[str, Any]:
+        """The job, or with "dry_run" the plan of it: in the engine's thread."""
+        settings, store = resolved.settings, self._host.store
+        sampling = sampling_of(resolved, stop=tuple(request["stop"]), logprobs=request["logprobs"])
+        sampling = as_the_model(sampling, resolved, runtime.model)
+        keys, history = request["keys"], tuple(request.get("history", ()))
+        question = Question(request["question"], [], BlendConfig.of(settings), sampling, settings.salt, history=history)
+        if keys is None:
+            scope = Scope(**{**request["scope"], "linked": frozenset(request["scope"]["linked"])})
+            lookup = Lookup(settings.top_k, settings.context, scope, request.get("query") or "")
+            question = with_chunks(runtime, store, question, lookup)
+        else:
+            question = replace(question, keys=[bytes.fromhex(key) for key in keys])
+        auto = settings.ratio == "auto"
+        if request["dry_run"]:
+            told = plan(runtime, resolve(runtime, store, question), auto=auto)
+            return {"plan": plain(told), "keys": [key.hex() for key in question.keys]}
+        return Job(question, verify=request["verify"], auto=auto, save_holes=request["save"])
+
+    async def _ended(self, done: Done, question: Question, request: Request) -> dict[str, Any]:
+        [answer] = done.answers
+        differences: list[str] | None = None
+        if request["explain"]:
+            run = self._host.service.run
+            differences = await asyncio.wrap_future(
+                run(lambda runtime: Engine(runtime).prompt_differences(self._host.store, question, answer))
+            )
+        return {
+            "record": answer.to_dict(ids=request["ids"], explain=request["explain"]),
+            "answer": shown(answer),
+            "keys": [key.hex() for key in question.keys],
+            "differences": differences,
+        }
+
+
+def resolved_of(request: Request) -> Resolved:
+    """The settings as the command line resolved them."""
+    given = request["settings"]
+    return Resolved(Settings(**{**given, "template_var": tuple(given["template_var"])}), request["origin"])
+
+
+def shown(answer: Answer) -> dict[str, Any]:
+    """What of an answer is shown to people."""
+    return {f.name: plain(getattr(answer, f.name)) for f in fields(answer) if f.name not in _LEFT_OUT}
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it; of an enumeration its name."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return {"name": value.name}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,124 @@
+"""Fixtures: a server in this process, on a free port and a socket, over a store and a random model of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cacheblend_store import ChunkStore
+from checkpoints import write_checkpoint
+
+from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.service import Limits, Service
+from cacheblend_cli.server.app import make_app
+from cacheblend_cli.server.guard import LOOPBACK
+from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
+from cacheblend_cli.server.tenants import Keyring
+from cacheblend_cli.server.warm import WarmSocket
+from cacheblend_cli.settings import Settings
+
+KEYS = ("plain-key-0000", "ada:ada-key-000000", "bob:bob-key-000000")
+
+
+@dataclass
+class Server:
+    """url: of /v1. client: at the server's root, without a key."""
+
+    url: str
+    socket: Path
+    host: Host
+    client: httpx.Client
+
+    def ask(self, key: str = "", **body: Any) -> httpx.Response:
+        body.setdefault("messages", [{"role": "user", "content": "who works in Bergen?"}])
+        body.setdefault("max_tokens", 4)
+        return self.client.post("/v1/chat/completions", json=body, headers=bearer(key))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    write_checkpoint(path, "qwen2", max_position_embeddings=1024)
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine(model: Path) -> Engine:
+    return Engine.load(EngineConfig(model=str(model), threads=1))
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture
+def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
+    """Start servers, which end with the test."""
+    running: list[tuple[Callable[[], None], threading.Thread, Service, ChunkStore, httpx.Client]] = []
+
+    def run(keys: tuple[str, ...] = (), limits: Limits | None = None, **of_host: Any) -> Server:
+        number = len(running)
+        store = ChunkStore.open(tmp_path / f"store{number}", mode="write")
+        settings = Settings(model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8)
+        service = Service(engine.runtime, store, limits)
+        keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
+        names = LOOPBACK if keyring.is_open else None
+        host = Host(
+            service,
+            store,
+            settings,
+            sampling,
+            engine.config,
+            "tiny",
+            engine.runtime.context,
+            keyring,
+            names=names,
+            **of_host,
+        )
+        tcp, warm_path, unix = (
+            bind_tcp("127.0.0.1", 0),
+            tmp_path / f"warm{number}.sock",
+            tmp_path / f"http{number}.sock",
+        )
+        url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
+        serving = Serving(
+            make_app(host, engine.runtime),
+            host,
+            WarmSocket(host, bind_unix(warm_path), warm_path, url),
+            grace_s=5,
+            idle_exit_s=0,
+        )
+        loop = asyncio.new_event_loop()
+        sockets: list[socket.socket] = [tcp, bind_unix(unix)]
+        thread = threading.Thread(target=lambda: loop.run_until_complete(serving._run(sockets)), daemon=True)
+        thread.start()
+        client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
+        assert client.get("/health").status_code == 200
+        running.append((lambda: loop.call_soon_threadsafe(serving._server.end), thread, service, store, client))
+        return Server(f"{url}/v1", unix, host, client)
+
+    yield run
+    for end, thread, service, store, client in running:
+        client.close()
+        end()
+        thread.join(20)
+        service.close()
+        store.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def server(start: StartServer) -> Server:
+    return start()

@@ -1,0 +1,201 @@
+"""Chat and completions: OpenAI's form, documents beside it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.api import BlendConfig, Engine, Question, SamplingParams
+from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.server.asking import PLAIN
+
+PAGES = [
+    {"id": "a", "title": "Billing", "text": "the lead of billing is Mara and she works in Bergen"},
+    {"id": "b", "text": "Jonas keeps a parrot at home near the harbor"},
+]
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_plain_question_is_the_models_own_answer(server: Any, engine: Engine) -> None:
+    reply = server.ask().json()
+    wording = Wording(PLAIN, engine.runtime.template.wording.system)
+    asked = Question("who works in Bergen?", (), BlendConfig(), SamplingParams(max_tokens=4), wording=wording)
+    answer = engine.ask(None, asked)
+    [choice] = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": answer.text}
+    assert choice["finish_reason"] == answer.finish_reason
+    assert reply["object"] == "chat.completion"
+    assert reply["model"] == "tiny"
+    assert reply["usage"]["prompt_tokens"] == answer.prompt_tokens == len(answer.prompt_ids)
+    assert reply["usage"]["completion_tokens"] == len(answer.generated_ids)
+
+
+def test_documents_are_collected_once(server: Any) -> None:
+    first = server.ask(documents=PAGES).json()
+    assert [c["status"] for c in first["blend"]["chunks"]] == ["computed", "computed"]
+    assert [(c["document"], c["title"]) for c in first["blend"]["chunks"]] == [("a", "Billing"), ("b", "")]
+    again = server.ask(documents=PAGES).json()
+    assert [c["status"] for c in again["blend"]["chunks"]] == ["exact", "blended"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= sum(
+        c["tokens"] for c in again["blend"]["chunks"]
+    )
+    turned = server.ask(documents=PAGES[::-1], blend={"ratio": 1.0}).json()
+    assert {c["id"] for c in turned["blend"]["chunks"]} == {c["id"] for c in first["blend"]["chunks"]}
+    full = server.ask(documents=PAGES[::-1], blend={"mode": "full"}).json()
+    assert turned["choices"][0]["message"] == full["choices"][0]["message"]
+    found = server.client.post("/v1/search", json={"query": "parrot"}).json()
+    assert found["data"] == []  # what came with a question is nobody else's
+
+
+def test_a_stream_says_the_same(server: Any) -> None:
+    whole = server.ask(documents=PAGES, n=2).json()
+    parts = events(server.ask(documents=PAGES, n=2, stream=True, stream_options={"include_usage": True}).text)
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        own = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+    [blend] = [part["blend"] for part in parts if "blend" in part]
+    assert len(blend["chunks"]) == 2
+
+
+def test_turns_stand_behind_the_documents(server: Any) -> None:
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "Mara"},
+        {"role": "user", "content": [{"type": "text", "text": "where?"}]},
+    ]
+    first = server.ask(messages=[turns[0], turns[1]], documents=PAGES).json()
+    later = server.ask(messages=turns, documents=PAGES).json()
+    assert [c["id"] for c in later["blend"]["chunks"]] == [c["id"] for c in first["blend"]["chunks"]]
+    assert later["blend"]["chunks"][0]["status"] == "exact"
+    assert later["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]
+    other = server.ask(messages=turns[1:2], documents=PAGES).json()  # behind another system prompt is another KV
+    assert other["blend"]["chunks"][0]["id"] != first["blend"]["chunks"][0]["id"]
+
+
+def test_completions_go_on_without_a_template(server: Any, engine: Engine) -> None:
+    body = {"prompt": ["the lead of", "Jonas keeps"], "max_tokens": 3, "logprobs": 2}
+    reply = server.client.post("/v1/completions", json=body).json()
+    tokenizer = engine.model.tokenizer
+    assert reply["usage"]["prompt_tokens"] == sum(len(tokenizer.encode_text(p)) for p in body["prompt"])
+    assert [c["index"] for c in reply["choices"]] == [0, 1]
+    tokens = reply["choices"][0]["logprobs"]
+    assert len(tokens["tokens"]) == len(tokens["token_logprobs"]) == len(tokens["text_offset"])
+    assert all(len(top) <= 2 for top in tokens["top_logprobs"])
+
+
+def test_logprobs_of_a_chat(server: Any) -> None:
+    reply = server.ask(logprobs=True, top_logprobs=3).json()
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert len(content) == reply["usage"]["completion_tokens"]
+    for token in content:
+        best = token["top_logprobs"][0]
+        assert best["logprob"] == pytest.approx(token["logprob"])
+        assert len(token["top_logprobs"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("reasoning_effort", "high"),
+        ("temprature", 1),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("n", 0),
+        ("stop", [""]),
+        ("blend", {"mode": "magic"}),
+        ("blend", {"rato": 1}),
+        ("blend", {"ratio": "much"}),
+        ("documents", [{"text": " "}]),
+        ("documents", [{"txt": "a"}]),
+        ("chunks", ["../../etc/passwd"]),
+        ("model", "gpt-5"),
+        ("messages", []),
+        ("messages", [{"role": "assistant", "content": "hello"}]),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        ),
+        ("messages", [{"role": "tool", "content": "3"}]),
+    ],
+)
+def test_what_cannot_be_done_is_refused(server: Any, field: str, value: Any) -> None:
+    for stream in (False, True):
+        reply = server.ask(**{field: value, "stream": stream})
+        assert reply.status_code in (400, 404), reply.text
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_what_asks_for_nothing_is_taken(server: Any) -> None:
+    reply = server.ask(
+        user="me",
+        metadata={"a": "b"},
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        logit_bias=None,
+        store=False,
+    )
+    assert reply.status_code == 200
+
+
+def test_too_long_is_told_in_numbers(server: Any) -> None:
+    for stream in (False, True):
+        reply = server.ask(messages=[{"role": "user", "content": "Mara " * 2000}], stream=stream)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "1024" in error["message"]
+
+
+def test_stored_chunks_are_named_and_searched(server: Any) -> None:
+    for page in PAGES:
+        put = server.client.put(f"/v1/documents/{page['id']}", json={"text": page["text"], "title": page.get("title")})
+        assert put.status_code == 201
+        assert {c["status"] for c in put.json()["chunks"]} == {"new"}
+    again = server.client.put("/v1/documents/b", json={"text": PAGES[1]["text"]})
+    assert (again.status_code, {c["status"] for c in again.json()["chunks"]}) == (200, {"unchanged"})
+    [hit] = server.client.post("/v1/search", json={"query": "parrot"}).json()["data"]
+    assert (hit["document"], "parrot" in hit["text"]) == ("b", True)
+    [chunk] = server.ask(chunks=[hit["id"][:12]]).json()["blend"]["chunks"]
+    assert (chunk["document"], chunk["status"]) == ("b", "exact")
+    found = server.ask(search={"query": "billing", "k": 1}, messages=[{"role": "user", "content": "who?"}]).json()
+    assert [c["document"] for c in found["blend"]["chunks"]] == ["a"]
+    nothing = server.ask(search={"query": "zebra"})
+    assert (nothing.status_code, "/" in nothing.json()["error"]["message"]) == (404, False)
+    assert [d["id"] for d in server.client.get("/v1/documents").json()["data"]] == ["a", "b"]
+    assert server.client.delete("/v1/documents/b").json()["deleted"] is True
+    assert server.client.delete("/v1/documents/b").status_code == 404
+    assert server.client.post("/v1/search", json={"query": "parrot"}).json()["data"] == []
+    assert [d["id"] for d in server.client.get("/v1/documents").json()["data"]] == ["a"]
+
+
+def test_files_are_not_told_by_their_paths(server: Any, engine: Engine, tmp_path: Any) -> None:
+    from cacheblend_cli.api import PrecomputeOptions
+
+    (tmp_path / "secret-place").mkdir()
+    (tmp_path / "secret-place" / "page.md").write_text(PAGES[0]["text"])
+    store: ChunkStore = server.host.store
+    engine.precompute(store, [str(tmp_path / "secret-place")], PrecomputeOptions(), lambda event: None)
+    replies = [
+        server.ask(search={"k": 1}, messages=[{"role": "user", "content": "billing"}], explain=True),
+        server.client.post("/v1/search", json={"query": "billing"}),
+        server.client.get("/v1/documents"),
+    ]
+    for reply in replies:
+        assert reply.status_code == 200
+        assert "page.md" in reply.text
+        assert "secret-place" not in reply.text
