@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 
 from cacheblend_cli import __version__
 from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.search import Lookup
 from cacheblend_cli.runtime.service import Done, Event, Started
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, prepare, sampling_of
@@ -223,9 +222,7 @@ async def _first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, Non
 
 async def _search(request: Request, host: Host, runtime: Runtime) -> Response:
     body = parse(SearchBody, await _json(request))
-    hits = await in_engine(
-        host, lambda runtime: find(runtime, host, body.query, Lookup(body.k, host.settings.context), _tenant(request))
-    )
+    hits = await in_engine(host, lambda runtime: find(runtime, host, body.query, body.k, _tenant(request)))
     return JSONResponse({"object": "list", "data": hits})
 
 

@@ -77,7 +77,8 @@ def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
     found: dict[bytes, Origin | None] = {}
     keys = [*_sent(runtime, host, wanted, wording, found), *_named(runtime, host, wanted)]
     if body.search is not None:
-        lookup = Lookup(body.search.k or settings.top_k, settings.context, query=body.search.query or "")
+        k = body.search.k or settings.top_k
+        lookup = replace(Lookup.of(replace(settings, top_k=k)), query=body.search.query or "")
         try:
             keys += with_chunks(runtime, host.store, replace(question, wording=None), lookup).keys
         except NotFoundError as error:

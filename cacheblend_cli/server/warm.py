@@ -152,8 +152,7 @@ class WarmSocket:
         question = Question(request["question"], [], BlendConfig.of(settings), sampling, settings.salt, history=history)
         if keys is None:
             scope = Scope(**{**request["scope"], "linked": frozenset(request["scope"]["linked"])})
-            lookup = Lookup(settings.top_k, settings.context, scope, request.get("query") or "")
-            question = with_chunks(runtime, store, question, lookup)
+            question = with_chunks(runtime, store, question, Lookup.of(settings, scope))
         else:
             question = replace(question, keys=[bytes.fromhex(key) for key in keys])
         auto = settings.ratio == "auto"

@@ -71,7 +71,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
     def run(keys: tuple[str, ...] = (), limits: Limits | None = None, **of_host: Any) -> Server:
         number = len(running)
         store = ChunkStore.open(tmp_path / f"store{number}", mode="write")
-        settings = Settings(model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8)
+        settings = Settings(model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words")
         service = Service(engine.runtime, store, limits)
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
