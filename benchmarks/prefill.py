@@ -38,7 +38,7 @@ from cacheblend_cli.evaluation.speed import (
     ordinary_ids,
     random_ids,
 )
-from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.runtime import Runtime
 
@@ -87,7 +87,7 @@ def write_checkpoint(path: Path, config: Path) -> Path:
 
 
 def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
-    ours = load_model(checkpoint, "bench", torch.device("cpu"), "float32", "auto")
+    ours = load_model(checkpoint, "bench", torch.device("cpu"), Precision("float32"), "auto")
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(ours)
     ids = tuple(random_ids(ordinary, CHUNK_TOKENS, generator) for _ in range(CHUNKS))

@@ -23,7 +23,7 @@ from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import spec_from_config
-from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
@@ -143,7 +143,11 @@ def _codec(folder: Path, codec: str, rounds: int) -> dict[str, Any]:
 def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
     """A blend at ratio .15 of TOKENS chunk tokens by codec: what it waits for its KV, as a share of its prefill."""
     model = load_model(
-        write_checkpoint(folder / "model", ROOT / "configs/qwen2.5-0.5b.json"), "bench", CPU, "float32", "auto"
+        write_checkpoint(folder / "model", ROOT / "configs/qwen2.5-0.5b.json"),
+        "bench",
+        CPU,
+        Precision("float32"),
+        "auto",
     )
     generator = torch.Generator().manual_seed(1)
     ids = [

@@ -38,7 +38,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no message
 NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
 
 
-MACHINE = ("device", "dtype", "attention_backend", "threads")
+MACHINE = ("device", "dtype", "weight_dtype", "attention_backend", "threads")
 CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift")
 SEARCHING = ("top_k", "search", "embeddings", "min_score", "expand", "context")
 PROMPT = ("prompt", "system", "template_var")

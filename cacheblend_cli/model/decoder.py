@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheblend_cli.model.experts import Experts
 from cacheblend_cli.model.kv_scales import KVScales
-from cacheblend_cli.model.linear import Linear
+from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.norm import Norm, add_and_norm
 from cacheblend_cli.model.rope import LayerRotations
@@ -21,20 +21,27 @@ class DecoderLayer:
 
     Rows go in as [num_rows, hidden_size]; heads come out as [num_rows, heads, head_dim]. K is returned before RoPE
     (after QK-norm, where the family has one): that is what is stored. rope: which of the decoder's RoPEs turns q and k.
+    weight_dtype: what its weights are kept in, see `linear`; those of a mixture's experts stay in the compute dtype.
     """
 
     def __init__(
-        self, index: int, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend, rope: int
+        self,
+        index: int,
+        spec: ModelSpec,
+        weights: dict[str, Tensor],
+        kernels: KernelBackend,
+        rope: int,
+        weight_dtype: str = "auto",
     ) -> None:
         self.index, self.spec, self.kernels, self.rope = index, spec, kernels, rope
         own = [name for name in weights if name.startswith(f"{index}.")]
         get = {
             name.split(".", 1)[1]: weights.pop(name) for name in own
         }  # taken out: once packed, a weight is not held twice
-        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), spec.q_size)
-        self._o = Linear(get["o_proj.weight"], get.get("o_proj.bias"))
+        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), spec.q_size, weight_dtype)
+        self._o = linear(get["o_proj.weight"], get.get("o_proj.bias"), weight_dtype=weight_dtype)
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
-        self.mlp = MLP(spec, get, kernels) if experts is None else Experts(spec, experts, get, kernels)
+        self.mlp = MLP(spec, get, kernels, weight_dtype) if experts is None else Experts(spec, experts, get, kernels)
         norms = {p: Norm(spec, kernels, get[f"{p}.weight"], get.get(f"{p}.bias")) for p, _ in spec.norms}
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
@@ -103,18 +110,23 @@ class DecoderLayer:
 class Decoder:
     """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and the kernels they run on.
 
-    weights: as `load_weights` gives them; they are taken out of it.
+    weights: as `load_weights` gives them; they are taken out of it. weight_dtype: what they are kept in, see `linear`.
     """
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"
+    ) -> None:
         self.spec, self.kernels = spec, kernels
         self.embedding = weights["embed"]
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
         tied = weights["lm_head"].data_ptr() == self.embedding.data_ptr()
-        self._head = Linear(weights["lm_head"], pack=not tied)  # a packed copy of the embedding would be a second one
+        # a packed copy of the embedding would be a second one; one in int8 is small
+        self._head = linear(weights["lm_head"], weight_dtype=weight_dtype, pack=not tied)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.rope = LayerRotations(spec, self.device)
-        self.layers = [DecoderLayer(i, spec, weights, kernels, rope) for i, rope in enumerate(self.rope.of_layer)]
+        self.layers = [
+            DecoderLayer(i, spec, weights, kernels, rope, weight_dtype) for i, rope in enumerate(self.rope.of_layer)
+        ]
         self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -152,11 +164,11 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class _ByRows:
     """A projection whose first rows and whose rest are also asked for alone. Packed weights cannot be cut: they are two."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, count: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
         cut = None if bias is None else (bias[:count], bias[count:])
-        self.first = Linear(weight[:count], None if cut is None else cut[0])
-        self.rest = Linear(weight[count:], None if cut is None else cut[1])
-        self._whole = None if self.first.packed else Linear(weight, bias)
+        self.first = linear(weight[:count], None if cut is None else cut[0], weight_dtype=weight_dtype)
+        self.rest = linear(weight[count:], None if cut is None else cut[1], weight_dtype=weight_dtype)
+        self._whole = None if self.first.packed else linear(weight, bias, weight_dtype=weight_dtype)
         self._sizes = (count, weight.shape[0] - count)
 
     @property

@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cacheblend_cli.errors import DeviceError, UsageError
+
 PACKABLE = (torch.float32, torch.bfloat16)
+WEIGHT_DTYPES = ("auto", "int8")  # auto: as the model computes
+LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -35,3 +39,55 @@ class Linear:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return out
         return F.linear(x, self.weight, self.bias)
+
+
+class Int8Linear:
+    """x -> x W^T + b with weights in int8, one scale an output channel, and x in 8 bits, one scale a row.
+
+    Products and sums are whole numbers, so a row's result depends on no other row. (Dynamic W8A8: LLM.int8(), arXiv
+    2208.07339, without its outliers; ZeroQuant's token-wise activations, arXiv 2206.01861.) weight: [out, in] of any
+    float dtype, bias: [out] or None; `dtype`: of what comes out. On a CPU with VNNI alone: others saturate.
+    """
+
+    packed = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias, self.dtype = bias, weight.dtype
+        self._from = self.dtype if self.dtype in PACKABLE else torch.float32  # what oneDNN gives
+        scales = weight.abs().amax(1).float().clamp_min(LEAST) / 127
+        whole = torch.empty(weight.shape, dtype=torch.int8)
+        for start in range(0, len(weight), 4096):  # no float copy of a whole vocabulary
+            rows = slice(start, start + 4096)
+            whole[rows] = (weight[rows].float() / scales[rows, None]).round_().to(torch.int8)
+        self.weight = torch.ops.onednn.qlinear_prepack(whole, None)
+        self._scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
+        self.num_bytes = whole.numel() + scales.numel() * 4 + (0 if bias is None else bias.numel() * bias.itemsize)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_rows, in] -> [num_rows, out]."""
+        rows = x.float()
+        largest = rows.abs().amax(1, keepdim=True)
+        scale = (largest.clamp_min_(LEAST) / 127).to(
+            self.dtype
+        )  # as it is multiplied with below: at most 127.3 of them
+        whole = torch.addcdiv(rows.new_tensor(128.5), rows, scale.float()).to(torch.uint8)  # 128 is zero; then cut off
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+            whole, 1.0, 128, self.weight, self._scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""
+        )
+        out = out.mul_(scale).to(self.dtype)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+def check_weight_dtype(name: str, device: torch.device) -> None:
+    """Raises UsageError for a name that is none, DeviceError where this machine cannot multiply in it."""
+    if name not in WEIGHT_DTYPES:
+        raise UsageError(f"unknown weight dtype {name!r}", f"known: {', '.join(WEIGHT_DTYPES)}")
+    if name == "int8" and (device.type != "cpu" or not torch.cpu._is_vnni_supported()):
+        raise DeviceError(
+            "--weight-dtype int8 multiplies on a CPU with VNNI, and this is none", "leave --weight-dtype out"
+        )
+
+
+def linear(weight: Tensor, bias: Tensor | None = None, *, weight_dtype: str, pack: bool = True) -> Linear | Int8Linear:
+    """The product with this weight, kept as `weight_dtype` says."""
+    return Int8Linear(weight, bias) if weight_dtype == "int8" else Linear(weight, bias, pack=pack)

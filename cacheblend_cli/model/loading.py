@@ -26,6 +26,7 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
+from cacheblend_cli.model.linear import check_weight_dtype
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
@@ -39,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE, compute dtype and adapter.
+    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE, dtypes and adapter.
     fingerprints: the same model's by the dtype it computes in. lora: the adapter that was merged into the weights,
     lora_digest: its content.
     generation_config: as the model's file has it, unchecked."""
@@ -54,6 +55,7 @@ class LoadedModel:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     lora: Path | None = None
     lora_digest: str = ""
+    weight_dtype: str = "auto"
 
     @property
     def shown_path(self) -> Path:
@@ -65,12 +67,28 @@ class LoadedModel:
         return self.decoder.spec
 
 
+@dataclass(frozen=True)
+class Precision:
+    """What a model computes in, "auto" for what suits checkpoint and machine, and what its weights are kept in: "auto" for
+    the same, "int8"."""
+
+    dtype: str = "auto"
+    weights: str = "auto"
+
+
 def load_model(
-    path: Path, name: str, device: torch.device, dtype: str, attention_backend: str, lora: Path | None = None
+    path: Path,
+    name: str,
+    device: torch.device,
+    precision: Precision,
+    attention_backend: str,
+    lora: Path | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint in `path`. lora: the directory of an adapter to merge into its weights. Raises UsageError, NotFoundError or DeviceError."""
+    """Load the checkpoint in `path`. lora: the directory of an adapter to merge into its weights. Raises UsageError,
+    NotFoundError or DeviceError."""
     spec = read_spec(path)
-    compute_dtype = resolve_dtype(dtype, device, spec)
+    compute_dtype = resolve_dtype(precision.dtype, device, spec)
+    check_weight_dtype(precision.weights, device)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
     checkpoint_files(path)  # a directory of another format is told so, and not that it lacks a tokenizer
@@ -90,11 +108,13 @@ def load_model(
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
-    fingerprints = {name: model_fingerprint(spec, path, dtype, lora_digest) for name, dtype in DTYPES.items()}
+    fingerprints = {
+        name: model_fingerprint(spec, path, dtype, lora_digest, precision.weights) for name, dtype in DTYPES.items()
+    }
     return LoadedModel(
         name=name,
         path=path,
-        decoder=Decoder(spec, weights, kernels),
+        decoder=Decoder(spec, weights, kernels, precision.weights),
         tokenizer=tokenizer,
         fingerprint=fingerprints[str(compute_dtype).removeprefix("torch.")],
         fingerprints=fingerprints,
@@ -102,6 +122,7 @@ def load_model(
         generation_config=generation,
         lora=lora,
         lora_digest=lora_digest,
+        weight_dtype=precision.weights,
     )
 
 
@@ -170,8 +191,11 @@ def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dty
     return cpu_dtype(spec, stated) if device.type == "cpu" else stated
 
 
-def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "") -> str:
-    """blake2b-128 over everything K and V depend on: shape, RoPE, weights and how they are read, compute dtype, adapter."""
+def model_fingerprint(
+    spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "", weight_dtype: str = "auto"
+) -> str:
+    """blake2b-128 over everything K and V depend on: shape, RoPE, weights, how they are read and what they are kept in,
+    compute dtype, adapter."""
     unsaid = {
         f.name: f.default for f in fields(spec) if f.default is not MISSING
     }  # what other families have beside Llama
@@ -179,6 +203,7 @@ def model_fingerprint(spec: ModelSpec, path: Path, dtype: torch.dtype, lora_dige
     parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype) + lora_digest
     if quantisation := quantisation_of(path):
         parts += repr(quantisation)
+    parts += "" if weight_dtype == "auto" else weight_dtype
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 

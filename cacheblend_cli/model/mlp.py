@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
-from cacheblend_cli.model.linear import Linear
+from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.spec import ModelSpec
 
 MLP_ROWS = 256
@@ -26,10 +26,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP:
     """Gate, up, activation and down; or, where the spec has no gate, up, activation and down."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], kernels: KernelBackend) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"
+    ) -> None:
         self._gated, self._activation, self._kernels = spec.gated_mlp, spec.activation, kernels
-        self._up = Linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"))
-        self._down = Linear(weights["down_proj.weight"], weights.get("down_proj.bias"))
+        self._up = linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"), weight_dtype=weight_dtype)
+        self._down = linear(weights["down_proj.weight"], weights.get("down_proj.bias"), weight_dtype=weight_dtype)
         self.num_bytes = self._up.num_bytes + self._down.num_bytes
 
     def __call__(self, h: Tensor) -> Tensor:

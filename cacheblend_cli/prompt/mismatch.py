@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection as Ids
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, collection_id
 
 from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.model.linear import WEIGHT_DTYPES
 from cacheblend_cli.model.loading import DTYPES, LoadedModel, model_fingerprint
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.kept import other_wordings
@@ -105,14 +107,20 @@ def _differences(
 
 
 def _model_differences(model: LoadedModel, stored: str) -> list[_Difference]:
-    """Between a model and the one of a fingerprint, where that is the same in another dtype or without its adapter."""
+    """Between a model and the one of a fingerprint, where that is the same in another dtype, with weights of another or
+    without its adapter."""
     ours = str(model.decoder.dtype).removeprefix("torch.")
-    for name, dtype in DTYPES.items():
-        for lora in dict.fromkeys((model.lora_digest, "")):
-            if model_fingerprint(model.spec, model.path, dtype, lora) == stored:
-                other = [] if name == ours else [_Difference(f"in {name}", f"in {ours}", f"--dtype {name}")]
-                bare = [_Difference("without an adapter", "with one", "no --lora")] if lora != model.lora_digest else []
-                return other + bare
+    loras = dict.fromkeys((model.lora_digest, ""))
+    for (name, dtype), lora, weights in product(DTYPES.items(), loras, WEIGHT_DTYPES):
+        if model_fingerprint(model.spec, model.path, dtype, lora, weights) == stored:
+            found = [] if name == ours else [_Difference(f"in {name}", f"in {ours}", f"--dtype {name}")]
+            if weights != model.weight_dtype:
+                said = {"auto": "as they are"}
+                then, now = (f"with weights {said.get(w, f'in {w}')}" for w in (weights, model.weight_dtype))
+                found.append(_Difference(then, now, f"--weight-dtype {weights}"))
+            if lora != model.lora_digest:
+                found.append(_Difference("without an adapter", "with one", "no --lora"))
+            return found
     return []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import Precision
 from cacheblend_cli.prompt.collection import check_kv_dtype
 from cacheblend_cli.prompt.wording import Wording, check_prompt, parse_variables
 from cacheblend_cli.settings import Settings, of_settings
@@ -20,7 +21,7 @@ POOL_DTYPES = ("auto", "float8_e4m3")
 @dataclass(frozen=True)
 class EngineConfig:
     """model: a directory, a GGUF file, a hub id, smollm2 or handbook; None for smollm2 where it is installed, else handbook.
-    lora: the directory of a LoRA adapter to merge into it. threads: CPU threads, None for torch's own choice.
+    lora: the directory of a LoRA adapter to merge into it. dtype, weight_dtype: see `Precision`. threads: CPU threads, None for torch's own choice.
 
     gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs.
     kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the user's
@@ -31,6 +32,7 @@ class EngineConfig:
     lora: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    weight_dtype: str = "auto"
     attention_backend: str = "auto"
     block_size: int = 64
     threads: int | None = None
@@ -56,6 +58,10 @@ class EngineConfig:
         parse_variables(self.template_var)
         if self.prompt:
             check_prompt(self.prompt)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.dtype, self.weight_dtype)
 
     def wording(self, model_dir: Path) -> Wording:
         """How prompts are worded for the model in that directory."""

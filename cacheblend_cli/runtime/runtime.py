@@ -68,7 +68,7 @@ class Runtime:
             progress(f"loading {name}")
         path = resolve_model(name, say)
         lora = Path(config.lora).expanduser() if config.lora else None
-        runtime = cls(load_model(path, name, device, config.dtype, config.attention_backend, lora), config)
+        runtime = cls(load_model(path, name, device, config.precision, config.attention_backend, lora), config)
         if config.kv_pool_dtype == "float8_e4m3":
             prefix_ids = runtime.template.prefix_ids
             runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)

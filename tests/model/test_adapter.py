@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_model
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import resolve
 
@@ -33,7 +33,7 @@ PATTERNS: dict[str, Any] = {
 
 
 def load(path: Path, lora: Path | None = None) -> LoadedModel:
-    return load_model(resolve_model(str(path)), "m", torch.device("cpu"), "float32", "torch", lora)
+    return load_model(resolve_model(str(path)), "m", torch.device("cpu"), Precision("float32"), "torch", lora)
 
 
 def logits_of(model: Path, lora: Path | None) -> tuple[torch.Tensor, list[int]]:

@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.loading import Precision, load_model
 
 NORM, EXTRA = "model.norm.weight", "model.layers.9.mlp.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
@@ -100,10 +100,10 @@ def cut(path: Path) -> None:
 def test_it_is_refused_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path], None], told: str) -> None:
     path = tmp_path / "m"
     write_checkpoint(path, "qwen2-window")
-    load_model(path, "m", torch.device("cpu"), "float32", "torch")
+    load_model(path, "m", torch.device("cpu"), Precision("float32"), "torch")
     damage(path)
     with pytest.raises(CacheBlendError) as refused:
-        load_model(path, "m", torch.device("cpu"), "float32", "torch")
+        load_model(path, "m", torch.device("cpu"), Precision("float32"), "torch")
     assert told in refused.value.message
     assert refused.value.hint
     assert refused.value.exit_code in (2, 3)

@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
-from cacheblend_cli.model.loading import load_model, resolve_model
+from cacheblend_cli.model.loading import Precision, load_model, resolve_model
 
 ID = "someone/some-model"
 SMALL = {"config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -60,7 +60,7 @@ def test_one_file_of_weights_is_fetched_and_nothing_beside_it(hub: Hub) -> None:
     (hub.repository / "original" / "model.safetensors").write_bytes(b"")
     path = resolve_model(ID)
     assert set(hub.fetched) == SMALL | {"model.safetensors.index.json", "model.safetensors"}
-    assert load_model(path, ID, torch.device("cpu"), "float32", "torch").spec.num_layers == 3
+    assert load_model(path, ID, torch.device("cpu"), Precision("float32"), "torch").spec.num_layers == 3
 
 
 def test_shards_are_fetched_when_there_is_no_single_file(hub: Hub) -> None:
@@ -70,7 +70,7 @@ def test_shards_are_fetched_when_there_is_no_single_file(hub: Hub) -> None:
     path = resolve_model(ID)
     assert len(shards) > 1
     assert set(hub.fetched) == SMALL | {"model.safetensors.index.json"} | shards
-    assert load_model(path, ID, torch.device("cpu"), "float32", "torch").spec.num_layers == 3
+    assert load_model(path, ID, torch.device("cpu"), Precision("float32"), "torch").spec.num_layers == 3
 
 
 def test_what_is_cached_is_not_asked_for_again(hub: Hub) -> None:
@@ -87,7 +87,7 @@ def test_a_cache_that_holds_some_of_the_files_is_completed(hub: Hub, kept: str) 
     hub.cache.mkdir()
     shutil.copy(hub.repository / kept, hub.cache / kept)
     path = resolve_model(ID)
-    assert load_model(path, ID, torch.device("cpu"), "float32", "torch").spec.num_layers == 3
+    assert load_model(path, ID, torch.device("cpu"), Precision("float32"), "torch").spec.num_layers == 3
 
 
 def test_a_model_that_is_refused_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
@@ -101,7 +101,7 @@ def test_an_index_whose_shards_are_not_there_is_told(hub: Hub) -> None:
     HubModel("m", change=index_alone).write(hub.repository)
     (hub.repository / "model.safetensors").unlink()
     with pytest.raises(NotFoundError, match="lacks the shard model-00001-of-00002"):
-        load_model(resolve_model(ID), ID, torch.device("cpu"), "float32", "torch")
+        load_model(resolve_model(ID), ID, torch.device("cpu"), Precision("float32"), "torch")
 
 
 def test_an_adapter_beside_the_weights_is_told_to_be_left_out(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model.gguf_files import conversion
-from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_model
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.tensor_source import tensor_source
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.prefill import prefill
@@ -47,7 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {"llama3-rope": {"rope_parameters": LLAMA
 
 
 def load(file: Path) -> LoadedModel:
-    return load_model(resolve_model(str(file)), file.name, torch.device("cpu"), "float32", "torch")
+    return load_model(resolve_model(str(file)), file.name, torch.device("cpu"), Precision("float32"), "torch")
 
 
 def logits_of(file: Path) -> tuple[torch.Tensor, list[int]]:

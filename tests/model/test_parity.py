@@ -13,7 +13,7 @@ from hub_models import HubModel
 from parity import compare, write_documents
 
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.loading import Precision, load_model
 
 RUN = [*hub_models.RUN, *hub_families.RUN]
 REFUSED = [*hub_models.REFUSED, *hub_families.REFUSED]
@@ -44,7 +44,7 @@ def test_full_prefill_and_decoding_are_transformers_and_blending_is_the_referenc
 def test_it_is_refused_by_name(model: HubModel, tmp_path: Path) -> None:
     model.write(tmp_path / "m")
     with pytest.raises(CacheBlendError) as refused:
-        load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
+        load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")
     assert model.refused in refused.value.message
     assert refused.value.hint
     assert refused.value.exit_code == 2

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.families import spec_from_config
-from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import resolve
 
@@ -170,7 +170,7 @@ def test_parts_that_do_not_fit_are_told(
     change(held)
     save_file(held, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CacheBlendError) as refused:
-        load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
+        load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")
     assert told in refused.value.message
     assert refused.value.hint
 
@@ -182,10 +182,10 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path: Path) -> 
     held = load_file(tmp_path / "m" / "model.safetensors")
     bias = f"{Q}.bias"
     save_file(held | {bias: torch.zeros(128)}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
+    load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")
     save_file(held | {bias: torch.ones(128)}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CacheBlendError, match=f"unexpected tensor {bias}"):
-        load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch")
+        load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch")
 
 
 def test_how_weights_are_read_is_part_of_the_fingerprint(tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_how_weights_are_read_is_part_of_the_fingerprint(tmp_path: Path) -> None
         fields = json.loads((tmp_path / "m" / "config.json").read_text())
         fields["quantization_config"]["checkpoint_format"] = version
         (tmp_path / "m" / "config.json").write_text(json.dumps(fields))
-        prints.add(load_model(tmp_path / "m", "m", torch.device("cpu"), "float32", "torch").fingerprint)
+        prints.add(load_model(tmp_path / "m", "m", torch.device("cpu"), Precision("float32"), "torch").fingerprint)
     assert len(prints) == 2
