@@ -42,8 +42,8 @@ class Settings:
     chunk_tokens: int = _setting(512, "Tokens of a chunk at most.")
     context: str = _setting(
         "document",
-        "Where documents are stored in several contexts: sink, document or neighbours. A document without this one "
-        "is taken in the first it has of document, neighbours, sink.",
+        "Of documents stored in several contexts: sink, document or neighbours, else the first there is of document, "
+        "neighbours, sink.",
     )
     window: int = _setting(2048, "Tokens of a chunk with the document or neighbours before it, at most.")
     neighbours: int = _setting(3, "Similar chunks that neighbours takes.")
@@ -62,8 +62,8 @@ class Settings:
     attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)
     prompt: str = _setting(
         "",
-        "File with the wording of the prompt: text with {chunks} and {question} in it.",
-        shown="the model's own, or a plain one",
+        "File with the prompt's wording, with {chunks} and {question} in it.",
+        shown=False,
     )
     system: str = _setting("", "The system prompt.", shown=False)
     template_var: tuple[str, ...] = _setting(
@@ -72,53 +72,46 @@ class Settings:
     mode: str = _setting("blend", "blend, full (no reuse) or reuse (no repair).")
     ratio: float | str = _setting(
         0.15,
-        "Share of the inexact tokens to recompute, or auto: as many as are recomputed while KV is loaded, and all where a "
-        "full prefill is faster, by what this machine is measured to do.",
+        "Share of the inexact tokens to recompute, or auto: as many as loading hides, and all where a full prefill is faster.",
     )
     ratio_floor: float = _setting(0.15, "The least that --ratio auto recomputes.")
-    selector: str = _setting("query", "hkvd, first, query, draft, perturb, random, all or none; or first:4+query.")
+    selector: str = _setting("query", "query, hkvd, first, draft, perturb, random, all, none, or first:4+query.")
     deviation: str = _setting("k", "What hkvd compares: v, k or kv.")
     check_layer: int = _setting(1, "The layer at which hkvd and perturb choose.")
     block: int = _setting(1, "Choose runs of this many tokens.")
     nucleus: float = _setting(0.0, "Stop when this share of the scores' sum is covered; 0 is off.", shown="0")
-    gradual: str = _setting(
-        "", "Several check layers, each keeping a smaller share: LAYER:RATIO,... such as 1:0.3,4:0.15.", shown=False
-    )
+    gradual: str = _setting("", "Several check layers, each keeping a smaller share, as 1:0.3,4:0.15.", shown=False)
     probe_layers: str = _setting(
         "", "Layers whose attention query and draft follow: FIRST-LAST.", shown="the middle half"
     )
     draft_tokens: int = _setting(8, "Answer tokens that draft looks ahead.")
     mean_shift: bool = _setting(
-        False, "Move what is not recomputed of a chunk by the mean change of what is.", shown="no-mean-shift",
+        False, "Move what is not recomputed of a chunk by the mean change of what is.", shown=False,
         flag="--mean-shift/--no-mean-shift",
     )  # fmt: skip
     max_tokens: int = _setting(128, "Tokens of the answer at most.")
-    reasoning_tokens: int = _setting(1024, "Tokens that a model which reasons may take for that, beside --max-tokens.")
+    reasoning_tokens: int = _setting(1024, "Tokens that a model may take to reason, beside --max-tokens.")
     temperature: float = _setting(0.0, "0 is greedy.", shown="0")
     top_p: float = _setting(1.0, "Nucleus sampling.", shown="1")
     top_k: int = _setting(5, "Chunks to search for without --chunks.", flag="--top-k -k")
     search: str = _setting(
         "auto",
-        "How to search: words, meaning or both; auto is both where there are embedding weights, else words.",
+        "words, meaning or both; auto: both where there are embedding weights.",
     )
     embeddings: str = _setting(
         "",
-        "Weights for meaning: directory or hub id of a model2vec model. Default: the small English ones of the package "
-        "wordllama, where that is installed.",
+        "Weights for meaning: directory or hub id of a model2vec model. Default: wordllama's, where it is installed.",
         shown=False,
     )
     min_score: float = _setting(0.0, "Leave out hits whose score is below this.", shown=False)
     expand: int = _setting(0, "Take so many chunks before and after each hit, too.")
     order: str = _setting(
         "exact",
-        "Where searched chunks stand in the prompt: rank (documents by their best hit), or exact (first the document "
-        "of whose chunks the most then need no repair).",
+        "Of searched documents: rank (the best hit first), or exact (first the one that then needs the least repair).",
     )
     sample_top_k: int = _setting(0, "Sample among the k likeliest; 0 is off.")
     min_p: float = _setting(0.0, "Drop tokens below this share of the likeliest.", shown="0")
-    repetition_penalty: float = _setting(
-        1.0, "Divide the logits of what the prompt or the answer has said by this; 1 is off.", shown="1"
-    )
+    repetition_penalty: float = _setting(1.0, "Divide the logits of what was said by this; 1 is off.", shown="1")
     presence_penalty: float = _setting(0.0, "Take this off what the answer has said; 0 is off.", shown="0")
     frequency_penalty: float = _setting(
         0.0, "Take this off what the answer has said, for each time; 0 is off.", shown="0"
@@ -126,7 +119,7 @@ class Settings:
     model_sampling: bool = _setting(
         False,
         "Sample as the model's generation_config.json says, but for what is set here.",
-        shown="no-model-sampling",
+        shown=False,
         flag="--model-sampling/--no-model-sampling",
     )
     seed: int | None = _setting(None, "Seed of the sampling.", shown=False)

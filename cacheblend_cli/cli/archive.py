@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
@@ -35,7 +35,10 @@ def export(
     settings: Settings,
     path: Annotated[Path, typer.Argument(help="A new folder, or a new file whose name ends in .tar.", metavar="PATH")],
     chunks: Annotated[
-        list[str] | None, typer.Argument(help="Chunk ids or unique beginnings; - is stdin.", metavar="[ID]...")
+        list[str] | None,
+        typer.Argument(
+            help="Chunk ids or unique beginnings; - is stdin.", metavar="[ID]...", autocompletion=completion.chunk_ids
+        ),
     ] = None,
     source: options.Source = None,
     model: Annotated[

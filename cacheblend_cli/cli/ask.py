@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answers import Streams, show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
@@ -46,17 +46,24 @@ def ask(
     chunks: Annotated[
         str | None,
         typer.Option(
-            help="Chunk ids: ID,ID or a file of ids or - for stdin. Without it, chunks are searched.",
+            help="ID,ID or a file of ids or - for stdin. Without it, chunks are searched.",
             show_default=False,
+            autocompletion=completion.chunk_ids,
         ),
     ] = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the answer before this text (repeatable).", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="End the answer before this text (repeatable).", rich_help_panel="The answer", show_default=False
+        ),
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Report this many alternatives a token (--json).", show_default=False)
+        int | None,
+        typer.Option(
+            help="Report this many alternatives a token (--json).", rich_help_panel="The answer", show_default=False
+        ),
     ] = None,
     batch: Annotated[
         Path | None,
@@ -65,9 +72,16 @@ def ask(
     verify: Annotated[bool, typer.Option("--verify", help="Compare with a full prefill of the same prompt.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each layer and chunk did.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")] = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.")] = False,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel="The answer")
+    ] = False,
     save: Annotated[
-        bool, typer.Option("--save/--no-save", help="Store the KV of chunks that had to be computed.")
+        bool,
+        typer.Option(
+            "--save/--no-save",
+            help="Store the KV of chunks that had to be computed.",
+            rich_help_panel="This machine and the store",
+        ),
     ] = True,
     json: options.Json = False,
     quiet: options.NoMessages = False,
@@ -77,9 +91,7 @@ def ask(
     Without --chunks they are searched, by default below the current project: the nearest directory from here up that
     holds a cacheblend.toml or a .git.
 
-    The answer goes to stdout; sources, tokens, share recomputed and times go to stderr. Chunks that are named are taken
-    as they are stored. Of those that are searched, one that is also stored behind just what precedes it in the prompt is
-    taken from there, since it then needs no repair; for the others --context says which is taken.
+    The answer goes to stdout; sources, tokens, share recomputed and times go to stderr.
     """
     from cacheblend_cli.corpus.scopes import EVERYTHING
     from cacheblend_cli.corpus.search import check_context

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -89,7 +89,12 @@ def ls(
 @options.with_settings("store")
 def show(
     settings: Settings,
-    chunk: Annotated[str, typer.Argument(help="A chunk id or a unique beginning of one.", metavar="ID")],
+    chunk: Annotated[
+        str,
+        typer.Argument(
+            help="A chunk id or a unique beginning of one.", metavar="ID", autocompletion=completion.chunk_ids
+        ),
+    ],
     json: options.Json = False,
 ) -> None:
     """Show one chunk: where it is from, how it is stored, its text."""
@@ -116,7 +121,8 @@ def show(
 def rm(
     settings: Settings,
     chunks: Annotated[
-        list[str] | None, typer.Argument(help="Chunk ids or unique beginnings.", metavar="[ID]...")
+        list[str] | None,
+        typer.Argument(help="Chunk ids or unique beginnings.", metavar="[ID]...", autocompletion=completion.chunk_ids),
     ] = None,
     source: options.Source = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove every chunk.")] = False,

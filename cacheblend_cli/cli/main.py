@@ -23,6 +23,7 @@ from cacheblend_cli.cli import (
     serve,
     upkeep,
 )
+from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output, flush
 from cacheblend_cli.errors import ExitCode
 
@@ -31,22 +32,22 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Answer questions over documents whose KV cache is computed once, reused in any order, and repaired.",
 )
-app.command("precompute")(precompute.precompute)
-app.command("ask")(ask.ask)
-app.command("search")(search.search)
-app.command("serve")(serve.serve)
+app.command("precompute", cls=Command)(precompute.precompute)
+app.command("ask", cls=Command)(ask.ask)
+app.command("search", cls=Command)(search.search)
+app.command("serve", cls=Command)(serve.serve)
 for command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
     chunks.app.command(command.__name__)(command)
 chunks.app.command("export")(archive.export)
 chunks.app.command("import")(archive.import_)
 app.add_typer(chunks.app, name="chunks")
 app.add_typer(models.app, name="models")
-app.command("bench")(bench.bench)
-app.command("eval")(eval.evaluate)
-app.command("demo")(demo.demo)
+app.command("bench", cls=Command)(bench.bench)
+app.command("eval", cls=Command)(eval.evaluate)
+app.command("demo", cls=Command)(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
 

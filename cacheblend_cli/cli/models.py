@@ -8,14 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
-Model = Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, smollm2 or handbook.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Directory, .gguf file, hub id, smollm2 or handbook.", show_default=False, autocompletion=completion.models
+    ),
+]
 
 
 @app.command("ls")

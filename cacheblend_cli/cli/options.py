@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_
 
 import typer
 
+from cacheblend_cli.cli import completion
+from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.settings import Resolved, Settings, of_settings, resolve
 
@@ -25,9 +27,10 @@ T = TypeVar("T")
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Only documents at or below this path, or that match it: docs, docs/a.md, 'docs/*.md'. From here on; /*NAME* is anywhere.",
+        help="Only documents at, below or like this, from here on: docs, 'docs/*.md'. /*NAME* is anywhere.",
         metavar="GLOB",
         show_default=False,
+        autocompletion=completion.sources,
     ),
 ]
 Everywhere = Annotated[
@@ -48,6 +51,21 @@ SAMPLING = (
     "frequency_penalty", "model_sampling", "seed",
 )  # fmt: skip
 """Settings that go together."""
+_PANEL = {
+    name: panel
+    for panel, names in zip(
+        PANELS,
+        (
+            ("embeddings", "min_score", "expand", "context", "order"),
+            SAMPLING[1:],
+            ("prompt", "template_var"),
+            (*MACHINE, "kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "lora", "salt", "lock_timeout"),
+            ("mode", "ratio_floor", "selector", "gradual", *CHOOSING),
+        ),
+        strict=True,
+    )
+    for name in names
+}
 
 
 def settings_of(**flags: Any) -> Settings:
@@ -107,7 +125,9 @@ def _flag(name: str, help_text: str | None) -> Any:
             *(told["flag"].split() or (f"--{name.replace('_', '-')}",)),
             help=help_text or told["help"],
             show_default=shown,
-            metavar="FLOAT|auto" if words else None,
+            metavar="X|auto" if words else None,
+            rich_help_panel=_PANEL.get(name),
+            autocompletion=completion.models if name == "model" else None,
         ),
     ]
 

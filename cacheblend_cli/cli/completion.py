@@ -1,0 +1,53 @@
+"""What a shell completes: chunk ids, documents and models. Imports neither torch nor transformers; says nothing when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import islice
+from pathlib import Path
+
+_MOST = 200
+
+
+def _quietly(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+    """A completion that cannot be made is none: a shell's line is no place for an error."""
+
+    @wraps(complete)
+    def run(incomplete: str) -> list[str]:
+        try:
+            return complete(incomplete)[:_MOST]
+        except Exception:
+            return []
+
+    return run
+
+
+@_quietly
+def chunk_ids(incomplete: str) -> list[str]:
+    """Stored chunks by the last of ids with commas between them."""
+    from cacheblend_cli.cli import options
+
+    before, comma, last = incomplete.rpartition(",")
+    with options.open_store(options.settings_of(), write=False) as store:
+        ids = islice((m.id for m in store.chunks() if m.id.startswith(last)), _MOST)
+        return [before + comma + name[: max(12, len(last))] for name in ids]
+
+
+@_quietly
+def sources(incomplete: str) -> list[str]:
+    """Stored documents, as a person standing here types them."""
+    from cacheblend_cli.cli import options
+    from cacheblend_cli.corpus.places import known_as, settle, shown
+
+    with options.open_store(options.settings_of(), write=False) as store:
+        names = {shown(settle(known_as(d.source, d.settings))) for d in store.documents()}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+@_quietly
+def models(incomplete: str) -> list[str]:
+    """Models on this machine."""
+    from cacheblend_cli.model.on_disk import models_on_disk
+
+    return [name for name, _ in models_on_disk(Path()) if name.startswith(incomplete)]
