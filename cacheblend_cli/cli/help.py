@@ -17,7 +17,8 @@ class Command(TyperCommand):
     """A command whose options are shown by panel (`rich_help_panel`), in the order of PANELS."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        arguments, everyday = [], []
+        arguments: list[tuple[str, str]] = []
+        everyday: list[tuple[str, str]] = []
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
