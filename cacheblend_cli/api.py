@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.precompute import (
     Difference,
     PrecomputeEvent,
@@ -34,6 +35,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Lookup",
+    "Paths",
     "PrecomputeEvent",
     "PrecomputeOptions",
     "PrecomputeReport",
@@ -68,7 +70,7 @@ class Engine:
     def precompute(
         self,
         store: ChunkStore | None,
-        paths: Sequence[str],
+        paths: Sequence[str] | Paths,
         options: PrecomputeOptions,
         on_event: Callable[[PrecomputeEvent], None],
         confirm: Callable[[Difference], bool] | None = None,
@@ -83,6 +85,7 @@ class Engine:
         self.runtime.take_date(store, options.salt)
         if options.day is not None:
             self.runtime.use_date(options.day)
+        paths = paths if isinstance(paths, Paths) else Paths(paths)
         return precompute(self.runtime.collection(options.salt), store, paths, options, on_event, confirm)
 
     def recheck(

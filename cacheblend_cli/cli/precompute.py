@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
-from cacheblend_cli.corpus.documents import SUFFIXES, check_paths
-from cacheblend_cli.corpus.places import shown, text_of
+from cacheblend_cli.corpus.documents import check_paths
+from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.api import Difference, PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.collect.room import Room
     from cacheblend_cli.settings import Settings
 
@@ -43,7 +43,15 @@ _REMEMBERED = ("chunk_tokens", "context", "window", "neighbours", "kv_dtype")
 )
 def precompute(
     resolved: Resolved,
-    paths: Annotated[list[str], typer.Argument(help="Files and directories; - is stdin.", metavar="PATH...")],
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Files and directories; - is stdin.", metavar="PATH...")
+    ] = None,
+    include: folders.Include = None,
+    exclude: folders.Exclude = None,
+    no_ignore: folders.NoIgnore = None,
+    follow: folders.Follow = None,
+    max_file_size: folders.MaxFileSize = None,
+    files_from: folders.FilesFrom = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -64,13 +72,14 @@ def precompute(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
+    verbose: folders.Verbose = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Compute the KV cache of every chunk of the documents once, and keep it in the store.
 
     A second run does only what changed, and cuts and collects documents as they were before: --chunk-tokens, --context,
-    --window, --neighbours and --kv-dtype are remembered for each PATH. Ctrl-C keeps what is done. Contexts live side by
+    --window, --neighbours, --kv-dtype and what is taken of folders are remembered for each PATH. Ctrl-C keeps what is done. Contexts live side by
     side: ask --context chooses.
     """
     output = Output(quiet=quiet)
@@ -82,9 +91,9 @@ def precompute(
     day = None if date is None else parse_day(date)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota, day=day)
-    check_paths(paths)
+    given_paths = _paths(paths, files_from, folders.selected(include, exclude, no_ignore, follow, max_file_size))
     engine = options.load_engine(settings, output)
-    options.about_demo(settings, output, paths)
+    options.about_demo(settings, output, given_paths.all)
     opened = _store_there(settings) if dry_run else options.open_store(settings, write=True, max_bytes=quota)
     told = nullcontext() if dry_run else on_interrupt("what was stored stays; the same command goes on from there")
 
@@ -92,12 +101,26 @@ def precompute(
         view.end_bar()
         return _confirm(difference, output, yes)
 
-    with told, opened as kv_store, _View(output, json, quiet) as view:
-        report = engine.precompute(kv_store, paths, wanted, view.on_event, confirm)
+    with told, opened as kv_store, _View(output, json, quiet, verbose) as view:
+        report = engine.precompute(kv_store, given_paths, wanted, view.on_event, confirm)
     _summary(report, output, str(settings.store_path), dry_run, json)
     if report.hidden:
         _tell_hidden(report.hidden, output)
-    _check_named(paths, report)
+    view.passed_over.tell_all(report.skipped)
+    _check_named(report)
+
+
+def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any]) -> Paths:
+    """Raises UsageError where nothing is named, NotFoundError for a path that is not there."""
+    from cacheblend_cli.collect.paths import Paths
+
+    if not named and files_from is None:
+        raise UsageError("no path was named", "cacheblend precompute docs/")
+    if files_from == "-" and "-" in (named or ()):
+        raise UsageError("stdin can be read once, and - was given twice", "write the paths to a file")
+    found = Paths(named or (), folders.read_list(files_from), select)
+    check_paths(found.all)
+    return found
 
 
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
@@ -137,10 +160,11 @@ def _changes(difference: Difference) -> Iterator[str]:
 class _View:
     """Turns events into lines and a bar: of the text that is cut, then of the tokens that the plan says."""
 
-    def __init__(self, output: Output, json: bool, quiet: bool) -> None:
+    def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool = False) -> None:
         import time
 
         self.output, self.json, self.quiet = output, json, quiet
+        self.passed_over = folders.PassedOver(output, verbose=verbose, json=json)
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
         self._stack, self._reading = ExitStack(), False
         self.done = self.total = self.computed = 0
@@ -169,8 +193,10 @@ class _View:
             self.total, self._start = event.total, self._clock()
         elif event.room is not None:
             self.output.warn(_say_room(event.room))
-        elif event.kind == "skipped":
-            self.output.warn(f"skipped {event.message}")
+        elif event.skipped is not None:
+            self.passed_over.tell(event.skipped)
+        elif event.kind == "note":
+            self.output.warn(event.message)
         elif event.kind == "removed":
             self.output.note(event.message)
         elif event.chunk is not None:
@@ -201,20 +227,16 @@ def _tell_hidden(names: list[str], output: Output) -> None:
     )
 
 
-def _check_named(paths: list[str], report: PrecomputeReport) -> None:
+def _check_named(report: PrecomputeReport) -> None:
     """A file that was named and could not be read is an error, after everything else was done."""
-    named = {text_of(str(Path(p))) for p in paths}
-    bad = [(source, reason) for source, reason in report.skipped if source in named]
+    bad = [file for file in report.skipped if file.named]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise UsageError(
-            f"{bad[0][0]} was not stored: {bad[0][1]}{more}",
-            "cacheblend reads files of UTF-8 text that are not empty; - is stdin",
+            f"{bad[0].typed} was not stored: {bad[0].reason}{more}", "what is read: docs/documents.md; - is stdin"
         )
     if not report.documents and not report.gone:
-        raise UsageError(
-            "no document was found", f"in directories cacheblend reads {', '.join(SUFFIXES)}; name other files"
-        )
+        raise UsageError("no document was found", "what is read of folders: docs/documents.md; name other files")
 
 
 def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool, json: bool) -> None:

@@ -12,6 +12,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
 from cacheblend_cli.collect.document_records import document_record, is_news, old_record, rename_documents, renamed
+from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Amount, Difference, Part, Planned, compare, manifest_or_none, plan_parts
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
@@ -71,20 +72,21 @@ class ChunkResult:
 @dataclass(frozen=True)
 class PrecomputeEvent:
     """kind: "reading" (done of total characters of a document are cut), "room" (the quota has not enough), "plan" (total
-    tokens to go), "chunk", "skipped", "removed". message is for people."""
+    tokens to go), "chunk", "skipped" (a file that is no document), "note" (of one that is), "removed". message is for people."""
 
-    kind: Literal["reading", "room", "plan", "chunk", "skipped", "removed"]
+    kind: Literal["reading", "room", "plan", "chunk", "skipped", "note", "removed"]
     chunk: ChunkResult | None = None
     message: str = ""
     done: int = 0
     total: int = 0
     room: Room | None = None
+    skipped: Skipped | None = None
 
 
 @dataclass
 class PrecomputeReport:
     """gone: documents that are no more. removed: chunks that went. bytes: of the KV of these documents, of what the quota
-    has room for. hidden: documents elsewhere that the date hides from questions. skipped: (path, reason). difference: what
+    has room for. hidden: documents elsewhere that the date hides from questions. skipped: files that are no documents. difference: what
     the run was to change, as it was found before it."""
 
     documents: int = 0
@@ -99,7 +101,7 @@ class PrecomputeReport:
     seconds: float = 0.0
     hidden: list[str] = field(default_factory=list)
     difference: Difference = field(default_factory=Difference)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
 
     def plan(self, parts: Sequence[Part], room: Room, difference: Difference) -> None:
         """Note what is there before anything is done."""
@@ -117,7 +119,7 @@ class PrecomputeReport:
 def precompute(
     collection: Collection,
     store: ChunkStore | None,
-    paths: Sequence[str],
+    paths: Paths,
     options: PrecomputeOptions,
     on_event: OnEvent,
     confirm: Confirm | None = None,
@@ -133,8 +135,8 @@ def precompute(
     start, report = time.perf_counter(), PrecomputeReport()
 
     def skip(document: Skipped) -> None:
-        report.skipped.append((document.typed, document.reason))
-        on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}"))
+        report.skipped.append(document)
+        on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}", skipped=document))
 
     def reading(document: Document, done: int) -> None:
         on_event(PrecomputeEvent("reading", message=shown(document.source), done=done, total=len(document.text)))
@@ -142,6 +144,9 @@ def precompute(
     if store is not None and not options.dry_run:
         rename_documents(store)
     found = survey(collection, store, paths, skip)
+    for document in found.documents:
+        if document.layout.note:
+            on_event(PrecomputeEvent("note", message=f"{shown(document.source)}: {document.layout.note}"))
     parts = plan_parts(store, found, options.given, reading)
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
     room = room_for(store, parts, quota)

@@ -12,6 +12,7 @@ from cacheblend_store import ChunkStore, Memo
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.places import is_below, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
+from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -19,7 +20,7 @@ from cacheblend_cli.prompt.collection import Collection
 class DocumentRoot:
     """A path that was given to precompute, for one model and salt, and how what is below it is cut and collected.
 
-    path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
+    selection: what is taken of it where it is a folder. path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
     that a link below them leads to it.
     """
 
@@ -30,6 +31,7 @@ class DocumentRoot:
     linked: frozenset[str] = frozenset()
     projects: frozenset[str] = frozenset()
     updated: float = field(default=0.0, compare=False)
+    selection: Selection = ALL
 
     def covers(self, name: str) -> bool:
         """Whether a document is at or below the path."""
@@ -39,7 +41,7 @@ class DocumentRoot:
         value = {
             "path": self.path, "model": self.model, "salt": self.salt,
             "settings": vars(self.settings), "linked": sorted(self.linked),
-            "projects": sorted(self.projects),
+            "projects": sorted(self.projects), "selection": self.selection.to_dict(),
         }  # fmt: skip
         return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
 
@@ -51,9 +53,12 @@ class DocumentRoot:
             path, model, salt = (str(value[name]) for name in ("path", "model", "salt"))
             linked, projects = (frozenset(map(str, value[name])) for name in ("linked", "projects"))
             settings = CollectSettings.remembered(value["settings"])
+            selection = Selection.from_dict(value.get("selection", {}))
         except (KeyError, TypeError, AttributeError):
             return None
-        return None if settings is None else cls(path, model, salt, settings, linked, projects, memo.updated)
+        if settings is None:
+            return None
+        return cls(path, model, salt, settings, linked, projects, memo.updated, selection)
 
 
 class Roots:
@@ -69,6 +74,11 @@ class Roots:
         own = [r for r in self._known if r.covers(name) and r.model == self._model]
         others = [r for r in self._known if r.covers(name)]
         return max(own or others, key=lambda r: (len(r.path), r.updated), default=None)
+
+    def selection_of(self, name: str) -> Selection:
+        """What was taken of a folder when that was last said, or of the nearest one above."""
+        known = self.nearest(name)
+        return ALL if known is None else known.selection
 
     def unlinked(self, paths: Iterable[str], kept: Set[str]) -> set[str]:
         """Names of documents that a link below one of the paths led to and none does now, nor is any other root's.
@@ -96,7 +106,11 @@ class Roots:
             if old is not None:
                 linked = root.linked if done else root.linked | old.linked
                 root = replace(root, linked=linked, projects=root.projects | old.projects)
-            inherits = above is not None and above.model == self._model and above.settings == root.settings
+            inherits = above is not None and (above.model, above.settings, above.selection) == (
+                self._model,
+                root.settings,
+                root.selection,
+            )
             if old is not None or root.linked or root.projects or not inherits:
                 after[path] = replace(root, updated=now)
             for below in known.values():

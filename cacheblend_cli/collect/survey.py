@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -12,11 +12,13 @@ from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.collect.document_records import gone_documents, stored_documents
+from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.roots import DocumentRoot, Roots
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.corpus.scopes import ROOTS
+from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import kept_dates
 from cacheblend_cli.prompt.kept import ids_of_wordings
@@ -33,6 +35,7 @@ class Survey:
     for any model or salt. others: records of other models, where the store is of a version that remembered no roots.
     codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
     latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
+    selections: what is taken of each of the paths.
     """
 
     collection: Collection
@@ -46,6 +49,7 @@ class Survey:
     worded: dict[str, Wording]
     earlier: dict[str, date]
     roots: Roots
+    selections: dict[str, Selection]
 
     @cached_property
     def linked(self) -> dict[str, set[str]]:
@@ -114,7 +118,7 @@ class Survey:
         return CollectSettings()
 
     def given_roots(self, given: Mapping[str, Any]) -> list[DocumentRoot]:
-        """What there is to remember of the paths. given: the settings that were asked for."""
+        """What there is to remember of the paths. given: the settings that were asked for, as to `survey`."""
         of = self.collection
         return [
             DocumentRoot(
@@ -124,6 +128,7 @@ class Survey:
                 replace(self.settings_of(path, path), **given),
                 frozenset(self.linked.get(path, ())),
                 frozenset(filter(None, [project])),
+                selection=self.selections[path],
             )
             for path, project in self.paths.items()
         ]
@@ -132,13 +137,15 @@ class Survey:
 def survey(
     collection: Collection,
     store: ChunkStore | None,
-    paths: Sequence[str],
+    paths: Paths,
     on_skipped: Callable[[Skipped], None],
 ) -> Survey:
     """Read the documents at and below the paths, and compare."""
-    names = {place_of(path): linked_from(path) for path in paths}
+    names = {place_of(path): linked_from(path) for path in paths.all}
+    roots = Roots(collection, store)
+    selections = {name: replace(roots.selection_of(name), **paths.select) for name in names}
     found, kept, no_documents = list[Document](), dict[str, str](), set[str]()
-    for document in read_documents(paths):
+    for document in read_documents(paths.named, paths.listed, lambda path: selections[place_of(path)]):
         if isinstance(document, Document):
             found.append(document)
             kept[document.source] = document.digest
@@ -158,11 +165,10 @@ def survey(
     wordings = ids_of_wordings(store, collection) if store else {}
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
     worded = {r.source: wordings[r.collection] for r in behind}
-    roots = Roots(collection, store)
     gone = gone_documents(records, kept, no_documents, names)
     gone |= gone_documents(stored, kept, no_documents | roots.unlinked(names, kept.keys()), names)
     days = {of.id: day for of, day in earlier}
-    return Survey(collection, names, found, kept, stored, gone, others, codecs, worded, days, roots)
+    return Survey(collection, names, found, kept, stored, gone, others, codecs, worded, days, roots, selections)
 
 
 def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:

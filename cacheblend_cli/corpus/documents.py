@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_cli.corpus.layout import PLAIN, Kind, Layout
+from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.converters.converter import Converter
+from cacheblend_cli.corpus.converters.text import MARKDOWN, PLAIN
+from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
+from cacheblend_cli.corpus.layout import Layout
+from cacheblend_cli.corpus.no_document import NoDocument
 from cacheblend_cli.corpus.places import STDIN, place_of, text_of
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.corpus.selection import ALL, Selection
+from cacheblend_cli.corpus.walk import Found, too_large, unwanted, walk
+from cacheblend_cli.errors import NotFoundError
 
-SUFFIXES = (".md", ".markdown", ".txt", ".rst", ".adoc", ".org", ".text")
 MAX_BYTES = 256 << 20
-_KINDS: dict[str, Kind] = {".md": "markdown", ".markdown": "markdown", ".rst": "rst"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Document:
     source: str
     text: str
     root: str = ""
-    layout: Layout = PLAIN
+    layout: Layout = PLAIN_LAYOUT
 
     @property
     def digest(self) -> str:
@@ -38,34 +43,44 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is no document, and why. typed: the path that led to it. unread: it may be one, nobody could look."""
+    """A file that is no document, and why. typed: the path that led to it. unread: it may be one, nobody could look. group:
+    what such files are counted as. named: it was named itself. by_rule: files of its kind are not even opened."""
 
     source: str
     reason: str
     typed: str
     unread: bool = False
+    group: str = ""
+    named: bool = False
+    by_rule: bool = False
 
 
-def read_documents(paths: Sequence[str]) -> Iterator[Document | Skipped]:
-    """The documents under `paths` in sorted order. "-" is stdin. In directories only SUFFIXES are read, hidden names not.
+def read_documents(
+    paths: Sequence[str], listed: Sequence[str] = (), select: Callable[[str], Selection] = lambda path: ALL
+) -> Iterator[Document | Skipped]:
+    """The documents under `paths` in sorted order, then the `listed` files. "-" is stdin. Of directories and of
+    what is listed is read what a converter knows; hidden names, ignored ones and what select(path) leaves out of a directory
+    are not. A file that is named is read in any case.
 
     A file reached twice is read once. Raises NotFoundError for a path that is not there, before anything is read, and
     UsageError for a directory that cannot be listed.
     """
-    check_paths(paths)
+    check_paths((*paths, *listed))
     seen: set[str] = set()
-    for name in paths:
-        root = place_of(name)
-        for file in [Path(STDIN)] if name == STDIN else _walk(Path(name), ()):
-            source = root if name == STDIN else place_of(str(file))
+    for name in (*paths, *listed):
+        root, is_listed = place_of(name), name not in paths
+        selection = select(name)
+        for found in _found(name, selection):
+            source = root if name == STDIN else place_of(str(found.file))
             if source in seen:
                 continue
             seen.add(source)
+            named = found.named and not is_listed
             try:
-                text = _decode(sys.stdin.buffer.read() if name == STDIN else _read(file))
-                yield Document(source, text, root, Layout(_KINDS.get(file.suffix.lower(), "text")))
-            except _NoDocument as found:
-                yield Skipped(source, found.reason, text_of(str(file)), found.unread)
+                yield _read(found, source, root, None if named else selection)
+            except NoDocument as why:
+                typed = text_of(str(found.file))
+                yield Skipped(source, why.reason, typed, why.unread, why.group, named, why.by_rule)
 
 
 def check_paths(paths: Sequence[str]) -> None:
@@ -75,52 +90,38 @@ def check_paths(paths: Sequence[str]) -> None:
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
-def _walk(path: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
-    """`path` when it is a file, else the documents below it. A link to a directory above itself is not followed."""
-    if not path.is_dir():
-        yield path
-        return
-    resolved = path.resolve()
-    if resolved in parents:
-        return
-    try:
-        entries = sorted(path.iterdir())
-    except OSError as error:  # to go on would be to take the documents in it for deleted ones
-        raise UsageError(f"cannot list {path}: {error.strerror}", "check its permissions") from error
-    for entry in entries:
-        if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in SUFFIXES):
-            yield from _walk(entry, (*parents, resolved))
+def _found(name: str, selection: Selection) -> Iterator[Found]:
+    if name != STDIN and os.path.isdir(name):
+        yield from walk(Path(name), selection)
+    else:
+        yield Found(Path(name), named=True)
 
 
-class _NoDocument(Exception):
-    """Why a file is none."""
+def _read(found: Found, source: str, root: str, selection: Selection | None) -> Document:
+    """selection: None for a file that was named. Raises NoDocument."""
+    file, by_name = found.file, converter_of(found.file.name)
+    if found.passed_over is not None:
+        raise found.passed_over
+    converter: Converter = by_name or PLAIN
+    if str(file) == STDIN:
+        data, converter = sys.stdin.buffer.read(), MARKDOWN
+    elif found.named and selection is not None and (why := unwanted(file, selection)) is not None:
+        raise why
+    else:
+        data = _bytes(file)
+    converted = converter.convert(data)
+    if not converted.text.strip():
+        raise NoDocument("empty")
+    text = converted.text
+    return Document(source, text if text.endswith("\n") else text + "\n", root, converted.layout)
 
-    def __init__(self, reason: str, unread: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.unread = reason, unread
 
-
-def _read(file: Path) -> bytes:
+def _bytes(file: Path) -> bytes:
     try:
         if not file.is_file():
-            raise _NoDocument("not a regular file" if file.exists() else "a broken link")
-        if file.stat().st_size > MAX_BYTES:
-            raise _NoDocument(f"larger than {MAX_BYTES >> 20} MiB")
+            raise NoDocument("not a regular file" if file.exists() else "a broken link")
+        if (large := too_large(file, MAX_BYTES)) is not None:
+            raise large
         return file.read_bytes()
     except OSError as error:
-        raise _NoDocument(f"unreadable: {error.strerror}", unread=True) from error
-
-
-def _decode(data: bytes) -> str:
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _NoDocument("UTF-16, not UTF-8")
-    if b"\0" in data:
-        raise _NoDocument("binary")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _NoDocument(f"invalid UTF-8 at byte {error.start}") from error
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    if not text.strip():
-        raise _NoDocument("empty")
-    return text if text.endswith("\n") else text + "\n"
+        raise NoDocument(f"unreadable: {error.strerror}", "unreadable", unread=True) from error

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from cacheblend_cli.api import Engine, EngineConfig, PrecomputeOptions, Question
+from cacheblend_cli.api import Engine, EngineConfig, Paths, PrecomputeOptions, Question
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.scopes import Scope, scope_here
@@ -146,7 +146,11 @@ class ProjectsMachine(RuleBasedStateMachine):
         reached = self.reached(path)
         known = set(self.stored.values())
         report = self.engine.precompute(
-            self.store, [typed], PrecomputeOptions(chunk_tokens=24), lambda event: None, lambda difference: True
+            self.store,
+            Paths([typed], select={"follow": True}),
+            PrecomputeOptions(chunk_tokens=24),
+            lambda event: None,
+            lambda difference: True,
         )
         computed = {self.disk[file] for file in reached} - known
         assert (report.computed_tokens > 0) == bool(computed), "what is stored under another name is not computed again"

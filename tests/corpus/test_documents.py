@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.corpus.layout import Layout
 from cacheblend_cli.corpus.places import place_of, shown
+from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 
-def read(*paths: Path | str) -> dict[str, str]:
+def read(*paths: Path | str, selection: Selection = ALL) -> dict[str, str]:
     """source -> text, or the reason in brackets; a file that is no document under the path that led to it."""
     return {
         shown(d.source) if isinstance(d, Document) else d.typed: d.text if isinstance(d, Document) else f"[{d.reason}]"
-        for d in read_documents([str(p) for p in paths])
+        for d in read_documents([str(p) for p in paths], select=lambda path: selection)
     }
 
 
@@ -33,8 +35,8 @@ def test_directories_are_walked_in_order_without_hidden_names(here: Path) -> Non
     for name in ("docs/b.md", "docs/a.txt", "docs/sub/c.rst", "docs/.git/d.md", "docs/.hidden.md", "docs/e.py"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(f"{name}\n")
-    assert list(read("docs")) == ["docs/a.txt", "docs/b.md", "docs/sub/c.rst"]
-    assert list(read("./docs/")) == ["docs/a.txt", "docs/b.md", "docs/sub/c.rst"]
+    expected = ["docs/a.txt", "docs/b.md", "docs/e.py", "docs/sub/c.rst"]
+    assert list(read("docs")) == list(read("./docs/")) == expected
 
 
 def test_a_named_file_is_read_whatever_its_suffix_and_only_once(here: Path) -> None:
@@ -81,7 +83,7 @@ def test_links_that_lead_back_up_are_not_followed(here: Path) -> None:
     (here / "docs/broken.md").symlink_to(here / "nowhere")
     os.mkfifo(here / "pipe")
     (here / "docs/pipe.md").symlink_to(here / "pipe")
-    assert read("docs") == {
+    assert read("docs", selection=Selection(follow=True)) == {
         "docs/a.md": "a\n",
         "docs/broken.md": "[a broken link]",
         "docs/pipe.md": "[not a regular file]",
@@ -95,7 +97,9 @@ def test_a_linked_directory_is_read_once(here: Path) -> None:
     (here / "other/a.md").write_text("a\n")
     (here / "docs/one").symlink_to(here / "other")
     (here / "docs/two").symlink_to(here / "other")
-    assert list(read("docs")) == ["other/a.md"]
+    assert list(read("docs", selection=Selection(follow=True))) == ["other/a.md"]
+    assert read("docs") == {"docs/one": "[a link to a folder: name it, or --follow]"}
+    assert list(read("docs/two")) == ["other/a.md"]
 
 
 def test_an_unreadable_file_is_skipped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +134,9 @@ def test_a_name_that_is_no_utf8_can_be_printed(here: Path) -> None:
 
 def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
-    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n", place_of("-"))]
+    assert list(read_documents(["-"])) == [Document(place_of("-"), "piped\n", place_of("-"), Layout("markdown"))]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-")]
+    assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-", group="empty", named=True)]
 
 
 def test_a_missing_path_is_found_before_anything_is_read(here: Path) -> None:

@@ -1,0 +1,106 @@
+"""Flags that say what is taken of folders, and what is said of the files that were passed over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cacheblend_cli.cli.inputs import read_stdin
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import parse_size
+from cacheblend_cli.corpus.documents import Skipped
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.text_files import read_text
+
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Of folders, only files that match, whatever their suffix; as in .gitignore (repeatable).", metavar="GLOB"
+    ),
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="Of folders, not what matches; as in .gitignore (repeatable).", metavar="GLOB")
+]
+NoIgnore = Annotated[
+    bool | None,
+    typer.Option("--no-ignore/--ignore", help="Take what .gitignore and .ignore leave out.", show_default="ignore"),
+]
+Follow = Annotated[
+    bool | None, typer.Option("--follow/--no-follow", help="Follow links to folders.", show_default="no-follow")
+]
+MaxFileSize = Annotated[
+    str | None, typer.Option(help="Of folders, only files up to this size.", metavar="SIZE", show_default="20MB")
+]
+FilesFrom = Annotated[
+    str | None,
+    typer.Option(
+        help="Read paths from a file, or - for stdin: a line each, or with NUL between, as git ls-files -z.",
+        metavar="FILE|-",
+        show_default=False,
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name every file that was passed over.")]
+_WARNED = 10
+
+
+def selected(
+    include: list[str] | None,
+    exclude: list[str] | None,
+    no_ignore: bool | None,
+    follow: bool | None,
+    max_file_size: str | None,
+) -> dict[str, Any]:
+    """The fields of a Selection that were given. An empty pattern takes back those that are remembered."""
+    found: dict[str, Any] = {}
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        if patterns:
+            found[name] = tuple(filter(None, patterns))
+    for name, flag in (("no_ignore", no_ignore), ("follow", follow)):
+        if flag is not None:
+            found[name] = flag
+    if max_file_size is not None:
+        found["max_file_size"] = parse_size(max_file_size, "--max-file-size")
+    return found
+
+
+def read_list(name: str | None) -> list[str]:
+    """The paths of --files-from."""
+    if name is None:
+        return []
+    text = read_stdin("paths") if name == "-" else read_text(Path(name))
+    found = text.split("\0") if "\0" in text else [line.removesuffix("\r") for line in text.split("\n")]
+    if not any(found):
+        raise UsageError(f"there is no path in {name}", "did the command that writes them find anything?")
+    return [path for path in found if path]
+
+
+class PassedOver:
+    """Says which files were passed over: the first that could not be read, with `verbose` every one; and how many at the
+    end. json: every one as an object, too, with `verbose`."""
+
+    def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
+        self._output, self._verbose, self._json = output, verbose, json
+        self._warned = 0
+
+    def tell(self, file: Skipped) -> None:
+        if self._json and self._verbose:
+            self._output.json({"path": file.typed, "status": "passed over", "reason": file.reason})
+        if file.named:
+            self._output.warn(f"skipped {file.typed}: {file.reason}")
+        elif not file.by_rule and self._warned < _WARNED:
+            self._warned += 1
+            self._output.warn(f"skipped {file.typed}: {file.reason}")
+        elif self._verbose:
+            self._output.note(f"passed over {file.typed}: {file.reason}")
+
+    def tell_all(self, files: Sequence[Skipped]) -> None:
+        if not files:
+            return
+        counts = Counter(file.group for file in files)
+        told = ", ".join(f"{count:,} {group}" for group, count in counts.most_common())
+        named = "" if self._verbose else "; -v names them"
+        self._output.note(f"passed over {len(files):,}: {told}{named}")

@@ -1,0 +1,49 @@
+"""EPUB: the chapters of a book in their order, each a page of HTML."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+from urllib.parse import unquote
+from zipfile import ZipFile
+
+from cacheblend_cli.corpus.converters.converter import joined, needs
+from cacheblend_cli.corpus.converters.html import html_text
+from cacheblend_cli.corpus.converters.office import opened
+from cacheblend_cli.corpus.layout import Converted, Mark
+from cacheblend_cli.corpus.no_document import NoDocument
+
+_CONTAINER = "META-INF/container.xml"
+
+
+class EpubConverter:
+    suffixes = (".epub",)
+
+    def convert(self, data: bytes) -> Converted:
+        try:
+            import defusedxml  # noqa: F401
+        except ImportError:
+            raise needs("defusedxml") from None
+        with opened(data, "a book") as archive:
+            try:
+                return joined(list(_chapters(archive)), "markdown")
+            except Exception as error:  # of whatever its parser trips over
+                raise NoDocument(f"not a book: {error}"[:120], "damaged or locked") from error
+
+
+def _chapters(archive: ZipFile) -> Iterator[tuple[str, Mark]]:
+    from defusedxml.ElementTree import fromstring
+
+    root = fromstring(archive.read(_CONTAINER)).find(".//{*}rootfile").get("full-path")
+    package = fromstring(archive.read(root))
+    files = {item.get("id"): item.get("href") for item in package.findall(".//{*}item")}
+    folder, number = posixpath.dirname(root), 0
+    for item in package.findall(".//{*}itemref"):
+        name = posixpath.normpath(posixpath.join(folder, unquote(files[item.get("idref")])))
+        try:
+            text = html_text(archive.read(name).decode("utf-8", "replace")).text
+        except NoDocument:
+            continue
+        if text.strip():
+            number += 1
+            yield text, Mark(0, f"chapter {number}")

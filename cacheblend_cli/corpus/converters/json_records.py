@@ -1,0 +1,84 @@
+"""JSON and JSON lines: records with `text`, and `id` and `title` where they have them. Each is cut alone.
+
+JSON that holds no such records is text as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cacheblend_cli.corpus.converters.converter import decoded, joined
+from cacheblend_cli.corpus.layout import Converted, Layout, Mark
+from cacheblend_cli.corpus.no_document import NoDocument
+
+_TEXT, _TITLE, _ID = ("text", "content", "body"), ("title", "name"), ("id", "_id")
+
+
+class JsonLinesConverter:
+    suffixes = (".jsonl", ".ndjson")
+
+    def convert(self, data: bytes) -> Converted:
+        return joined(self._parts(decoded(data)), "markdown", apart=True)
+
+    def _parts(self, text: str) -> Iterator[tuple[str, Mark]]:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise NoDocument(f"line {number} is no JSON", "broken JSON") from error
+                if isinstance(record, Mapping):
+                    yield _record_text(record), Mark(0, _part(record), number)
+                else:
+                    yield record if isinstance(record, str) else line, Mark(0, "", number)
+
+
+class JsonConverter:
+    suffixes = (".json",)
+
+    def convert(self, data: bytes) -> Converted:
+        text = decoded(data)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):  # of a dialect with comments, maybe: text is text
+            return Converted(text, Layout("code"))
+        records = _records(value)
+        if not records:
+            return Converted(text, Layout("code"))
+        numbered = enumerate(records, 1)
+        parts = ((_record_text(r), Mark(0, _part(r) or f"record {number}")) for number, r in numbered)
+        return joined(parts, "markdown", apart=True)
+
+
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    """The records of a list, of an object that holds one list of them, or of the object itself; [] when they have no text."""
+    if isinstance(value, Mapping) and not _field(value, _TEXT):
+        lists = [inner for inner in value.values() if isinstance(inner, list)]
+        value = lists[0] if len(lists) == 1 else None
+    found = value if isinstance(value, list) else [value]
+    good = [record for record in found if isinstance(record, Mapping) and _field(record, _TEXT)]
+    return good if len(good) == len(found) else []
+
+
+def _record_text(record: Mapping[str, Any]) -> str:
+    """The title as a heading and the text; all fields of a record without text."""
+    text, title = _field(record, _TEXT), _field(record, _TITLE)
+    if not text:
+        return "\n".join(f"{name}: {_plain(value)}" for name, value in record.items())
+    return f"# {' '.join(title.split())}\n\n{text}" if title else text
+
+
+def _part(record: Mapping[str, Any]) -> str:
+    name = next((str(record[n]) for n in _ID if isinstance(record.get(n), (str, int))), "")
+    return f"record {name}" if name else ""
+
+
+def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """The first of these fields that is text with something in it."""
+    return next((record[n] for n in names if isinstance(record.get(n), str) and record[n].strip()), "")
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,21 @@
+"""What Word, PowerPoint, Excel and EPUB files have in common: they are ZIP archives, which can be made to be huge."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+from cacheblend_cli.corpus.no_document import NoDocument
+
+_MOST = 512 << 20  # bytes unpacked
+
+
+def opened(data: bytes, what: str) -> zipfile.ZipFile:
+    """The archive. Raises NoDocument for what is none, and for one that unpacks to too much."""
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise NoDocument(f"not {what}, or with a password", "damaged or locked") from error
+    if sum(entry.file_size for entry in archive.infolist()) > _MOST:
+        raise NoDocument(f"unpacks to more than {_MOST >> 20} MiB", "too large unpacked")
+    return archive

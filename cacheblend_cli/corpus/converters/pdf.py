@@ -1,0 +1,47 @@
+"""PDF, through pypdf, page by page. A page that was scanned has no text, which is said."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from typing import Any
+
+from cacheblend_cli.corpus.converters.converter import joined, needs
+from cacheblend_cli.corpus.layout import Converted, Mark
+from cacheblend_cli.corpus.no_document import NoDocument
+
+_HYPHEN = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
+
+
+class PdfConverter:
+    suffixes = (".pdf",)
+
+    def convert(self, data: bytes) -> Converted:
+        try:
+            from pypdf import PdfReader
+            from pypdf.errors import DependencyError, FileNotDecryptedError
+        except ImportError:
+            raise needs("pypdf") from None
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of much that does not matter
+        try:
+            reader = PdfReader(io.BytesIO(data))
+            pages = [_text(page) for page in reader.pages]
+            title = str(reader.metadata.title or "") if reader.metadata is not None else ""
+        except (DependencyError, FileNotDecryptedError) as error:
+            raise NoDocument("a PDF with a password", "with a password") from error
+        except Exception as error:  # of whatever its parser trips over
+            raise NoDocument(f"not a PDF: {error}"[:120], "damaged or locked") from error
+        empty = sum(not text.strip() for text in pages)
+        if empty == len(pages):
+            count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
+            raise NoDocument(f"a scanned PDF: {count} no text; recognise it first, as ocrmypdf does", "scanned PDFs")
+        found = joined(((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1)), title=" ".join(title.split()))
+        note = f"{empty} of its {len(pages)} pages have no text; they may be scanned" if empty else ""
+        return found.noted(note)
+
+
+def _text(page: Any) -> str:
+    """The text of a page, with words that were cut at a line's end whole."""
+    text = page.extract_text().replace("\0", "").encode("utf-8", "replace").decode()
+    return _HYPHEN.sub("", "\n".join(line.rstrip() for line in text.split("\n")))

@@ -1,0 +1,77 @@
+"""The files of a folder that may be documents, in sorted order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.ignore_files import IgnoreRules
+from cacheblend_cli.corpus.no_document import NoDocument
+from cacheblend_cli.corpus.selection import Selection
+from cacheblend_cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file, or, with a reason, one that is passed over. named: it was named itself."""
+
+    file: Path
+    passed_over: NoDocument | None = None
+    named: bool = False
+
+
+def walk(folder: Path, selection: Selection) -> Iterator[Found]:
+    """What is hidden, ignored or excluded is not spoken of. Raises UsageError for a folder that cannot be listed: to go on
+    would be to take the documents in it for deleted ones."""
+    rules = IgnoreRules() if selection.no_ignore else IgnoreRules.above(folder)
+    yield from _walk(folder, folder.resolve(), "", rules, (), selection)
+
+
+def _walk(
+    folder: Path, real: Path, below: str, rules: IgnoreRules, parents: tuple[Path, ...], selection: Selection
+) -> Iterator[Found]:
+    """below: the path from the folder that was named on, with a slash at its end. parents: real paths, against circles."""
+    if real in parents:
+        return
+    if not selection.no_ignore:
+        rules = rules.within(real)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise UsageError(f"cannot list {folder}: {error.strerror}", "check its permissions") from error
+    for entry in entries:
+        is_folder = entry.is_dir()
+        end = "/" if is_folder else ""
+        if entry.name.startswith(".") or rules.ignore(f"{real / entry.name}{end}"):
+            continue
+        if selection.excludes(f"{below}{entry.name}{end}"):
+            continue
+        if not is_folder:
+            yield Found(entry, unwanted(entry, selection))
+        elif entry.is_symlink() and not selection.follow:
+            yield Found(entry, NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True))
+        else:
+            inside = entry.resolve() if entry.is_symlink() else real / entry.name
+            yield from _walk(entry, inside, f"{below}{entry.name}/", rules, (*parents, real), selection)
+
+
+def unwanted(file: Path, selection: Selection) -> NoDocument | None:
+    """Why a file that nobody named is not even opened."""
+    if not selection.includes_by_name and converter_of(file.name) is None:
+        suffix = file.suffix.lower()
+        told = f"{suffix or 'a name without a suffix'} is not read; name the file, or --include it"
+        return NoDocument(told, suffix or "without a suffix", by_rule=True)
+    return too_large(file, selection.max_file_size)
+
+
+def too_large(file: Path, most: int) -> NoDocument | None:
+    try:
+        size = file.stat().st_size
+    except OSError:
+        return None  # which reading tells
+    if size <= most:
+        return None
+    shown = f"{most / 2**20:.3g} MB"
+    return NoDocument(f"larger than {shown}: {size / 2**20:,.3g} MB", f"over {shown}", by_rule=True)

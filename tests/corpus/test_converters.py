@@ -1,0 +1,163 @@
+"""Files of every kind to text: what of them is taken, where it was in the file, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import files
+import pytest
+
+from cacheblend_cli.corpus.converters import converter_of, office
+from cacheblend_cli.corpus.layout import Converted
+from cacheblend_cli.corpus.locating import Locating
+from cacheblend_cli.corpus.no_document import NoDocument
+
+
+def convert(name: str, data: bytes | str) -> Converted:
+    converter = converter_of(name)
+    assert converter is not None
+    return converter.convert(data if isinstance(data, bytes) else data.encode())
+
+
+def place_of(found: Converted, first: str, last: str = "") -> tuple[str, tuple[str, ...]]:
+    """What people are told of the place, and the headings."""
+    locator = Locating(found.text, found.layout).find(
+        found.text.index(first), found.text.index(last or first) + len(last or first)
+    )
+    return locator.text, locator.headings
+
+
+def test_every_kind_has_one_converter() -> None:
+    for name in ("a.MD", "b.txt", "c.rst", "d.html", "e.csv", "f.tsv", "g.json", "h.jsonl", "i.py", "j.ipynb", "k.eml"):
+        assert converter_of(name) is not None
+    for name in ("l.pdf", "m.docx", "n.pptx", "o.xlsx", "p.epub", "README", "Makefile"):
+        assert converter_of(name) is not None
+    for name in ("a.png", "a", "md", "x.unknown"):
+        assert converter_of(name) is None
+
+
+PAGE = """<!doctype html><html><head><title>The  travel page</title><style>p { color: red }</style></head><body>
+<header>Company <a href=/>home</a></header><nav><ul><li>Menu</li></ul></nav>
+<main><h1>Travel</h1><p>Employees are
+reimbursed <b>within</b> two&nbsp;weeks.<br>Always.</p>
+<h2>Rates <a class="headerlink" href="#r">&para;</a></h2>
+<table><tr><th>city</th><th>rate</th></tr><tr><td>Bergen</td><td>90</td></tr></table>
+<ul><li>first</li><li><p>second</p></li></ul><pre>x = 1
+y = 2</pre><p>Use <code>plan</code>.</p><script>alert(1)</script></main><footer>Imprint</footer></body></html>"""
+
+
+def test_html_is_its_main_text() -> None:
+    found = convert("a.html", PAGE)
+    assert found.layout.title == "The travel page"
+    assert found.text == (
+        "# Travel\n\nEmployees are reimbursed within two weeks.\nAlways.\n\n## Rates\n\ncity | rate\nBergen | 90\n\n"
+        "- first\n- second\n\n```\nx = 1\ny = 2\n```\n\nUse `plan`.\n"
+    )
+    assert place_of(found, "Bergen") == ("", ("Travel", "Rates"))
+
+
+def test_html_without_a_main_part_is_its_body_and_any_encoding_is_read() -> None:
+    page = "<meta charset=iso-8859-1><body><nav>no</nav>Grüße <div>two<div>three</div></div>"
+    assert convert("a.htm", page.encode("latin-1")).text == "Grüße\n\ntwo\n\nthree\n"
+    assert convert("a.htm", "<p>x" * 3000).text.count("x") == 3000
+    assert "deep" in convert("a.htm", "<div>" * 5000 + "deep").text
+    assert "deep" in convert("a.htm", "<span>" * 5000 + "deep").text
+
+
+def test_rows_of_tables_tell_their_columns_and_their_lines() -> None:
+    found = convert("a.csv", 'name,city\r\nMara,"Bergen,\nNorway"\r\n\r\nAda,\r\nBo,Oslo,extra\r\n')
+    assert found.text == "name, city\nname: Mara, city: Bergen, Norway\nname: Ada\nname: Bo, city: Oslo, extra\n"
+    assert place_of(found, "Mara")[0] == "line 2"
+    assert place_of(found, "Ada", "extra")[0] == "lines 5-6"
+    assert convert("a.csv", "a;b\n1;2\n").text == "a, b\na: 1, b: 2\n"
+    assert convert("a.tsv", "a\tb\n1, 2\t3\n").text == "a, b\na: 1, 2, b: 3\n"
+
+
+def test_json_lines_are_records_with_their_lines() -> None:
+    rows = [{"id": 7, "title": "Travel", "text": "Within two weeks."}, {"id": "b", "text": "Alone."}, {"x": [1]}]
+    found = convert("a.jsonl", "\n".join(map(json.dumps, rows)) + "\n")
+    assert found.text == "# Travel\n\nWithin two weeks.\n\nAlone.\n\nx: [1]\n\n"
+    assert found.layout.apart
+    assert place_of(found, "Within") == ("record 7, line 1", ("Travel",))
+    assert place_of(found, "Alone")[0] == "record b, line 2"
+    with pytest.raises(NoDocument, match="line 2 is no JSON"):
+        convert("a.jsonl", '{"text": "a"}\n{')
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"version": 1, "documents": rows}])
+def test_json_with_records_is_these_and_other_json_is_text(wrap) -> None:  # type: ignore[no-untyped-def]
+    found = convert("a.json", json.dumps(wrap([{"text": "one"}, {"id": "x", "body": "two"}])))
+    assert found.text == "one\n\ntwo\n\n"
+    assert [m.part for m in found.layout.marks] == ["record 1", "record x"]
+    plain = '{"a": {"b": 1},\n "text": 3}'
+    assert convert("a.json", plain).text == plain
+
+
+def test_notebooks_are_their_cells_without_outputs() -> None:
+    found = convert("a.ipynb", files.notebook())
+    assert found.text == "# Study\n\nWhy.\n\n```python\nx = 1\n```\n\n"
+    assert place_of(found, "x = 1") == ("cell 2", ("Study",))
+
+
+@pytest.mark.parametrize("html", [False, True])
+def test_mail_says_who_wrote_what(html: bool) -> None:
+    found = convert("a.eml", files.mail(html=html))
+    assert found.text.startswith("# Größe of it\n\nFrom: Mara <mara@example.org>\nTo: ada@example.org\nDate: Mon")
+    assert "Attached: plan.bin\n\nDear Ada," in found.text
+    assert "<p>" not in found.text
+
+
+def test_pdf_keeps_its_pages_and_joins_words() -> None:
+    found = convert("a.pdf", files.pdf(["On page (one).\nA reim-\nbursement.", "Page two."], "Travel rules"))
+    assert "A reimbursement." in found.text
+    assert found.layout.title == "Travel rules"
+    assert place_of(found, "two")[0] == "page 2"
+    assert place_of(found, "one", "two")[0] == "pages 1-2"
+
+
+def test_a_scanned_pdf_is_named_and_a_partly_scanned_one_is_noted() -> None:
+    with pytest.raises(NoDocument, match="a scanned PDF: its 2 pages have no text"):
+        convert("a.pdf", files.pdf(["", ""]))
+    found = convert("a.pdf", files.pdf(["text", ""]))
+    assert found.layout.note == "1 of its 2 pages have no text; they may be scanned"
+
+
+def test_office_files_and_books() -> None:
+    found = convert("a.docx", files.docx())
+    assert found.text == "# Travel\n\nWithin two weeks.\n\ncity | rate\nBergen | 90\n"
+    found = convert("a.pptx", files.pptx())
+    assert found.text == "# Plans\n\nFirst point\nSecond point\n\nNotes: Speak slowly.\n\nBergen | 90\n\n"
+    assert place_of(found, "Bergen")[0] == "slide 2"
+    found = convert("a.xlsx", files.xlsx())
+    assert found.text == "# People\n\nname, city\nname: Mara, city: Bergen\nname: Ada\n\n# Budget\n\ntotal, 12.5\n\n"
+    assert place_of(found, "Mara") == ("sheet People", ("People",))
+    found = convert("a.epub", files.epub(["<h1>One</h1><p>a</p>", "", "<h1>Two</h1><p>b</p>"]))
+    assert found.text == "# One\n\na\n\n# Two\n\nb\n\n"
+    assert place_of(found, "b") == ("chapter 2", ("Two",))
+
+
+@pytest.mark.parametrize("suffix", [".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".ipynb"])
+@pytest.mark.parametrize("data", [b"", b"no such file\n", b"%PDF-1.4\ntrash", files.packed({"a.txt": "x"})])
+def test_broken_files_are_refused_with_a_reason(suffix: str, data: bytes) -> None:
+    with pytest.raises(NoDocument) as refused:
+        convert(f"a{suffix}", data)
+    assert refused.value.group in ("damaged or locked", "broken notebooks", "binary", "scanned PDFs")
+
+
+def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(office, "_MOST", 1 << 20)
+    with pytest.raises(NoDocument, match="unpacks to more than"):
+        convert("a.docx", files.packed({f"{n}": "\0" * (600 << 10) for n in range(2)}))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "package"), [(".pdf", "pypdf"), (".docx", "mammoth"), (".pptx", "pptx"), (".xlsx", "openpyxl")]
+)
+def test_without_its_library_a_file_names_what_to_install(
+    suffix: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(NoDocument, match=r"pip install 'cacheblend\[documents\]'") as refused:
+        convert(f"a{suffix}", b"x")
+    assert refused.value.unread, "what was stored of it stays"
