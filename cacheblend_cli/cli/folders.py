@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_cli.cli.inputs import read_stdin
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import parse_size
-from cacheblend_cli.corpus.documents import Skipped
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
+
+if TYPE_CHECKING:
+    from cacheblend_cli.corpus.documents import Skipped
 
 Include = Annotated[
     list[str] | None,

@@ -13,7 +13,6 @@ from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
-from cacheblend_cli.corpus.documents import check_paths
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved
@@ -113,6 +112,7 @@ def precompute(
 def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any]) -> Paths:
     """Raises UsageError where nothing is named, NotFoundError for a path that is not there."""
     from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.corpus.documents import check_paths
 
     if not named and files_from is None:
         raise UsageError("no path was named", "cacheblend precompute docs/")
