@@ -24,6 +24,7 @@ from cacheblend_cli.model.checkpoint_files import (
 from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import check_weight_dtype
@@ -102,19 +103,26 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and graphs that name no device are this one's
         check_room(spec, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
+    if spec.generic:
+        _refuse_with_generic(spec, lora, precision)
     try:
-        weights = load_weights(spec, path, compute_dtype, device, adapter)
+        if spec.generic:
+            decoder: Decoder = load_generic(spec, path, compute_dtype, device, kernels)
+        else:
+            weights = load_weights(spec, path, compute_dtype, device, adapter)
+            decoder = Decoder(spec, weights, kernels, precision.weights)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the weights do not fit on {device}: {error}", "use a smaller model or --device cpu"
         ) from error
     fingerprints = {
-        name: model_fingerprint(spec, path, dtype, lora_digest, precision.weights) for name, dtype in DTYPES.items()
+        name: model_fingerprint(decoder.spec, path, dtype, lora_digest, precision.weights)
+        for name, dtype in DTYPES.items()
     }
     return LoadedModel(
         name=name,
         path=path,
-        decoder=Decoder(spec, weights, kernels, precision.weights),
+        decoder=decoder,
         tokenizer=tokenizer,
         fingerprint=fingerprints[str(compute_dtype).removeprefix("torch.")],
         fingerprints=fingerprints,
@@ -124,6 +132,18 @@ def load_model(
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
     )
+
+
+def _refuse_with_generic(spec: ModelSpec, lora: Path | None, precision: Precision) -> None:
+    """Raises UsageError for what is done to weights that we hold, and not to those that transformers holds."""
+    holds = f"model_type {spec.config['model_type']!r}, whose weights transformers holds (generic path)"
+    if lora is not None:
+        raise UsageError(
+            f"--lora is not implemented for {holds}",
+            "merge the adapter into the model with peft's merge_and_unload and save_pretrained",
+        )
+    if precision.weights != "auto":
+        raise UsageError(f"--weight-dtype {precision.weights} is not implemented for {holds}", "leave it at auto")
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
@@ -168,6 +188,8 @@ def resolve_device(name: str) -> torch.device:
 
 def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
     """Raises DeviceError when the weights alone are larger than the device's free bytes, before anything is copied."""
+    if spec.generic:
+        return  # what its weights are, transformers knows
     shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
     needed = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
     if needed > free:

@@ -56,7 +56,8 @@ class ModelSpec:
     - fused: qkv_proj and gate_up_proj, where the checkpoint holds them in one tensor as we do;
     - renamed: parts of a layer and their names in the checkpoint, where they are not a Llama's;
     - experts: of a mixture;
-    - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes."""
+    - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes;
+    - generic: its layers are transformers' (see `generic`), and what says how a layer computes says nothing here."""
 
     architecture: str
     vocab_size: int
@@ -101,6 +102,7 @@ class ModelSpec:
     renamed: tuple[tuple[str, str], ...] = ()
     other_parts: tuple[str, ...] = ()
     experts: ExpertsSpec | None = None
+    generic: bool = False
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """RoPE's parameters of a layer; None: it has none."""

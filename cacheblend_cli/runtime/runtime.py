@@ -16,10 +16,12 @@ from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.errors import PromptTooLong, UsageError
 from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.generic_check import check_generic
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.prompt import dates
@@ -69,6 +71,8 @@ class Runtime:
         path = resolve_model(name, say)
         lora = Path(config.lora).expanduser() if config.lora else None
         runtime = cls(load_model(path, name, device, config.precision, config.attention_backend, lora), config)
+        if isinstance(runtime.decoder, GenericDecoder):
+            check_generic(runtime.decoder)
         if config.kv_pool_dtype == "float8_e4m3":
             prefix_ids = runtime.template.prefix_ids
             runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)

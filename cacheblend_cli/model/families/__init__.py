@@ -34,6 +34,7 @@ from cacheblend_cli.model.families.starcoder2 import STARCODER2
 from cacheblend_cli.model.families.unsupported import UNSUPPORTED
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
+from cacheblend_cli.model.generic.config import generic_spec
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -66,6 +67,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
         return _inner_spec(wrapper, config)
+    if (generic := _generic_spec(config)) is not None:
+        return generic
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)
     spec = family.read(ConfigFields(config))
@@ -82,8 +85,18 @@ def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
     _check_architectures(config, wrapper)
     if config.get("text_config") is not None:
         refuse_what_is_not_implemented(config, wrapper)
-    spec = spec_from_config(wrapper.text_config(config))
+    inner = wrapper.text_config(config)
+    family_of(inner)
+    spec = spec_from_config(inner)
     return replace(spec, architecture=wrapper.architectures[0], other_parts=EYES)
+
+
+def _generic_spec(config: dict[str, Any]) -> ModelSpec | None:
+    """Of a model that has no file here and that transformers can run; see `generic`."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED:
+        return None
+    return generic_spec(config)  # imports transformers
 
 
 def family_of(config: dict[str, Any]) -> Family:

@@ -1,0 +1,142 @@
+"""Whether a model on the generic path computes what transformers computes: asked of random tokens when it is loaded.
+
+What no config tells is found here, whatever the architecture: rows that depend on their neighbours, positions that are
+added to tokens, scores changed by something that attention is not told. A model that fails is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.forward import attend, queries, rotate_and_write
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
+from cacheblend_cli.model.generic.measure import is_close, probed_positions, reordered, turned_as_ours
+from cacheblend_cli.model.generic.parts import Call
+
+TOKENS, BLOCK_SIZE = 40, 16
+FAR = 1 << 16  # where scores that grow with positions have grown
+SHARE = 1e-4  # of what a layer adds at most: what rounding in fp32 explains
+STREAM = 1e-6  # of the residual stream, which may be far larger than what a layer adds to it
+SAME = 2e-2  # of the largest logit, where the same products are made of other numbers of rows in bf16
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What transformers did at a layer: the rows that came in and went out [num_rows, hidden_size]."""
+
+    came: Tensor
+    went: Tensor
+
+
+@torch.inference_mode()
+def check_generic(decoder: GenericDecoder) -> None:
+    """Raises UsageError, with the reason, if a full prefill, or one of some rows over the KV of the others, is not what
+    transformers computes. The layers are compared one by one, in fp32 whatever the model's dtype."""
+    parts, device = decoder.parts, decoder.device
+    count = min(TOKENS, decoder.spec.max_context)
+    ids = torch.randint(decoder.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.arange(count, device=device)
+    done, logits = _by_transformers(decoder, ids)
+    embedded = decoder.embed(ids)
+    _demand(decoder, torch.equal(embedded, done[0].came), "what goes into its first layer is not the same every time")
+    later = parts.embed(ids, positions + decoder.spec.max_context - count)
+    _demand(decoder, torch.equal(later, embedded), "its tokens get something added that depends on their positions")
+    some = positions[::3]
+    _demand(decoder, torch.equal(parts.embed(ids[some]), embedded[some]), "its tokens depend on those before them")
+    for before, after in zip(done, done[1:], strict=False):
+        _demand(decoder, torch.equal(before.went, after.came), "something happens between its layers")
+    ours = decoder.logits(done[-1].went, done[-1].went)
+    _demand(decoder, is_close(ours, logits.float(), SAME), "what follows its last layer depends on more than its rows")
+
+    spread, shift = probed_positions(decoder.spec, device), min(decoder.spec.max_context - count, FAR)
+    near, far = (parts.calls(embedded.float(), positions + by, "eager") for by in (0, shift))
+    turns = parts.calls(embedded[:1].float().expand(len(spread), -1), spread)
+    for index, layer in enumerate(decoder.generic_layers):
+        exact, came = layer.in_float32(near[index]), done[index].came.float()
+        _check_layer(decoder, exact, came, near[index], 0)
+        _check_layer(decoder, exact, came, far[index], shift)
+        _check_turns(decoder, exact, came, turns[index], spread)
+
+
+def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[_Layer], Tensor]:
+    """Its own forward pass: each layer's rows, and the logits [num_rows, vocab_size]."""
+    came: list[Tensor] = []
+    went: list[Tensor] = []
+
+    def before(module: object, given: tuple[Tensor, ...], named: Call) -> None:
+        came.append((given[0] if given else named["hidden_states"])[0].clone())
+
+    def after(module: object, given: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        went.append((output[0] if isinstance(output, tuple) else output)[0].clone())
+
+    parts = decoder.parts
+    hooks = [h for m in parts.layers for h in (m.register_forward_pre_hook(before, with_kwargs=True), m.register_forward_hook(after))]  # fmt: skip
+    try:
+        with parts.attention("eager"):
+            logits = parts.model(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [_Layer(*both) for both in zip(came, went, strict=True)], logits
+
+
+def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, shift: int) -> None:
+    """call: of the layer where its rows stand at positions shift, shift + 1, ..."""
+    with decoder.parts.attention("eager"):
+        theirs = layer.module.whole(came, call)
+    one = replace(decoder.spec, num_layers=layer.index + 1)
+    pool = KVPool(one, -(-len(came) // BLOCK_SIZE), BLOCK_SIZE, torch.float32, decoder.device)
+    place = _Place(decoder, layer, pool.new_sequence(len(came)), shift)
+    positions = torch.arange(len(came), device=decoder.device)
+    every = place.computed(came, positions)
+    _demand(decoder, _is_same(every, theirs, came), f"layer {layer.index} is not what transformers computes")
+    some = positions[1::3]
+    again = place.computed(came, some)
+    same = _is_same(again, theirs[some], came[some])
+    _demand(decoder, same, f"a row of layer {layer.index} depends on the rows beside it")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A layer's KV of some rows. shift: how much further they are rotated than their places in the sequence say."""
+
+    decoder: GenericDecoder
+    layer: GenericLayer
+    sequence: PagedSequence
+    shift: int
+
+    def computed(self, came: Tensor, positions: Tensor) -> Tensor:
+        """Our layer's output [num_rows, hidden_size] at some positions, over what the pool has of the others."""
+        layer, count, h = self.layer, len(came), came[positions]
+        turns = self.decoder.rope.cos_sin(positions + self.shift, count + self.shift)
+        rows = replace(rows_of(self.decoder, self.sequence, positions, count, count), rotations=turns)
+        _, k, v = layer.project_qkv(h)
+        rotate_and_write(layer, None, k, v, rows)
+        return layer.finish(attend(layer, queries(layer, h, rows), rows), h)[0]
+
+
+def _check_turns(
+    decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, positions: Tensor
+) -> None:
+    """Whether q and k stand at far positions as our RoPE turns them."""
+    h = came[torch.arange(len(positions), device=came.device) % len(came)]
+    plain, turned = layer.module.project(h), layer.module.project(h, call["position_embeddings"])
+    ours = turned_as_ours(decoder.spec, layer.index, plain, positions)
+    theirs = (reordered(decoder.spec, x) for x in (turned.q, turned.k))
+    right = all(is_close(a, b, SHARE) for a, b in zip(ours, theirs, strict=True))
+    _demand(decoder, right, f"RoPE of layer {layer.index} is not what its config says")
+
+
+def _is_same(ours: Tensor, theirs: Tensor, came: Tensor) -> bool:
+    allowed = SHARE * float((theirs - came).abs().max()) + STREAM * float(theirs.abs().max())
+    return float((ours - theirs).abs().max()) <= allowed  # not so where anything is NaN
+
+
+def _demand(decoder: GenericDecoder, holds: bool, reason: str) -> None:
+    if not holds:
+        raise decoder.parts.refused(reason)

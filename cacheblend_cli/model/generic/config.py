@@ -1,0 +1,103 @@
+"""What config.json says of a model without a file in `families`: read by transformers' own class for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
+from cacheblend_cli.model.families.values import shown
+from cacheblend_cli.model.generic.refusal import not_generic
+from cacheblend_cli.model.spec import ModelSpec
+
+WITH_LENGTH = ("dynamic", "longrope")
+CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
+"""Parts of the names of fields of models whose layers do otherwise with long prompts than with short ones."""
+
+
+def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
+    """The spec as far as the config tells it; `measure` finds the rest on the loaded model. None: transformers knows no
+    such decoder. Raises UsageError. Imports transformers."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = config.get("model_type")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if architecture is None or model_type not in CONFIG_MAPPING:
+        return None
+    named = config.get("architectures") or []
+    if named and architecture not in named:
+        raise UsageError(f"unknown architecture {named} of model_type {model_type!r}", f"known: {architecture}")
+    try:
+        read = CONFIG_MAPPING[model_type].from_dict(config)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise UsageError(f"transformers cannot read config.json of model_type {model_type!r}: {error}") from error
+    except Exception as error:  # huggingface_hub's own kind, which checks the fields' types
+        raise UsageError(f"config.json of model_type {model_type!r} is wrong: {error}", "correct config.json") from error
+    if config.get("quantization_config"):
+        raise not_generic(model_type, "its weights are quantised")
+    if read.get_text_config() is not read:
+        raise not_generic(model_type, "it is a language model inside another one")
+    if getattr(read, "is_encoder_decoder", False):
+        raise not_generic(model_type, "its decoder attends to an encoder (cross attention)")
+    choosing = [n for n, v in read.to_dict().items() if v and any(part in n for part in CHOOSING)]
+    if choosing:
+        raise not_generic(model_type, f"its layers choose which keys they see ({choosing[0]} in its config)")
+    if not getattr(transformers, architecture)._supports_attention_backend:
+        raise not_generic(model_type, "its attention does not go through AttentionInterface")
+    return _spec(model_type, architecture, read, config)
+
+
+def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any]) -> ModelSpec:
+    sizes = {
+        name: getattr(read, name, None)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    }
+    odd = [name for name, value in sizes.items() if isinstance(value, bool) or not isinstance(value, int) or value < 1]
+    if odd:
+        raise not_generic(model_type, f"its config has no {odd[0]} that is a number of 1 or more")
+    heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
+    head_dim = getattr(read, "head_dim", None) or sizes["hidden_size"] // heads
+    rope, local = _ropes(model_type, read, sizes["max_position_embeddings"], head_dim)
+    width = getattr(read, "intermediate_size", None)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=width if isinstance(width, int) else 4 * sizes["hidden_size"],
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=getattr(read, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        activation="transformers",
+        rms_norm_eps=0.0,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tied=bool(getattr(read, "tie_word_embeddings", False)),
+        max_position_embeddings=sizes["max_position_embeddings"],
+        sliding_windows=(None,) * layers,
+        rope=rope,
+        local_rope=local,
+        config=config,
+        generic=True,
+    )
+
+
+def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """RoPE's parameters, and those of layers with a window, where these have their own."""
+    given = getattr(read, "rope_parameters", None)
+    if not isinstance(given, dict) or not given:
+        raise not_generic(model_type, "its config has no rope_parameters")
+    by_kind = [given[kind] for kind in KINDS if kind in given]
+    nested = any(isinstance(value, dict) for value in given.values())
+    if nested and (len(by_kind) != len(given) or not all(isinstance(one, dict) for one in by_kind)):
+        raise not_generic(model_type, f"its layers have RoPEs of kinds that are not known: {shown(sorted(given))}")
+    found = []
+    for one in by_kind if nested else [given]:
+        found.append(rope_parameters({"rope_parameters": one}, length, head_dim, {"partial_rotary_factor": 1.0}))
+        if found[-1]["rope_type"] in WITH_LENGTH:
+            raise not_generic(model_type, f"its RoPE of type {found[-1]['rope_type']!r} depends on the prompt's length")
+    return found[0], found[1] if len(found) > 1 else None

@@ -1,0 +1,139 @@
+"""A decoder whose layers are transformers': the interface of `model.decoder`, on whole layers that are called twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from cacheblend_kernels import AttentionParams, KernelBackend
+from torch import Tensor
+
+from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+from cacheblend_cli.model.folding import head_order
+from cacheblend_cli.model.generic import seam
+from cacheblend_cli.model.generic.measure import measure
+from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
+from cacheblend_cli.model.generic.refusal import not_generic
+from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.rope import LayerRotations
+from cacheblend_cli.model.spec import ModelSpec
+
+
+class GenericLayer(DecoderLayer):
+    """A layer of transformers. What goes in is the layer's input itself, as h and as the residual: its norms are inside.
+
+    K comes with the channels of its heads in the order of our kernels, as every other K that is stored.
+    """
+
+    def __init__(
+        self, index: int, spec: ModelSpec, kernels: KernelBackend, module: GenericModule, attention: AttentionParams, rope: int
+    ) -> None:  # fmt: skip
+        self.index, self.spec, self.kernels, self.rope, self.attention = index, spec, kernels, rope, attention
+        self.module = module
+        order = head_order(spec)
+        self._order = None if order is None else torch.tensor(order)
+
+    def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.module.project(h)
+        return self._ordered(found.q, h), self._ordered(found.k, h), found.v.to(h.dtype).contiguous()
+
+    def project_q(self, h: Tensor) -> Tensor:
+        return self._ordered(self.module.project(h).q, h)
+
+    def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.project_qkv(h)[1:]
+
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.module.finish(residual, attended)
+        return output, output
+
+    def in_float32(self, call: Call) -> GenericLayer:
+        """A copy that computes in fp32. call: as `Parts.calls` gives it in fp32."""
+        return GenericLayer(
+            self.index, self.spec, self.kernels, self.module.in_float32(call), self.attention, self.rope
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.module.num_bytes
+
+    def _ordered(self, heads: Tensor, h: Tensor) -> Tensor:
+        """Of the rows' dtype: some models keep a part of a layer in fp32."""
+        heads = heads.to(h.dtype)
+        if self._order is None:
+            return heads.contiguous()
+        self._order = self._order.to(h.device)
+        return heads.index_select(-1, self._order)
+
+
+class GenericDecoder(Decoder):
+    """model: a ...ForCausalLM of transformers, which this takes over. Raises UsageError, with the reason, where it cannot be
+    used; whether it computes what transformers computes is `kv.generic_check`'s to find."""
+
+    def __init__(self, spec: ModelSpec, model: object, kernels: KernelBackend) -> None:
+        self.parts = Parts(model)
+        self.device, self.dtype = self.parts.model.device, self.parts.model.dtype
+        with torch.inference_mode():
+            found = measure(spec, self.parts)
+        self.spec, self.kernels = found.spec, kernels
+        self.rope = LayerRotations(found.spec, self.device)
+        each = zip(found.modules, found.attention, self.rope.of_layer, strict=True)
+        self.generic_layers = [GenericLayer(i, found.spec, kernels, *parts) for i, parts in enumerate(each)]
+        self.layers = [*self.generic_layers]
+        self.kv_scales: KVScales | None = None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.parts.embed(token_ids)
+
+    def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return delta, delta
+
+    def logits(self, delta: Tensor, residual: Tensor) -> Tensor:
+        return self.parts.logits(delta).float()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.numel() * p.itemsize for p in self.parts.model.parameters())
+
+
+def load_generic(
+    spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch.device, kernels: KernelBackend
+) -> GenericDecoder:
+    """The checkpoint in `path` on transformers' own layers. Nothing is fetched and no code of the model's own is run.
+    Raises UsageError, with the reason, for a model that cannot be used."""
+    seam.register()
+    model_type = spec.config["model_type"]
+    try:
+        return GenericDecoder(spec, _model(path, dtype, device), kernels)
+    except (CacheBlendError, torch.OutOfMemoryError):
+        raise
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError, NotImplementedError) as error:
+        raise not_generic(model_type, str(error).partition("\n")[0] or type(error).__name__) from error
+
+
+def _model(path: Path, dtype: torch.dtype, device: torch.device) -> object:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", local_files_only=True, trust_remote_code=False,
+            use_safetensors=True, output_loading_info=True,
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if odd := sorted(str(key) for key in found[kind]):
+            raise UsageError(
+                f"{path} has weights that are not its model's: {kind.replace('_', ' ')}, {len(odd)}, the first is {odd[0]}",
+                "fetch the checkpoint again",
+            )
+    model = model.eval().requires_grad_(False).to(device)
+    model.set_attn_implementation(seam.NAME)
+    return model

@@ -1,0 +1,143 @@
+"""What config.json does not say of a layer, found out by calling it: heads, scale, window, and how RoPE turns q and k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from cacheblend_kernels import AttentionParams
+from torch import Tensor
+
+from cacheblend_cli.model.folding import head_order
+from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
+from cacheblend_cli.model.generic.seam import KeyRule, Projected
+from cacheblend_cli.model.rope import RotaryEmbedding
+from cacheblend_cli.model.spec import ModelSpec
+
+PROBES = 12  # positions, up to the last one of the context
+TELLS_APART = 0.03  # of the largest entry: bf16 rounds to a tenth of it, and another RoPE is off by as much as it turns
+
+
+@dataclass(frozen=True)
+class Measured:
+    """spec: with what was found. attention: of each layer."""
+
+    spec: ModelSpec
+    modules: list[GenericModule]
+    attention: list[AttentionParams]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What a layer projects at some positions, with RoPE and without."""
+
+    plain: Projected
+    turned: Projected
+    positions: Tensor
+
+
+def measure(spec: ModelSpec, parts: Parts) -> Measured:
+    """Raises UsageError, with the reason, for a model whose layers do anything else than ours could."""
+    positions = probed_positions(spec, parts.model.device)
+    embedded = parts.embed(torch.arange(len(positions), device=positions.device) % spec.vocab_size)
+    calls = parts.calls(embedded, positions)
+    modules = [GenericModule(layer, call) for layer, call in zip(parts.layers, calls, strict=True)]
+    probes = [_probe(parts, i, module, calls[i], embedded, positions) for i, module in enumerate(modules)]
+    windows = tuple(_window(parts, i, call, spec.max_context) for i, call in enumerate(calls))
+    spec = replace(_with_heads(spec, parts, probes), sliding_windows=windows)
+    turns = [list(_turns_of(spec, i, probe)) for i, probe in enumerate(probes)]
+    for layouts in ((True, False), (False, True)):  # halves, then neighbours
+        interleaved = layouts[1]
+        if all(interleaved in found or None in found for found in turns):
+            unrotated = tuple(i for i, found in enumerate(turns) if None in found)
+            return Measured(
+                replace(spec, interleaved=interleaved, unrotated=unrotated),
+                modules,
+                [_attention(spec, p.plain, w) for p, w in zip(probes, windows, strict=True)],
+            )
+    raise parts.refused("its RoPE turns q and k in a way that is not known, or something follows it")
+
+
+def probed_positions(spec: ModelSpec, device: torch.device) -> Tensor:
+    """[PROBES] int64, sorted: the first ones, and others up to the last that the context has."""
+    last = spec.max_context - 1
+    near, far = torch.arange(min(4, last + 1)), torch.linspace(min(5, last), last, PROBES - 4).long()
+    return torch.cat((near, far)).unique().to(device)
+
+
+def turned_as_ours(spec: ModelSpec, layer: int, projected: Projected, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, unrotated and with the heads' channels as the model has them, as our RoPE turns them: fp32, with the channels
+    as we have them."""
+    rope = RotaryEmbedding(spec.rope_of(layer), spec.head_dim, spec.max_position_embeddings, positions.device)
+    cos, sin = (t[positions][:, None] for t in rope.table(int(positions[-1]) + 1))
+    q, k = (reordered(spec, x).float() for x in (projected.q, projected.k))
+    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+
+
+def reordered(spec: ModelSpec, heads: Tensor) -> Tensor:
+    """[..., head_dim] with its channels where our RoPE turns them."""
+    order = head_order(spec)
+    return heads if order is None else heads[..., order]
+
+
+def is_close(ours: Tensor, theirs: Tensor, share: float) -> bool:
+    """Up to a share of the largest entry."""
+    return float((ours - theirs.float()).abs().max()) <= share * float(theirs.float().abs().max())
+
+
+def _probe(parts: Parts, index: int, module: GenericModule, call: Call, hidden: Tensor, positions: Tensor) -> _Probe:
+    try:
+        plain = module.project(hidden)
+    except LookupError:
+        raise parts.refused(f"layer {index} is no attention, or none that goes through AttentionInterface") from None
+    return _Probe(plain, module.project(hidden, call["position_embeddings"]), positions)
+
+
+def _with_heads(spec: ModelSpec, parts: Parts, probes: list[_Probe]) -> ModelSpec:
+    shapes = {(p.plain.q.shape[1:], p.plain.k.shape[1:], p.plain.v.shape[1:]) for p in probes}
+    if len(shapes) > 1:
+        raise parts.refused("its layers have heads of different numbers or sizes")
+    q, k, v = shapes.pop()
+    if not q[1] == k[1] == v[1]:
+        raise parts.refused(f"its heads have {k[1]} channels of K and {v[1]} of V")
+    if k[1] % 2 or q[0] % k[0] or k[0] != v[0]:
+        raise parts.refused(f"it has {q[0]} heads for {k[0]} KV heads of {k[1]} channels")
+    if any(p.plain.sinks for p in probes):
+        raise parts.refused("its attention has sinks")
+    return replace(spec, num_heads=q[0], num_kv_heads=k[0], head_dim=k[1])
+
+
+def _window(parts: Parts, index: int, call: Call, length: int) -> int | None:
+    rule: Any = call.get("attention_mask")
+    if not isinstance(rule, KeyRule):
+        raise parts.refused(f"the mask of layer {index} does not come from transformers' mask functions")
+    try:
+        return rule.window(length)
+    except ValueError:
+        raise parts.refused(f"layer {index} hides other keys than later ones and those outside a window") from None
+
+
+def _turns_of(spec: ModelSpec, layer: int, probe: _Probe) -> Iterator[bool | None]:
+    """The ways of turning that explain what the layer does: False for channels i and i + half, True for neighbours, None for
+    not at all."""
+    if all(torch.equal(a, b) for a, b in ((probe.plain.q, probe.turned.q), (probe.plain.k, probe.turned.k))):
+        yield None
+        return
+    for interleaved in (False, True):
+        tried = replace(spec, interleaved=interleaved)
+        ours = turned_as_ours(tried, layer, probe.plain, probe.positions)
+        theirs = (reordered(tried, x) for x in (probe.turned.q, probe.turned.k))
+        if all(is_close(a, b, TELLS_APART) for a, b in zip(ours, theirs, strict=True)):
+            yield interleaved
+
+
+def _attention(spec: ModelSpec, projected: Projected, window: int | None) -> AttentionParams:
+    scale = spec.head_dim**-0.5 if projected.scale is None else float(projected.scale)
+    return AttentionParams(scale, window, projected.soft_cap)
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

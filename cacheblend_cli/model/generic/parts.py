@@ -1,0 +1,201 @@
+"""A model of transformers, cut before and behind its layers, and the layers as they are called."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.generic import seam
+from cacheblend_cli.model.generic.refusal import not_generic
+from cacheblend_cli.model.generic.seam import NAME, Projected
+
+ABSENT = ("attention_mask", "position_ids", "cache_position", "past_key_values", "past_key_value")
+"""What a layer is given beside its rows and RoPE that only masks and caches need: nothing of it, on our path."""
+_VARYING = ("hidden_states", "position_embeddings")
+Call = dict[str, Any]
+
+
+class Parts:
+    """model: a ...ForCausalLM whose attention implementation is `seam.NAME`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.model_type = model, model.config.model_type
+        self._base = model.base_model
+        count = model.config.num_hidden_layers
+        lists = [n for n, m in self._base.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if len(lists) != 1 or self._base is model:
+            raise self.refused("its layers are not found in one list")
+        self._name = lists[0]
+        self.layers: list[nn.Module] = list(getattr(self._base, self._name))
+
+    def refused(self, reason: str) -> UsageError:
+        return not_generic(self.model_type, reason)
+
+    def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What goes into the first layer: [num_rows] int64 -> [num_rows, hidden_size]."""
+        return self._until_layers(input_ids=token_ids[None], position_ids=_row(positions))["hidden_states"][0]
+
+    def calls(self, embedded: Tensor, positions: Tensor, implementation: str = NAME) -> list[Call]:
+        """What each layer is called with at these positions [num_rows] int64, by parameter's name. embedded: [num_rows,
+        hidden_size], whose values do not matter, but RoPE and masks come in its dtype."""
+        found: list[Call] = []
+
+        def keep(call: Call) -> Tensor:
+            found.append(call)
+            return call["hidden_states"]
+
+        with self.attention(implementation), self._edges(keep):
+            ones = torch.ones(1, len(positions), dtype=torch.int64, device=positions.device)  # no packed sequences
+            self._base(
+                inputs_embeds=embedded[None], position_ids=_row(positions), attention_mask=ones, use_cache=False
+            )
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What follows the last layer: [num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        with self._edges(lambda call: hidden[None]):
+            found: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+        return found
+
+    @contextmanager
+    def attention(self, implementation: str) -> Iterator[None]:
+        """transformers' own attention for a while."""
+        self.model.set_attn_implementation(implementation)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(NAME)
+
+    def _until_layers(self, **inputs: Any) -> Call:
+        def stop(call: Call) -> Tensor:
+            raise _Reached(call)
+
+        try:
+            with self._edges(stop):
+                self._base(**inputs, use_cache=False)
+        except _Reached as reached:
+            return reached.call
+        raise self.refused("its layers are not called by its own forward pass")
+
+    @contextmanager
+    def _edges(self, act: Callable[[Call], Tensor]) -> Iterator[None]:
+        """`act` in place of every layer."""
+        setattr(self._base, self._name, nn.ModuleList(_Edge(layer, act) for layer in self.layers))
+        try:
+            yield
+        finally:
+            setattr(self._base, self._name, nn.ModuleList(self.layers))
+
+
+class GenericModule:
+    """A layer of transformers that takes and gives rows [num_rows, hidden_size]. call: what its model calls it with."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        self.module, self._call = module, call
+        self._turn = _rope_of(call)
+        self._same = {name: _neutral(name, value) for name, value in call.items() if name not in _VARYING}
+
+    def project(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Projected:
+        """q, k and v of the rows. turn: RoPE's cos and sin as the layer takes them [1, num_rows, ...]; None: K and q are
+        not rotated, for cos is 1 and sin 0."""
+        found = seam.project(lambda: self._run(hidden, turn))
+        if found.q.shape[0] != hidden.shape[0]:
+            raise ValueError("its attention has other rows than the layer")
+        return found
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output, where attention gave [num_rows, num_heads, head_dim]."""
+        return _rows(seam.finish(lambda: self._run(hidden, None), attended))
+
+    def whole(self, hidden: Tensor, call: Call) -> Tensor:
+        """The layer as its model calls it, with its own attention."""
+        return _rows(self.module(**(call | {"hidden_states": hidden[None]})))
+
+    def in_float32(self, call: Call) -> GenericModule:
+        """A copy that computes in fp32, if it does not do so already. call: as `Parts.calls` gives it in fp32."""
+        if all(p.dtype == torch.float32 for p in self.module.parameters()):
+            return GenericModule(self.module, call)
+        configs = {id(c): c for m in self.module.modules() if (c := getattr(m, "config", None)) is not None}
+        return GenericModule(copy.deepcopy(self.module, configs).float(), call)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.itemsize for t in (*self.module.parameters(), *self.module.buffers()))
+
+    def _run(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None) -> Any:
+        if turn is None:
+            width = self._turn[0].shape[-1]
+            cos = hidden.new_ones(1, hidden.shape[0], width)
+            turn = cos, torch.zeros_like(cos)
+        return self.module(hidden_states=hidden[None], position_embeddings=turn, **self._same)
+
+
+class _Edge(nn.Module):
+    """Stands in for a layer, of which the model may ask attributes."""
+
+    def __init__(self, layer: nn.Module, act: Callable[[Call], Tensor]) -> None:
+        super().__init__()
+        self.layer, self._act = layer, act
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *given: Any, **named: Any) -> Tensor | tuple[Tensor]:
+        return self._act(called(self.layer, given, named))
+
+
+class _Reached(Exception):
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+def called(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Call:
+    """The arguments of a call by the names of the layer's parameters."""
+    signature = inspect.signature(layer.forward)
+    bound = signature.bind(*given, **named).arguments
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    return {
+        name: value
+        for key, entry in bound.items()
+        for name, value in (entry.items() if kinds[key] is inspect.Parameter.VAR_KEYWORD else [(key, entry)])
+    }
+
+
+def _rope_of(call: Call) -> tuple[Tensor, Tensor]:
+    turn = call.get("position_embeddings")
+    if (
+        not isinstance(turn, tuple | list)
+        or len(turn) != 2
+        or not all(isinstance(t, Tensor) and t.is_floating_point() and t.ndim == 3 for t in turn)
+    ):
+        raise ValueError("its layers do not get RoPE as cos and sin")
+    return turn[0], turn[1]
+
+
+def _neutral(name: str, value: Any) -> Any:
+    if name in ABSENT:
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"its layers are given {name}, which changes with the rows")
+
+
+def _rows(output: Any) -> Tensor:
+    found: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
+    return found
+
+
+def _row(positions: Tensor | None) -> Tensor | None:
+    return None if positions is None else positions[None]

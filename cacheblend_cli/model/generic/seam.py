@@ -1,0 +1,118 @@
+"""Where we step into transformers' attention: its AttentionInterface, and the one beside it that makes masks.
+
+A model whose attention implementation is NAME calls `_attention` with q and k as its layer has rotated them, and gets its
+masks from `_mask`, which makes none but keeps the rule by which keys are hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "cacheblend"
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What a layer gives attention. q: [num_rows, num_heads, head_dim]; k, v: [num_rows, num_kv_heads, head_dim], of v its own."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    soft_cap: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """In place of a mask: which keys a position sees, as transformers' function of batch, head, query and key."""
+
+    sees: Callable[..., Tensor]
+
+    def window(self, length: int) -> int | None:
+        """How many positions a position of `length` sees back, itself included; None: all. Raises ValueError if keys are
+        hidden by another rule."""
+        last = length - 1
+        count = int(self._seen(last, length).sum())
+        window = None if count == length else count
+        for query in {0, 1, count - 1, count, count + 1, length // 3, length // 2, last}:
+            if 0 <= query < length:
+                keys = torch.arange(length)
+                expected = keys <= query
+                if window is not None:
+                    expected &= keys > query - window
+                if not torch.equal(self._seen(query, length), expected):
+                    raise ValueError
+        return window
+
+    def _seen(self, query: int, length: int) -> Tensor:
+        """[length] bool."""
+        none = torch.tensor(0)
+        return self.sees(none, none, torch.tensor(query), torch.arange(length)).expand(length)
+
+
+class Stopped(Exception):
+    """A layer was asked for what it projects, and nothing after that."""
+
+    def __init__(self, projected: Projected) -> None:
+        super().__init__()
+        self.projected = projected
+
+
+_given: ContextVar[Tensor | None] = ContextVar("attention's output of the layer that is running", default=None)
+
+
+def project(call: Callable[[], Any]) -> Projected:
+    """What the layer that `call` runs gives attention. Raises LookupError if it calls none."""
+    try:
+        call()
+    except Stopped as stopped:
+        return stopped.projected
+    raise LookupError
+
+
+def finish(call: Callable[[], Any], attended: Tensor) -> Any:
+    """What the layer that `call` runs makes of attention's output [num_rows, num_heads, head_dim]."""
+    token = _given.set(attended)
+    try:
+        return call()
+    finally:
+        _given.reset(token)
+
+
+def register() -> None:
+    """Name our functions in transformers' registries."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """query, key, value: [1, heads, num_rows, head_dim]. The layers are called without a mask."""
+    if attention_mask is not None:
+        raise ValueError("its layers choose themselves which keys they see")
+    given = _given.get()
+    if given is None:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        raise Stopped(Projected(q, k, v, scaling, named.get("softcap"), named.get("s_aux") is not None))
+    return given[None].to(query.dtype), None
+
+
+def _mask(*, mask_function: Callable[..., Tensor], **named: Any) -> KeyRule:
+    return KeyRule(mask_function)
