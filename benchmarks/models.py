@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import hub_families  # noqa: E402
+import hub_generic  # noqa: E402
 import hub_models  # noqa: E402
 from parity import Parity, compare, write_documents  # noqa: E402
 
@@ -48,6 +49,32 @@ difference is the largest of any logit.
 """
 
 
+GENERIC = """## Any other decoder: the generic path
+
+A model_type without a file in `model/families/` runs on transformers' own layers, if transformers knows it, its attention
+goes through `AttentionInterface`, and its layers turn out to be of a kind that can be blended. It is exact and slower: a
+layer is run twice, once for what it projects and once for what it makes of attention's output, and transformers is
+imported. `models show`, `doctor` and `ask --explain` say "generic path". `--lora`, GGUF and quantised checkpoints are not
+for it. No code of a model's own is run.
+
+Nothing of it is believed before it is seen. When such a model is loaded, it is refused, with the reason, unless
+
+- its layers are one list, called one after the other with rows, RoPE's cos and sin, and a mask; nothing happens between
+  them, nothing that depends on positions or neighbours before them, and behind them only what concerns a row alone;
+- every layer calls attention once, with heads of the same number and size in all layers, without sinks;
+- the mask's own rule, asked at positions over the whole context, is causal, with or without a window;
+- RoPE has one of the two usual forms, over all or the first channels of a head, and q and k stand at positions up to the
+  context's last as `rope_parameters` say; norms behind RoPE, and RoPE that depends on the prompt's length, are refused;
+- no layer chooses which keys it sees;
+- over random tokens, each layer in float32 gives what transformers' own layer gives with its own attention: every row at
+  once; some rows over the KV of the others; both at the first positions and at far ones. A convolution, a shift or a state
+  over tokens shows there, whatever its name.
+
+`models check` compares the whole of a model, over a longer prompt.
+
+"""
+
+
 def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     transformers.utils.logging.disable_progress_bar()
@@ -55,7 +82,7 @@ def main() -> None:
     found: dict[str, list[Parity]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         documents = write_documents(Path(folder) / "documents")
-        for number, model in enumerate([*hub_models.RUN, *hub_families.RUN]):
+        for number, model in enumerate([*hub_models.RUN, *hub_families.RUN, *hub_generic.RUN]):
             path = Path(folder) / str(number)
             parity = compare(model, path, documents)
             config = json.loads((path / "model" / "config.json").read_text(encoding="utf-8"))
@@ -64,14 +91,16 @@ def main() -> None:
     missing = {*FAMILIES, *WRAPPERS} - set(found)
     assert {f"{name}_text" for name in WRAPPERS} >= missing, f"no configuration of {missing}"
     text = HEAD.format(tokens=f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))}")
-    text += "".join(_row(name, found[name]) for name in sorted(found))
+    generic = {name for name in found if name not in FAMILIES and name not in WRAPPERS}
+    text += "".join(_row(name, found[name]) for name in sorted(set(found) - generic))
+    text += "".join(_row(name, found[name], "generic path") for name in sorted(generic))
     every = [parity for family in found.values() for parity in family]
     text += _row("all", every) + "\n"
     text += (
         f"{len(every)} configurations of {len(found)} model_types in {time.perf_counter() - begin:.0f} s, one thread; "
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, {platform.machine()}.\n\n"
     )
-    text += _unsupported()
+    text += GENERIC + _unsupported()
     (ROOT / "docs" / "models.md").write_text(text, encoding="utf-8")
 
 
@@ -81,11 +110,11 @@ def _family(config: dict[str, object]) -> str:
     return str(config.get("model_type") or "llama")
 
 
-def _row(name: str, family: list[Parity]) -> str:
+def _row(name: str, family: list[Parity], path: str = "") -> str:
     decoded = sum(parity.same_answer for parity in family)
     chosen = sum(parity.same_choice for parity in family)
     cells = [
-        f"`{name}`" if name != "all" else "all",
+        (f"`{name}`" if name != "all" else "all") + (f", {path}" if path else ""),
         str(len(family)),
         *(f"{max(getattr(p, part) for p in family):.1e}" for part in ("full", "everything")),
         f"{max(p.some for p in family):.1e}" + ("" if chosen == len(family) else f" ({chosen} chose the same)"),

@@ -16,6 +16,7 @@ from cacheblend_cli.collect.precompute import (
     precompute,
 )
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
+from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import ask
@@ -141,6 +142,11 @@ class Engine:
         Raises NotFoundError, which says why, when there are none.
         """
         return with_chunks(self.runtime, store, question, lookup or Lookup())
+
+    @property
+    def remarks(self) -> list[str]:
+        """What there is to say of how the model is computed, whatever is asked."""
+        return [GENERIC_PATH] if self.model.spec.generic else []
 
     def prompt_differences(self, store: ChunkStore, question: Question, answer: Answer) -> list[str]:
         """Where the ids of an answer's prompt say other text than the template renders with the chunks in it, in words."""

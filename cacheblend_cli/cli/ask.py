@@ -132,7 +132,7 @@ def ask(
         )
         if streams is not None:
             streams.end_reasoning()
-        told = engine.prompt_differences(kv_store, what, found) if explain else None
+        told = [*engine.remarks, *engine.prompt_differences(kv_store, what, found)] if explain else None
         show_answer(found, output, json=json, ids=ids, explain=told, extra=extra)
         sources.extend(chunk.source for chunk in found.chunks)
 

@@ -117,6 +117,7 @@ def _facts(model: str, output: Output) -> dict[str, Any]:
     """Raises what loading the model would raise, but for what the weights themselves say."""
     from cacheblend_cli.model.checkpoint_files import checkpoint_files
     from cacheblend_cli.model.families import read_spec
+    from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
     from cacheblend_cli.model.tokenizer import Tokenizer
 
@@ -132,6 +133,7 @@ def _facts(model: str, output: Output) -> dict[str, Any]:
         "model": model,
         "family": spec.config.get("model_type"),
         "architecture": spec.architecture,
+        **({"computed_by": GENERIC_PATH} if spec.generic else {}),
         "files": ", ".join(file.name for file in files),
         "bytes": sum(file.stat().st_size for file in files),
         "layers": spec.num_layers,

@@ -175,7 +175,13 @@ def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRu
     """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length, nor with experts,
     nor with transformers' layers."""
     graphs = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
-    if eager or not graphs or decoder.rope.switches_at is not None or decoder.spec.experts is not None or decoder.spec.generic:
+    if (
+        eager
+        or not graphs
+        or decoder.rope.switches_at is not None
+        or decoder.spec.experts is not None
+        or decoder.spec.generic
+    ):
         return EagerRunner(decoder, pool)
     return GraphRunner(decoder, pool)
 

@@ -21,6 +21,7 @@ from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
 from cacheblend_cli.model.named import default_model
@@ -180,6 +181,7 @@ class Runtime:
             **({"lora": str(self.model.lora)} if self.model.lora else {}),
             "architecture": spec.architecture,
             "layers": spec.num_layers,
+            **({"computed_by": GENERIC_PATH} if spec.generic else {}),
             "parameters": decoder.num_bytes // decoder.dtype.itemsize,
             "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device),

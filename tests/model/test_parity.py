@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hub_families
+import hub_generic
 import hub_models
 import pytest
 import torch
@@ -15,8 +16,8 @@ from parity import compare, write_documents
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.loading import Precision, load_model
 
-RUN = [*hub_models.RUN, *hub_families.RUN]
-REFUSED = [*hub_models.REFUSED, *hub_families.REFUSED]
+RUN = [*hub_models.RUN, *hub_families.RUN, *hub_generic.RUN]
+REFUSED = [*hub_models.REFUSED, *hub_families.REFUSED, *hub_generic.REFUSED]
 TOLERANCE = 1e-4  # of logits up to some 10: the engine computes in float32, the reference in float64
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
 from cacheblend_cli.model.families.values import shown
+from cacheblend_cli.model.generic.quiet import quiet
 from cacheblend_cli.model.generic.refusal import not_generic
+from cacheblend_cli.model.model_files import AGAIN
 from cacheblend_cli.model.spec import ModelSpec
 
 WITH_LENGTH = ("dynamic", "longrope")
@@ -19,22 +21,25 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     """The spec as far as the config tells it; `measure` finds the rest on the loaded model. None: transformers knows no
     such decoder. Raises UsageError. Imports transformers."""
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = config.get("model_type")
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
-    if architecture is None or model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if architecture is None:
         return None
     named = config.get("architectures") or []
     if named and architecture not in named:
         raise UsageError(f"unknown architecture {named} of model_type {model_type!r}", f"known: {architecture}")
     try:
-        read = CONFIG_MAPPING[model_type].from_dict(config)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise UsageError(f"transformers cannot read config.json of model_type {model_type!r}: {error}") from error
-    except Exception as error:  # huggingface_hub's own kind, which checks the fields' types
-        raise UsageError(f"config.json of model_type {model_type!r} is wrong: {error}", "correct config.json") from error
+        with quiet():
+            read = CONFIG_MAPPING[model_type].from_dict(config)
+    except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+        told = " ".join(str(error).split())
+        raise UsageError(f"transformers cannot read config.json of model_type {model_type!r}: {told}", AGAIN) from error
     if config.get("quantization_config"):
         raise not_generic(model_type, "its weights are quantised")
     if read.get_text_config() is not read:
@@ -50,7 +55,7 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
 
 
 def _spec(model_type: str, architecture: str, read: Any, config: dict[str, Any]) -> ModelSpec:
-    sizes = {
+    sizes: dict[str, Any] = {
         name: getattr(read, name, None)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     }

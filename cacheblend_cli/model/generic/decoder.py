@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from cacheblend_kernels import AttentionParams, KernelBackend
@@ -14,6 +15,7 @@ from cacheblend_cli.model.folding import head_order
 from cacheblend_cli.model.generic import seam
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
+from cacheblend_cli.model.generic.quiet import quiet
 from cacheblend_cli.model.generic.refusal import not_generic
 from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.rope import LayerRotations
@@ -114,22 +116,15 @@ def load_generic(
 
 def _model(path: Path, dtype: torch.dtype, device: torch.device) -> object:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+    with quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", local_files_only=True, trust_remote_code=False,
-            use_safetensors=True, output_loading_info=True,
+            use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    model, found = loaded
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if odd := sorted(str(key) for key in found[kind]):
+        if odd := sorted(key if isinstance(key, str) else key[0] for key in found[kind]):  # (key, shape, shape)
             raise UsageError(
                 f"{path} has weights that are not its model's: {kind.replace('_', ' ')}, {len(odd)}, the first is {odd[0]}",
                 "fetch the checkpoint again",

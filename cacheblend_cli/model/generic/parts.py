@@ -53,9 +53,7 @@ class Parts:
 
         with self.attention(implementation), self._edges(keep):
             ones = torch.ones(1, len(positions), dtype=torch.int64, device=positions.device)  # no packed sequences
-            self._base(
-                inputs_embeds=embedded[None], position_ids=_row(positions), attention_mask=ones, use_cache=False
-            )
+            self._base(inputs_embeds=embedded[None], position_ids=_row(positions), attention_mask=ones, use_cache=False)
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class KeyRule:
                 if window is not None:
                     expected &= keys > query - window
                 if not torch.equal(self._seen(query, length), expected):
-                    raise ValueError
+                    raise ValueError(f"position {query} sees other keys")
         return window
 
     def _seen(self, query: int, length: int) -> Tensor:

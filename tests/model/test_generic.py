@@ -1,0 +1,161 @@
+"""The generic path: models on transformers' own layers. Their parity is in test_parity.py; here is what makes an unknown
+architecture safe, and what is the same as for every other model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hub_generic
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from hub_models import HubModel
+from parity import QUESTION, write_documents
+from transformers import OlmoConfig, VaultGemmaConfig
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.generic_check import check_generic
+from cacheblend_cli.model.families import spec_from_config
+from cacheblend_cli.model.generic.decoder import GenericDecoder
+from cacheblend_cli.model.generic.seam import KeyRule
+from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.runtime.prefill import prefill
+from cacheblend_cli.runtime.request import resolve
+
+CPU = torch.device("cpu")
+OLMO = HubModel("olmo", OlmoConfig)
+
+
+@pytest.fixture(scope="module")
+def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("olmo")
+    OLMO.write(path)
+    return path
+
+
+def loaded(path: Path, dtype: str = "float32") -> GenericDecoder:
+    decoder = load_model(path, "m", CPU, dtype, "torch").decoder
+    assert isinstance(decoder, GenericDecoder)
+    return decoder
+
+
+def shifted(rows: torch.Tensor) -> torch.Tensor:
+    """Every row and the one before it, as a convolution over the tokens has them. rows: [1, num_rows, width]."""
+    return rows + rows.roll(1, dims=1)
+
+
+def after(module: Any, change: Callable[[Any], Any]) -> None:
+    module.register_forward_hook(lambda module, given, output: change(output))
+
+
+def scores_that_grow(layer: Any) -> None:
+    """Queries that positions are told apart by: what has no effect on the first ones."""
+
+    def grow(module: Any, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        far = named["position_ids"]
+        factor = 1.0 if far is None else 1 + (far // 100).float()[..., None]
+        return given, named | {"hidden_states": named["hidden_states"] * factor}
+
+    layer.self_attn.register_forward_pre_hook(grow, with_kwargs=True)
+
+
+TAMPERED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "the rows of an MLP see each other": ("depends on the rows beside it", lambda m: after(m.model.layers[1].mlp, shifted)),
+    "tokens see each other": ("its tokens depend on those before", lambda m: after(m.model.embed_tokens, shifted)),
+    "another scale": ("layer 2 is not what transformers", lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.1)),
+    "the head sees a row beside": ("what follows its last layer", lambda m: after(m.lm_head, shifted)),
+    "scores grow with positions": ("layer 0 is not what transformers", lambda m: scores_that_grow(m.model.layers[0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_what_is_not_computed_as_transformers_does_is_refused(olmo: Path, how: str) -> None:
+    reason, tamper = TAMPERED[how]
+    decoder = loaded(olmo)
+    check_generic(decoder)
+    tamper(decoder.parts.model)
+    with pytest.raises(UsageError, match=reason):
+        check_generic(decoder)
+
+
+def test_a_model_is_checked_when_an_engine_loads_it(tmp_path: Path) -> None:
+    hub_generic.DIFFERENTIAL.write(tmp_path / "m")
+    with pytest.raises(UsageError, match=hub_generic.DIFFERENTIAL.refused):
+        Engine.load(EngineConfig(model=str(tmp_path / "m")))
+
+
+def test_weights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+    from hub_models import add, tensors
+
+    for number, (change, told) in enumerate([
+        (add("model.layers.1.mlp.extra.weight", lambda held: torch.ones(4, 4)), "unexpected keys"),
+        (tensors(lambda held: held.pop("model.layers.1.mlp.up_proj.weight")), "missing keys"),
+    ]):  # fmt: skip
+        path = tmp_path / str(number)
+        HubModel("m", OlmoConfig, change=change).write(path)
+        with pytest.raises(UsageError, match=told):
+            load_model(path, "m", CPU, "float32", "torch")
+
+
+def test_an_adapter_is_refused_and_what_to_do_is_said(olmo: Path, tmp_path: Path) -> None:
+    from adapters import write_adapter
+
+    write_adapter(tmp_path / "a", olmo, ["q_proj"])
+    with pytest.raises(UsageError, match="--lora is not implemented") as refused:
+        load_model(olmo, "m", CPU, "float32", "torch", tmp_path / "a")
+    assert "merge" in (refused.value.hint or "")
+
+
+def test_windows_and_scales_are_found_on_the_model(tmp_path: Path) -> None:
+    shape = {"head_dim": 8, "sliding_window": 24, "query_pre_attn_scalar": 4, "layer_types": hub_generic.MIXED}
+    HubModel("m", VaultGemmaConfig, shape).write(tmp_path)
+    decoder = loaded(tmp_path)
+    assert decoder.spec.sliding_windows == (24, None, 24)
+    assert [layer.attention.scale for layer in decoder.layers] == [0.5] * 3
+    assert [layer.attention.sliding_window for layer in decoder.layers] == [24, None, 24]
+
+
+def test_a_rule_that_hides_other_keys_is_no_window() -> None:
+    causal = KeyRule(lambda b, h, q, k: k <= q)
+    window = KeyRule(lambda b, h, q, k: (k <= q) & (k > q - 7))
+    assert (causal.window(100), window.window(100), window.window(7)) == (None, 7, None)
+    for rule in (
+        lambda b, h, q, k: (k <= q) & (k // 10 == q // 10),  # chunks
+        lambda b, h, q, k: k <= q + 1,
+        lambda b, h, q, k: (k <= q) & ((k > q - 7) | (k < 4)),  # sinks of the first tokens
+    ):
+        with pytest.raises(ValueError, match="sees other keys"):
+            KeyRule(rule).window(100)
+
+
+def test_what_transformers_does_not_know_is_unknown() -> None:
+    with pytest.raises(UsageError, match="unknown model_type 'no-such-model'"):
+        spec_from_config({"model_type": "no-such-model"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blending_all_is_a_full_prefill_with_every_selector(olmo: Path, tmp_path: Path, dtype: str) -> None:
+    """Several of them are given what is before layer 0 and some what a check layer shows."""
+    engine = Engine.load(EngineConfig(model=str(olmo), block_size=16, dtype=dtype, prompt="{chunks}\n\n{question}"))
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        documents = write_documents(tmp_path / "documents")
+        engine.precompute(store, [str(documents)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
+        keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index))][:4]
+
+        def logits(blend: BlendConfig) -> torch.Tensor:
+            request = resolve(engine.runtime, store, Question(QUESTION, keys, blend, SamplingParams(max_tokens=1)))
+            done = prefill(engine.runtime, request)
+            done.sequence.release()
+            assert blend.mode == "full" or len(done.result.chosen) > 0
+            return done.result.logits
+
+        full = logits(BlendConfig(mode="full"))
+        allowed = (1e-4 if dtype == "float32" else 0.05) * float(full.abs().max())
+        for selector in SELECTORS:
+            if selector not in ("none", "all"):
+                assert float((logits(BlendConfig(ratio=1.0, selector=selector)) - full).abs().max()) <= allowed
+                logits(BlendConfig(ratio=0.3, selector=selector))
