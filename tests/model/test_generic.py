@@ -22,7 +22,7 @@ from cacheblend_cli.kv.generic_check import check_generic
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.generic.seam import KeyRule
-from cacheblend_cli.model.loading import load_model
+from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import resolve
 
@@ -38,7 +38,7 @@ def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path, dtype: str = "float32") -> GenericDecoder:
-    decoder = load_model(path, "m", CPU, dtype, "torch").decoder
+    decoder = load_model(path, "m", CPU, Precision(dtype), "torch").decoder
     assert isinstance(decoder, GenericDecoder)
     return decoder
 
@@ -98,7 +98,7 @@ def test_weights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
         path = tmp_path / str(number)
         HubModel("m", OlmoConfig, change=change).write(path)
         with pytest.raises(UsageError, match=told):
-            load_model(path, "m", CPU, "float32", "torch")
+            load_model(path, "m", CPU, Precision("float32"), "torch")
 
 
 def test_an_adapter_is_refused_and_what_to_do_is_said(olmo: Path, tmp_path: Path) -> None:
@@ -106,8 +106,14 @@ def test_an_adapter_is_refused_and_what_to_do_is_said(olmo: Path, tmp_path: Path
 
     write_adapter(tmp_path / "a", olmo, ["q_proj"])
     with pytest.raises(UsageError, match="--lora is not implemented") as refused:
-        load_model(olmo, "m", CPU, "float32", "torch", tmp_path / "a")
+        load_model(olmo, "m", CPU, Precision("float32"), "torch", tmp_path / "a")
     assert "merge" in (refused.value.hint or "")
+
+
+def test_weights_of_whole_numbers_are_refused(olmo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_cli.model.loading.check_weight_dtype", lambda name, device: None)  # of any machine
+    with pytest.raises(UsageError, match="--weight-dtype int8 is not implemented"):
+        load_model(olmo, "m", CPU, Precision("float32", "int8"), "torch")
 
 
 def test_windows_and_scales_are_found_on_the_model(tmp_path: Path) -> None:
