@@ -27,7 +27,7 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.corpus.contexts import CONTEXTS
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, difference
 from cacheblend_cli.evaluation.demo_table import spellable_samples
-from cacheblend_cli.evaluation.evaluate import FULL, Results, evaluate
+from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, Results, evaluate
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.evaluation.settings import Setting
@@ -80,7 +80,7 @@ def measure(
     ):
         for name, laid_out in layouts(samples).items():
             results = evaluate(
-                engine, store, laid_out, settings(ratio, contexts), max_tokens=max_tokens, records=records,
+                engine, store, laid_out, settings(ratio, contexts), EvaluateOptions(max_tokens, records),
                 on_progress=lambda done, total, text, name=name: progress(name, done, total),
             )  # fmt: skip
             out[name] = [_row(summary, results) for summary in summarise(results)]

@@ -26,7 +26,7 @@ from fidelity_variants import ExpectedContexts, bottom_right, scaled_keys
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.evaluation.demo_table import spellable_samples
-from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, evaluate
+from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.evaluation.settings import Prefill, Setting
@@ -129,7 +129,7 @@ def measure(
         ChunkStore.open(Path(folder) / "expected", mode="write") as other,
     ):
         results = evaluate(
-            engine, store, samples, settings, max_tokens=ANSWER_TOKENS, records=records, on_progress=progress
+            engine, store, samples, settings, EvaluateOptions(ANSWER_TOKENS, records), on_progress=progress
         )
         if not only or "expected" in only:
             contexts = ExpectedContexts(engine, other)
@@ -137,7 +137,7 @@ def measure(
             more = expected_settings(contexts)
             named["expected"] = [s.label for s in more]
             found = evaluate(
-                engine, other, samples, [FULL, *more], max_tokens=ANSWER_TOKENS, records=records, on_progress=progress
+                engine, other, samples, [FULL, *more], EvaluateOptions(ANSWER_TOKENS, records), on_progress=progress
             )
             results.settings += more
             results.by_label |= {s.label: found.by_label[s.label] for s in more}

@@ -17,7 +17,7 @@ from cacheblend_cli.corpus.chunker import cut
 from cacheblend_cli.corpus.documents import Document, read_documents
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.evaluation.demo_table import ANSWER_TOKENS, demo_samples
-from cacheblend_cli.evaluation.evaluate import FULL, evaluate
+from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
 
@@ -73,7 +73,7 @@ def _answers(folder: Path, codec: str, questions: int) -> dict[str, Any]:
     """Exact matches of full prefill, of plain reuse of this codec's KV and of blending it at ratio .15."""
     engine = Engine.load(EngineConfig(model="handbook", kv_dtype=codec))
     with ChunkStore.open(folder / f"answers-{codec}", mode="write") as store:
-        results = evaluate(engine, store, demo_samples(questions), SETTINGS, max_tokens=ANSWER_TOKENS)
+        results = evaluate(engine, store, demo_samples(questions), SETTINGS, EvaluateOptions(ANSWER_TOKENS))
     found: dict[str, Any] = {}
     for summary in summarise(results):
         match = summary.exact_match

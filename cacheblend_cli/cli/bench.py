@@ -60,15 +60,11 @@ def bench(
         selectors=selector or (settings.selector, "hkvd"),
         ratios=ratio or (blend.ratio,),
         contexts=("sink",),
-        noise_floor=False,
     )
     engine = options.load_engine(settings, output)
     layout = layout_of(engine, tokens, chunks, question_tokens, decode_tokens)
     with output.progress("bench") as bar:
-        report = measure(
-            engine, asked, layout,
-            question_tokens=question_tokens, rounds=rounds, decode_tokens=decode_tokens, on_run=bar,
-        )  # fmt: skip
+        report = measure(engine, asked, layout, rounds=rounds, decode_tokens=decode_tokens, on_run=bar)
     for note in dict.fromkeys(report.notes):
         output.warn(note)
     if json:

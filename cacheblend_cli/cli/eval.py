@@ -91,8 +91,9 @@ def evaluate(
     path = _record_path(out, resume)
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.collect.settings import CollectSettings
+    from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
-    from cacheblend_cli.evaluation.grid import grid
+    from cacheblend_cli.evaluation.grid import AutoRatio, grid
     from cacheblend_cli.evaluation.plot import check_plot
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
@@ -113,12 +114,11 @@ def evaluate(
         replace(BlendConfig.of(settings), checks=()),  # the ratios are what is named here
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
-        ratios=[r for r in ratios if not isinstance(r, str)],
+        ratios=[AutoRatio(auto, settings.ratio_floor) if isinstance(r, str) else r for r in ratios],
         contexts=context or (settings.context,),
-        noise_floor=noise_floor,
-        auto=auto if "auto" in ratios else None,
-        floor=settings.ratio_floor,
     )
+    if noise_floor:
+        asked.append(NOISE_FLOOR)
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
@@ -130,7 +130,7 @@ def evaluate(
         )
         with told, _store(settings, store) as kv_store, output.progress("questions") as bar:
             results = run(
-                engine, kv_store, samples, asked, max_tokens=max_tokens, records=records, keep_chunks=store is not None, collecting=collecting,
+                engine, kv_store, samples, asked, EvaluateOptions(max_tokens, records, store is not None, collecting),
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
     for number, reason in results.skipped:

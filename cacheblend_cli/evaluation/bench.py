@@ -114,7 +114,7 @@ def layout_of(
     if wanted < chunks:
         raise UsageError(f"--tokens {wanted} cannot be {chunks} chunks", "a chunk has a token at least: fewer --chunks")
     lengths = even_lengths(wanted, chunks)
-    return Layout(tuple(random_ids(ordinary, length, generator) for length in lengths), suffix)
+    return Layout(tuple(random_ids(ordinary, length, generator) for length in lengths), suffix, question_tokens)
 
 
 def bench(
@@ -122,7 +122,6 @@ def bench(
     settings: Sequence[Setting],
     layout: Layout,
     *,
-    question_tokens: int,
     rounds: int,
     decode_tokens: int,
     on_run: Callable[[int, int, str], None] = lambda *told: None,
@@ -169,7 +168,7 @@ def bench(
         prompt_tokens=plan.num_tokens,
         prefix_tokens=len(collection.prefix_ids),
         chunk_tokens=[len(ids) for ids in layout.chunks],
-        question_tokens=question_tokens,
+        question_tokens=layout.question_tokens,
         suffix_tokens=len(layout.suffix_ids),
         decode_tokens=decode_tokens,
         rounds=rounds,

@@ -8,7 +8,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.demo import heldout_path
-from cacheblend_cli.evaluation.evaluate import FULL, Progress, evaluate
+from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, Progress, evaluate
 from cacheblend_cli.evaluation.samples import Sample, read_samples
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import Summary, summarise
@@ -39,7 +39,7 @@ def demo_samples(count: int) -> list[Sample]:
 
 def demo_table(engine: Engine, store: ChunkStore, samples: Sequence[Sample], on_progress: Progress) -> list[Summary]:
     """Measure every setting on the samples."""
-    results = evaluate(engine, store, samples, SETTINGS, max_tokens=ANSWER_TOKENS, on_progress=on_progress)
+    results = evaluate(engine, store, samples, SETTINGS, EvaluateOptions(ANSWER_TOKENS), on_progress=on_progress)
     return summarise(results)
 
 

@@ -29,6 +29,18 @@ Progress = Callable[[int, int, str], None]
 """(samples done, samples in all, what is being done)."""
 
 
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """max_tokens: of an answer. records: what is there already is not measured again. keep_chunks False: chunks leave the
+    store after their last sample, so that a store made for the run stays small. collecting: window and number of neighbours.
+    """
+
+    max_tokens: int = 32
+    records: RecordFile | None = None
+    keep_chunks: bool = True
+    collecting: CollectSettings | None = None
+
+
 @dataclass
 class Results:
     """Records in the order of the samples. skipped: (number of the sample from 1, why). notes: what went wrong aside."""
@@ -50,25 +62,21 @@ def evaluate(
     store: ChunkStore,
     samples: Sequence[Sample],
     settings: Sequence[Setting],
-    *,
-    max_tokens: int = 32,
-    records: RecordFile | None = None,
-    keep_chunks: bool = True,
-    collecting: CollectSettings | None = None,
+    options: EvaluateOptions | None = None,
     on_progress: Progress = lambda done, total, text: None,
 ) -> Results:
     """Collect the samples' chunks and measure every setting on every sample.
 
-    Full prefill is run once a sample, whatever is measured; without a full setting one is put first. What `records`
-    already has is not measured again. keep_chunks False removes chunks from the store after their last sample, so that
-    a store made for the run stays small. collecting: window and number of neighbours, the defaults without it. A sample too long for the model is skipped.
+    Full prefill is run once a sample, whatever is measured; without a full setting one is put first. A sample too long
+    for the model is skipped.
     """
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
     if len(set(labels)) < len(labels):
         raise UsageError("two settings have the same label", "give each its own")
-    run = _Run(engine, store, samples, settings, max_tokens, RecordFile() if records is None else records, collecting)
-    last = {} if keep_chunks else run.last_uses(samples)
+    options = options or EvaluateOptions()
+    run = _Run(engine, store, samples, settings, options)
+    last = {} if options.keep_chunks else run.last_uses(samples)
     for number, sample in enumerate(samples):
         on_progress(number, len(samples), sample.question)
         run.measure(sample, number)
@@ -87,13 +95,12 @@ class _Run:
         store: ChunkStore,
         samples: Sequence[Sample],
         settings: list[Setting],
-        max_tokens: int,
-        records: RecordFile,
-        collecting: CollectSettings | None,
+        options: EvaluateOptions,
     ) -> None:
         self._runtime, self._store, self._settings = engine.runtime, store, settings
-        self._max_tokens, self._records = max_tokens, records
-        self._chunks = SampleChunks(engine, store, samples, collecting)
+        self._max_tokens = options.max_tokens
+        self._records = RecordFile() if options.records is None else options.records
+        self._chunks = SampleChunks(engine, store, samples, options.collecting)
         facts: dict[str, Any] = {
             "model": engine.model.fingerprint,
             "dtype": str(engine.model.decoder.dtype),
@@ -101,7 +108,7 @@ class _Run:
             "attention": engine.model.decoder.kernels.name,
             "codec": engine.runtime.collection().codec,
             "pool": engine.config.kv_pool_dtype,
-            "max_tokens": max_tokens,
+            "max_tokens": options.max_tokens,
         }
         self._digests = {
             s.label: s.digest(facts | (self._chunks.facts(s.context) if s.reuses else {})) for s in settings

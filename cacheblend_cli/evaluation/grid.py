@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cacheblend_cli.api import BlendConfig
-from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR
+from cacheblend_cli.evaluation.evaluate import FULL
 from cacheblend_cli.evaluation.settings import Prefill, Setting
+
+
+@dataclass(frozen=True)
+class AutoRatio:
+    """In the place of a ratio: a prefill that chooses it itself, `floor` at least."""
+
+    prefill: Prefill
+    floor: float
+
+    def __format__(self, spec: str) -> str:
+        return "auto"
 
 
 def grid(
@@ -15,18 +26,13 @@ def grid(
     *,
     modes: Sequence[str],
     selectors: Sequence[str],
-    ratios: Sequence[float],
+    ratios: Sequence[float | AutoRatio],
     contexts: Sequence[str],
-    noise_floor: bool = True,
-    auto: Prefill | None = None,
-    floor: float = 0.15,
 ) -> list[Setting]:
-    """Every combination once, labelled by what tells it apart; full prefill first, plain reuse
-    next, the noise floor last.
+    """Every combination once, labelled by what tells it apart; full prefill first, plain reuse next.
 
-    blend: everything the combinations do not say. auto: a prefill that chooses the ratio itself, one setting more a
-    selector, with `floor` as the least. A selector that fixes the ratio (`all`, `none`) is taken once.
-    Raises UsageError for a value that is none.
+    blend: everything the combinations do not say. A selector that fixes the ratio (`all`, `none`) is taken once. Raises
+    UsageError for a value that is none.
     """
     for mode in modes:
         replace(blend, mode=mode)  # checked there
@@ -36,12 +42,12 @@ def grid(
         if "reuse" in modes:
             settings.append(Setting("reuse" + suffix, replace(blend, mode="reuse"), context))
         for selector in dict.fromkeys(selectors if "blend" in modes else ()):
+            fixed = selector in ("all", "none")
             for ratio in dict.fromkeys(ratios):
-                name = (selector if selector in ("all", "none") else f"{selector} {ratio:g}") + suffix
-                if name not in {s.label for s in settings}:
-                    config = replace(blend, mode="blend", selector=selector, ratio=ratio)
-                    settings.append(Setting(name, config, context))
-            if auto is not None and selector not in ("all", "none"):
-                config = replace(blend, mode="blend", selector=selector, ratio=floor)
-                settings.append(Setting(f"{selector} auto{suffix}", config, context, auto, auto=True))
-    return [*settings, NOISE_FLOOR] if noise_floor else settings
+                auto = isinstance(ratio, AutoRatio)
+                name = (selector if fixed else f"{selector} {ratio:g}") + suffix
+                if name not in {s.label for s in settings} and not (auto and fixed):
+                    least, way = (ratio.floor, ratio.prefill) if isinstance(ratio, AutoRatio) else (ratio, None)
+                    config = replace(blend, mode="blend", selector=selector, ratio=least)
+                    settings.append(Setting(name, config, context, way, auto))
+    return settings

@@ -30,10 +30,12 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A prompt's token ids but its prefix, which is the collection's: the chunks, and the suffix behind them."""
+    """A prompt's token ids but its prefix, which is the collection's: the chunks, and the suffix behind them,
+    of which question_tokens are the question."""
 
     chunks: tuple[Ids, ...]
     suffix_ids: Ids
+    question_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from checkpoints import write_checkpoint
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, evaluate
+from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.measures import prefill_in_pieces, relative_rmse, run_full
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Context, Sample, pages
@@ -68,7 +68,7 @@ def setup(engine: Engine, tmp_path: Path) -> Iterator[Setup]:
 
 
 def test_full_repair_is_full_prefill_and_reuse_is_not(setup: Setup) -> None:
-    results = evaluate(setup.engine, setup.store, SAMPLES, [REUSE, ALL, NOISE_FLOOR], max_tokens=TOKENS)
+    results = evaluate(setup.engine, setup.store, SAMPLES, [REUSE, ALL, NOISE_FLOOR], EvaluateOptions(TOKENS))
     assert list(results.by_label) == ["full prefill", "reuse", "all", "noise floor"]
     for label in ("all", "noise floor"):
         for record in results.by_label[label]:
@@ -86,7 +86,7 @@ def test_full_repair_is_full_prefill_and_reuse_is_not(setup: Setup) -> None:
 @pytest.mark.parametrize("setting", [REUSE, SOME, ALL])
 def test_answers_budgets_and_first_tokens_are_those_of_ask(setup: Setup, setting: Setting) -> None:
     """Also where the greedy answer leaves full prefill's: random weights disagree soon."""
-    results = evaluate(setup.engine, setup.store, SAMPLES, [setting], max_tokens=TOKENS)
+    results = evaluate(setup.engine, setup.store, SAMPLES, [setting], EvaluateOptions(TOKENS))
     chunks = SampleChunks(setup.engine, setup.store)
     differ = 0
     for item, record in zip(SAMPLES, results.by_label[setting.label], strict=True):
@@ -105,7 +105,7 @@ def test_answers_budgets_and_first_tokens_are_those_of_ask(setup: Setup, setting
 def test_a_page_in_order_is_exact_when_collected_in_its_document(setup: Setup) -> None:
     page = Sample("Who?", (), pages(["a", "a", "a"], PARAGRAPHS))
     settings = [REUSE, Setting("document", BlendConfig(mode="reuse"), "document")]
-    results = evaluate(setup.engine, setup.store, [page], settings, max_tokens=TOKENS)
+    results = evaluate(setup.engine, setup.store, [page], settings, EvaluateOptions(TOKENS))
     [sink], [document] = results.by_label["reuse"], results.by_label["document"]
     assert document.exact_tokens == document.cached_tokens
     assert max(document.kl) < 1e-8 < max(sink.kl)
@@ -127,7 +127,7 @@ def test_full_prefill_runs_once_a_sample_whatever_context_comes_first(
     monkeypatch.setattr("cacheblend_cli.evaluation.evaluate.run_full", counted("full", run_full))
     floor = replace(NOISE_FLOOR, prefill=counted("floor", prefill_in_pieces))
     settings = [Setting("document", BlendConfig(mode="reuse"), "document"), REUSE, FULL, floor]
-    results = evaluate(setup.engine, setup.store, SAMPLES[:2], settings, max_tokens=TOKENS)
+    results = evaluate(setup.engine, setup.store, SAMPLES[:2], settings, EvaluateOptions(TOKENS))
     assert sorted(runs) == ["floor", "floor", "full", "full"]
     assert results.measured == 8
     assert len(results.full) == len(results.by_label["noise floor"]) == 2
@@ -151,27 +151,25 @@ def test_a_run_resumes_from_its_file(setup: Setup, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with RecordFile(path) as records, pytest.raises(KeyboardInterrupt):
-        evaluate(
-            setup.engine, setup.store, SAMPLES, settings, max_tokens=TOKENS, records=records, on_progress=interrupt
-        )
+        evaluate(setup.engine, setup.store, SAMPLES, settings, EvaluateOptions(TOKENS, records), on_progress=interrupt)
     assert len(path.read_text().splitlines()) == 6
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])  # as a kill in the middle of a write leaves it
     with RecordFile(path) as records:
         assert len(records) == 5
-        results = evaluate(setup.engine, setup.store, SAMPLES, settings, max_tokens=TOKENS, records=records)
+        results = evaluate(setup.engine, setup.store, SAMPLES, settings, EvaluateOptions(TOKENS, records))
     assert (results.resumed, results.measured) == (5, 4)
-    fresh = evaluate(setup.engine, setup.store, SAMPLES, settings, max_tokens=TOKENS)
+    fresh = evaluate(setup.engine, setup.store, SAMPLES, settings, EvaluateOptions(TOKENS))
     for label, expected in fresh.by_label.items():
         found = results.by_label[label]
         assert [r.answer for r in found] == [r.answer for r in expected]
         assert [r.kl for r in found] == [pytest.approx(r.kl, abs=1e-9) for r in expected]
     with RecordFile(path) as records:
         renamed = [replace(REUSE, label="other name"), Setting("new", BlendConfig(ratio=0.31))]
-        again = evaluate(setup.engine, setup.store, SAMPLES, renamed, max_tokens=TOKENS, records=records)
+        again = evaluate(setup.engine, setup.store, SAMPLES, renamed, EvaluateOptions(TOKENS, records))
         assert (again.resumed, again.measured) == (6, 3)
         assert [r.label for r in again.by_label["other name"]] == ["other name"] * 3
-        longer = evaluate(setup.engine, setup.store, SAMPLES[:1], [REUSE], max_tokens=TOKENS + 1, records=records)
+        longer = evaluate(setup.engine, setup.store, SAMPLES[:1], [REUSE], EvaluateOptions(TOKENS + 1, records))
         assert longer.resumed == 0  # another answer length is another measurement
 
 
@@ -188,7 +186,7 @@ def test_chunks_are_removed_after_their_last_sample_when_asked(setup: Setup) -> 
     sizes: list[int] = []
     settings = [REUSE, Setting("document", BlendConfig(), "document")]
     evaluate(
-        setup.engine, setup.store, SAMPLES, settings, max_tokens=2, keep_chunks=False,
+        setup.engine, setup.store, SAMPLES, settings, EvaluateOptions(2, keep_chunks=False),
         on_progress=lambda done, total, text: sizes.append(len(list(setup.store.chunks()))),
     )  # fmt: skip
     assert sizes[0] == 0 < sizes[1]
@@ -205,7 +203,7 @@ def test_chunks_whose_kv_was_evicted_are_collected_again(setup: Setup) -> None:
 
 def test_a_sample_too_long_for_the_model_is_skipped(setup: Setup) -> None:
     long = Sample("Who?", (), (Context(" ".join(PARAGRAPHS * 20)),))
-    results = evaluate(setup.engine, setup.store, [long, SAMPLES[0]], [REUSE], max_tokens=TOKENS)
+    results = evaluate(setup.engine, setup.store, [long, SAMPLES[0]], [REUSE], EvaluateOptions(TOKENS))
     assert [number for number, _ in results.skipped] == [1]
     assert len(results.full) == len(results.by_label["reuse"]) == 1
 
@@ -219,7 +217,7 @@ def test_a_wrong_setting_is_an_error_and_no_skipped_sample(setup: Setup) -> None
 
 def test_summaries_without_references_report_fidelity_alone(setup: Setup) -> None:
     bare = [replace(s, answers=()) for s in SAMPLES]
-    full, reuse = summarise(evaluate(setup.engine, setup.store, bare, [REUSE], max_tokens=TOKENS))
+    full, reuse = summarise(evaluate(setup.engine, setup.store, bare, [REUSE], EvaluateOptions(TOKENS)))
     assert full.f1 is reuse.f1 is reuse.norm_f1 is None
     assert full.kl is None
     assert reuse.kl is not None
@@ -228,7 +226,7 @@ def test_summaries_without_references_report_fidelity_alone(setup: Setup) -> Non
 
 
 def test_summaries_pool_tokens_and_keep_samples_by_tag(setup: Setup) -> None:
-    results = evaluate(setup.engine, setup.store, SAMPLES, [REUSE, SOME], max_tokens=TOKENS)
+    results = evaluate(setup.engine, setup.store, SAMPLES, [REUSE, SOME], EvaluateOptions(TOKENS))
     _, reuse, some = summarise(results, resamples=50)
     records = results.by_label["some"]
     assert some.top1 is not None
