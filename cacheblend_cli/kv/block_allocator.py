@@ -1,13 +1,19 @@
 """Blocks of the paged KV cache: who owns which, counted by references.
 
-Ranges and owners: a block is free (in `_free`) or used (reference count >= 1 in `_refs`), never both;
-free + used = total. Block tables own one reference to each of their blocks.
+Ranges and owners: a block is in one of three places, and free + hot + used = total.
+
+| place   | owners | what it holds                                                          |
+|---------|--------|------------------------------------------------------------------------|
+| `_free` | none   | nothing                                                                |
+| `_hot`  | none   | KV that somebody may want again; taken, least recently used first, when no block is free |
+| `_refs` | 1 or more | KV of sequences; block tables own one reference to each of their blocks |
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from cacheblend_cli.errors import DeviceError
@@ -29,10 +35,17 @@ class BlockAllocator:
         self._reserve = int(watermark * num_blocks)
         self._free = list(range(num_blocks))  # sorted
         self._refs: dict[int, int] = {}
+        self._hot: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._forget: dict[int, Callable[[int], None]] = {}  # of blocks whose KV somebody may want again
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be had: hot ones too."""
+        return len(self._free) + len(self._hot)
+
+    @property
+    def num_hot(self) -> int:
+        return len(self._hot)
 
     @property
     def num_used(self) -> int:
@@ -47,14 +60,19 @@ class BlockAllocator:
         """Whether running sequences can take `count` more blocks; the watermark is there for them."""
         return count <= self.num_free
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks, adjacent when there is such a run (the CPU path then attends over a view). Raises DeviceError."""
+    def allocate(self, count: int, *, behind: int | None = None, room: int = 0) -> list[int]:
+        """`count` blocks, adjacent when there is such a run (the CPU path then attends over a view). Raises DeviceError.
+
+        behind: where they best begin, right behind this block. room: blocks that best stay free behind them, to grow into.
+        """
         if count > self.num_free:
             raise DeviceError(
                 f"the KV pool has {self.num_free} free blocks of {self.num_blocks}, and {count} are needed",
                 "ask with fewer chunks or a smaller --max-tokens",
             )
-        start = self._adjacent(count)
+        while len(self._free) < count:
+            self._evict()
+        start = self._place(count, behind, room)
         taken = self._free[start : start + count]
         del self._free[start : start + count]
         for block in taken:
@@ -62,34 +80,66 @@ class BlockAllocator:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner of each block."""
+        """One more owner of each block, which has one or is hot."""
         for block in blocks:
-            self._refs[block] += 1
+            if block in self._hot:
+                del self._hot[block]
+            self._refs[block] = self._refs.get(block, 0) + 1
 
     def is_shared(self, block: int) -> bool:
         return self._refs[block] > 1
 
+    def is_used(self, block: int) -> bool:
+        return block in self._refs
+
+    def keep(self, block: int, forget: Callable[[int], None]) -> None:
+        """What the used block holds is final, and wanted when it has no owner any more. forget: told when it is given away."""
+        assert block in self._refs
+        self._forget[block] = forget
+
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; the last one frees it."""
-        for block in blocks:
+        """Drop one reference of each block; the last one frees it. Of those that are kept the last is given away first."""
+        for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 del self._refs[block]
-                bisect.insort(self._free, block)
+                if block in self._forget:
+                    self._hot[block] = None
+                else:
+                    bisect.insort(self._free, block)
+
+    def drop_hot(self) -> None:
+        """Let no block be hot."""
+        while self._hot:
+            self._evict()
 
     def check_integrity(self) -> None:
-        """free + used = total, no block both, no block lost. Raises AssertionError: it is our own bug."""
-        assert len(self._free) + len(self._refs) == self.num_blocks
-        assert set(self._free).isdisjoint(self._refs)
-        assert set(self._free) | set(self._refs) == set(range(self.num_blocks))
+        """free + hot + used = total, no block in two places, no block lost. Raises AssertionError: it is our own bug."""
+        assert len(self._free) + len(self._hot) + len(self._refs) == self.num_blocks
+        assert set(self._free) | set(self._hot) | set(self._refs) == set(range(self.num_blocks))
         assert self._free == sorted(self._free)
         assert all(count > 0 for count in self._refs.values())
+        assert set(self._hot) <= self._forget.keys() <= set(self._hot) | set(self._refs)
 
-    def _adjacent(self, count: int) -> int:
-        """Index in the free list of the first run of `count` adjacent blocks, else 0."""
+    def _evict(self) -> None:
+        block, _ = self._hot.popitem(last=False)
+        self._forget.pop(block)(block)
+        bisect.insort(self._free, block)
+
+    def _place(self, count: int, behind: int | None, room: int) -> int:
+        """Index in the free list where `count` blocks are taken."""
+        if behind is not None:
+            i = bisect.bisect_left(self._free, behind + 1)
+            if i + count <= len(self._free) and self._free[i] == behind + 1 and self._free[i + count - 1] == behind + count:
+                return i
+        found = self._adjacent(count + room) if room else None
+        return (self._adjacent(count) or 0) if found is None else found
+
+    def _adjacent(self, count: int) -> int | None:
+        """Index in the free list of the first run of `count` adjacent blocks."""
         run = 0
         for i, block in enumerate(self._free):
             run = run + 1 if i and block == self._free[i - 1] + 1 else 1
             if run >= count:
                 return i - count + 1
-        return 0
+        return None

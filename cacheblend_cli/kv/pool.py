@@ -127,7 +127,8 @@ class PagedSequence:
         """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
         missing = self.pool.blocks_for(num_tokens) - len(self.blocks)
         if missing > 0:
-            self.blocks = self.blocks + self.pool.allocator.allocate(missing)
+            last = self.blocks[-1] if self.blocks else None
+            self.blocks = self.blocks + self.pool.allocator.allocate(missing, behind=last)
             self._refresh()
 
     def fork(self) -> PagedSequence:

@@ -90,6 +90,7 @@ def packed_rows(
         contiguous_slot=single.contiguous_slot if single else -1,
         dense=single is not None and dense,
         max_kv_len=max(n for _, _, n in parts),
+        contiguous_slots=tuple(s.contiguous_slot for s, _, _ in parts),
     )
     return Rows(parts[0][0].pool, positions, slots, decoder.rope.cos_sin(positions, rope_len), meta)
 
@@ -103,6 +104,21 @@ def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Seq
         parts.append((sequence, upload([kv_len], decoder.device), kv_len + 1))
     assert len({decoder.rope.regime(n + 1) for n in kv_lens}) == 1, "one launch has one set of RoPE frequencies"
     return replace(packed_rows(decoder, parts, max(kv_lens) + 1), decode=True)
+
+
+def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
+    """Rows of decoding, and `count` more that see nothing and write to the spare block (of at least so many slots)."""
+    if not count:
+        return rows
+    none = torch.zeros(count, dtype=torch.int64, device=decoder.device)
+    own = torch.arange(count, device=decoder.device) + spare * rows.pool.block_size
+    first = rows_of_tables(decoder.rope.tables(1), none)
+    rotations = tuple(
+        (torch.cat((cos, c)), torch.cat((sin, s))) for (cos, sin), (c, s) in zip(rows.rotations, first, strict=True)
+    )
+    positions = torch.cat((rows.positions, none))
+    attention = replace(rows.attention, positions=positions)
+    return replace(rows, positions=positions, slots=torch.cat((rows.slots, own)), rotations=rotations, attention=attention)
 
 
 def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:

@@ -100,7 +100,8 @@ class AttentionMetadata:
 
     Rows of one sequence are adjacent and their positions strictly increase; gaps are allowed. A row at position p
     attends to keys at positions <= p of its own sequence and to no others. In a launch of decode attention every
-    sequence has one row, at position kv_len - 1.
+    sequence has one row, at position kv_len - 1, and the rows behind those of the sequences see nothing: they only fill the
+    launch, and what comes out of attention for them is 0.
 
     positions: [num_rows] int64, position of each row in its sequence.
     cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
@@ -108,6 +109,7 @@ class AttentionMetadata:
     kv_lens: [num_seqs] int32, number of positions of the sequence whose K and V are in the pool.
     contiguous_slot: first slot of the sequence when there is one sequence and its blocks are adjacent in
         the pool (the keys are then a view), else -1.
+    contiguous_slots: the same of each of several sequences, () where that is not known.
     dense: positions are one run p, p+1, ..., p+n-1 (one sequence).
     max_kv_len: the longest of kv_lens, for what must be known without asking the device; 0: not known, and a launch is
         planned for as many positions as block_table has room for.
@@ -120,6 +122,7 @@ class AttentionMetadata:
     contiguous_slot: int = -1
     dense: bool = False
     max_kv_len: int = 0
+    contiguous_slots: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -57,7 +57,7 @@ class TorchBackend(KernelBackend):
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = torch.zeros_like(q)
         num_kv_heads, window = cache.k.shape[2], params.sliding_window
         for seq, kv_len in enumerate(meta.kv_lens.tolist()):
             k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
@@ -161,8 +161,9 @@ def _keys_of(
 ) -> tuple[Tensor, Tensor]:
     """K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view when its blocks are adjacent, else gathered.
     Those of a float8 pool are values of `dtype`."""
-    if meta.contiguous_slot >= 0:
-        span = slice(meta.contiguous_slot, meta.contiguous_slot + kv_len)
+    first = meta.contiguous_slots[seq] if meta.contiguous_slots else meta.contiguous_slot
+    if first >= 0:
+        span = slice(first, first + kv_len)
         k, v = _slots(cache.k)[span], _slots(cache.v)[span]
     else:
         blocks = meta.block_table[seq][: -(-kv_len // cache.k.shape[1])].long()
