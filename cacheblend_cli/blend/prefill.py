@@ -73,7 +73,7 @@ class BlendSteps(Observer):
         self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
         self._last_layer = len(prompt.decoder.layers) - 1
-        inexact = [s for s in prompt.plan.segments if s.status != "exact" and s.start < s.end]
+        inexact = [s for s in prompt.plan.segments if s.status in ("blended", "computed") and s.start < s.end]
         self._one_run = all(a.end == b.start for a, b in pairwise(inexact)) and bool(inexact)
         self.reports: list[LayerReport] = []
         self._keep(self._all)

@@ -130,7 +130,11 @@ class BlockAllocator:
         """Index in the free list where `count` blocks are taken."""
         if behind is not None:
             i = bisect.bisect_left(self._free, behind + 1)
-            if i + count <= len(self._free) and self._free[i] == behind + 1 and self._free[i + count - 1] == behind + count:
+            if (
+                i + count <= len(self._free)
+                and self._free[i] == behind + 1
+                and self._free[i + count - 1] == behind + count
+            ):
                 return i
         found = self._adjacent(count + room) if room else None
         return (self._adjacent(count) or 0) if found is None else found

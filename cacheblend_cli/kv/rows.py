@@ -118,7 +118,9 @@ def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
     )
     positions = torch.cat((rows.positions, none))
     attention = replace(rows.attention, positions=positions)
-    return replace(rows, positions=positions, slots=torch.cat((rows.slots, own)), rotations=rotations, attention=attention)
+    return replace(
+        rows, positions=positions, slots=torch.cat((rows.slots, own)), rotations=rotations, attention=attention
+    )
 
 
 def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:

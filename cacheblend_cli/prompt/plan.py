@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 SegmentKind = Literal["prefix", "chunk", "suffix"]
-SegmentStatus = Literal["exact", "blended", "computed"]
+SegmentStatus = Literal["exact", "blended", "computed", "hot"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ChunkInput:
 class Segment:
     """A run of the prompt, positions start:end.
 
-    status: "exact" (cached, its KV is right here), "blended" (cached, its KV needs repair), "computed" (fresh). codec: as
-    in ChunkInput.
+    status: "exact" (cached, its KV is right here), "blended" (cached, its KV needs repair), "computed" (fresh), "hot" (in
+    the pool already). codec: as in ChunkInput.
     """
 
     kind: SegmentKind
@@ -50,7 +50,8 @@ class Segment:
 
     @property
     def cached(self) -> bool:
-        return self.status != "computed"
+        """Whether its KV comes from the store."""
+        return self.status in ("exact", "blended")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,30 @@ class PromptPlan:
     @property
     def fresh_tokens(self) -> int:
         """Tokens that are computed whatever the ratio: suffix, holes, an uncached prefix."""
-        return sum(len(s.token_ids) for s in self.segments if not s.cached)
+        return sum(len(s.token_ids) for s in self.segments if s.status == "computed")
+
+    @property
+    def exact_until(self) -> int:
+        """The positions before it hold the KV a full prefill would give them, once the prompt is filled."""
+        return next((s.start for s in self.segments if s.status == "blended"), self.num_tokens)
+
+    def cut_for(self, num_tokens: int) -> int:
+        """The most of the first num_tokens that can be hot: stored KV is loaded a segment at a time, and the last token is
+        computed, since what comes behind it is wanted."""
+        num_tokens = min(num_tokens, self.num_tokens - 1)
+        at = next((s for s in self.segments if s.start < num_tokens < s.end), None)
+        return at.start if at is not None and at.cached else num_tokens
+
+    def with_hot(self, num_tokens: int) -> PromptPlan:
+        """The plan with its first tokens, as many as `cut_for` allows, in the pool already."""
+        parts: list[Segment] = []
+        for s in self.segments:
+            own = min(max(num_tokens - s.start, 0), len(s.token_ids))
+            if own:
+                parts.append(replace(s, token_ids=s.token_ids[:own], status="hot"))
+            if own < len(s.token_ids) or not s.token_ids:
+                parts.append(replace(s, start=s.start + own, token_ids=s.token_ids[own:]))
+        return PromptPlan(tuple(parts))
 
 
 def plan_prompt(

@@ -55,7 +55,8 @@ class Verification:
 @dataclass
 class Answer:
     """text is what was streamed of the answer; reasoning what stood between think tags before it. notes are messages for people; layers is the per-layer report; auto:
-    what the loading controller decided, with --ratio auto."""
+    what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning of the prompt whose KV the
+    engine still held from another one."""
 
     text: str
     finish_reason: str
@@ -80,6 +81,7 @@ class Answer:
     auto: AutoReport | None = None
     reasoning: str = ""
     reasoning_tokens: int = 0
+    hot_tokens: int = 0
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
         """The JSON object of `ask --json`."""
@@ -101,6 +103,8 @@ class Answer:
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "notes": self.notes,
         }
+        if self.hot_tokens:
+            out["hot_tokens"] = self.hot_tokens
         if self.reasoning:
             out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.auto:

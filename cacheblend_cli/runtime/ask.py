@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -34,26 +34,48 @@ def ask(
     this machine when it is first needed. checked: compare with a full prefill. save_holes: collect and store what had
     to be computed, where the store is open for writing.
     """
-    report: AutoReport | None = None
-    wanted = request
-    if auto and request.blend.mode == "blend":
-        request, report = _decided(runtime, request)
-    done = prefill(runtime, request, room=runtime.room(request.sampling))
+    asking = Asking.of(runtime, request, auto)
+    done = prefill(runtime, asking.request, room=runtime.room(request.sampling))
     try:
         first_logits = done.logits.clone() if checked else None
         generation = generate(runtime, Continuation.of(done), request.sampling, listener)
-        _note_reasoning(generation, request)
         verification = verify(runtime, done, first_logits) if first_logits is not None else None
     finally:
         done.sequence.release()
-    answer = _answer(runtime, done, generation, verification, report)
-    if report is not None:
-        seen = Observed.of_answer(answer, report.before_s, runtime.decoder.device.type)
-        controller_of(runtime, wanted).learn(report, wanted, seen)
-    _note_uses(done)  # before holes are stored, which may need room
-    if save_holes:
-        store_holes(done)
+    answer = asking.answer(done, generation, verification)
+    asking.end(done, answer, save_holes=save_holes)
     return answer
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A request on its way. wanted: as it was asked; request: as it is run, where the loading controller decides; report: what
+    that decided."""
+
+    runtime: Runtime
+    wanted: Request
+    request: Request
+    report: AutoReport | None = None
+
+    @classmethod
+    def of(cls, runtime: Runtime, request: Request, auto: bool) -> Asking:
+        if not auto or request.blend.mode != "blend":
+            return cls(runtime, request, request)
+        return cls(runtime, request, *_decided(runtime, request))
+
+    def answer(self, done: Prefilled, generation: Generation, verification: Verification | None) -> Answer:
+        """What there is to say of it. done: the prompt, as it was run in the end."""
+        _note_reasoning(generation, done.request)
+        return _answer(self.runtime, done, generation, verification, self.report)
+
+    def end(self, done: Prefilled, answer: Answer, *, save_holes: bool) -> None:
+        """What is done once the answer is there: the controller learns, the store is told what was used and gets what it lacks."""
+        if self.report is not None and not done.hot_tokens:
+            seen = Observed.of_answer(answer, self.report.before_s, self.runtime.decoder.device.type)
+            controller_of(self.runtime, self.wanted).learn(self.report, self.wanted, seen)
+        _note_uses(done)  # before holes are stored, which may need room
+        if save_holes:
+            store_holes(done)
 
 
 def _decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport]:
@@ -104,6 +126,7 @@ def _answer(
         prompt_tokens=plan.num_tokens,
         cached_tokens=plan.cached_tokens,
         exact_tokens=plan.exact_tokens,
+        hot_tokens=done.hot_tokens,
         recomputed_tokens=len(done.result.chosen),
         recompute_fraction=done.recompute_fraction,
         chunks=_chunk_uses(plan, done.result.chosen),

@@ -18,7 +18,7 @@ from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.rows import Rows, next_rows
+from cacheblend_cli.kv.rows import Rows, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.rope import rows_of_tables
 
@@ -57,6 +57,27 @@ class EagerRunner:
         rows = next_rows(self._decoder, self._sequences, self._kv_lens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
         return forward(self._decoder, rows, tokens)
+
+
+class BatchRunner(EagerRunner):
+    """Eager, over batches filled up to a multiple of ROWS rows: on a CPU products of one to three rows are computed in another
+    order than those of more, and then an answer would depend on how many others are made beside it.
+
+    The pool must outlive the runner, which keeps a spare block of it for the rows that see nothing."""
+
+    ROWS = 4
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        super().__init__(decoder, pool)
+        self._spare = pool.allocator.allocate(1)[0]
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        rows, count = next_rows(self._decoder, self._sequences, self._kv_lens), len(tokens)
+        self._kv_lens = [n + 1 for n in self._kv_lens]
+        missing = -count % self.ROWS
+        filled_up = torch.cat((tokens, tokens.new_zeros(missing)))
+        return forward(self._decoder, filled(self._decoder, rows, missing, self._spare), filled_up)[:count]
 
 
 class GraphRunner:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -15,9 +16,9 @@ from cacheblend_cli.runtime.decode import DecodeRunner
 from cacheblend_cli.runtime.prefill import Prefilled
 from cacheblend_cli.runtime.reasoning import CLOSING, Speech
 from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.sampling import Sampler, SamplingParams, TokenLogprob
+from cacheblend_cli.runtime.sampling import Draw, Sampler, SamplingParams, TokenLogprob
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 
 @dataclass
@@ -34,6 +35,11 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0
     decode_s: float = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token that was drawn, in nats, where they were asked for."""
+        return sum(p.logprob for p in self.logprobs) / max(1, len(self.logprobs))
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,6 +81,87 @@ class Continuation:
         return cls(done.sequence, done.plan.num_tokens, done.logits, done.plan.token_ids)
 
 
+class Utterance:
+    """One answer while it is made: what is drawn next, what of it is said, and when it ends.
+
+    Tokens are drawn from logits, and looked at later: `draw`, then `hear` of what it gave, in that order. Where the model may
+    reason and params give that tokens of its own, the closing tag is said for the model once they are used up. Its pieces of
+    text never break a UTF-8 character and never hold a stop string or a part of one.
+    """
+
+    def __init__(
+        self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
+    ) -> None:
+        self._params, self._listener = params, listener
+        self._sampler = Sampler(params, runtime.decoder.device, prompt_ids)
+        self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
+        self._speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
+        self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, CLOSING)
+        self._closing, self._thought = deque[int](), 0
+        self.room, self._budget = runtime.room(params), runtime.reasoning_budget(params)
+        self.num_drawn = 0
+        self.out = Generation()
+        self._close_when_used_up()
+
+    def draw(self, logits: Tensor) -> Draw:
+        """The next token, from logits fp32 [vocab_size]. Nothing waits for the device."""
+        self.num_drawn += 1
+        return self._sampler.draw(logits, self._closing.popleft() if self._closing else None)
+
+    def hear(self, draw: Draw) -> bool:
+        """Look at the token and say what it makes certain. Returns whether the answer goes on."""
+        out, reasoning = self.out, self._speech.reasoning
+        token_id, logprob = draw.fetch()
+        out.token_ids.append(token_id)
+        if len(out.token_ids) == 1:
+            out.first_token_at = time.perf_counter()
+        if logprob is not None:
+            out.logprobs.append(logprob)
+        if token_id in self._ending:
+            out.finish_reason = "stop"
+            return False
+        thinking = reasoning.open
+        self._thought += thinking
+        self._say(*self._speech.push(token_id))
+        if thinking or reasoning.before_answer:
+            out.reasoning_tokens = len(out.token_ids)
+        if self._speech.stopped:
+            out.finish_reason = "stop"
+            return False
+        answered = 0 if reasoning.undecided else len(out.token_ids) - out.reasoning_tokens
+        if len(out.token_ids) == self.room or answered >= self._params.max_tokens:
+            return False
+        self._close_when_used_up()
+        return True
+
+    def knows_next(self) -> bool:
+        """Whether one more token can be drawn before the newest was heard: it cannot use the reasoning's tokens up."""
+        open_or_opens = self._speech.reasoning.open or self._speech.reasoning.may_open
+        free = self._budget is None or self.out.reasoning_cut or not open_or_opens or self._thought + 1 < self._budget
+        return free and bool(self.out.token_ids) and self.num_drawn < self.room
+
+    def end(self) -> Generation:
+        """No token follows: say what was held back."""
+        out = self.out
+        out.decode_s = time.perf_counter() - out.first_token_at if out.token_ids else 0.0
+        self._say(*self._speech.flush())
+        if self._speech.stopped:
+            out.finish_reason = "stop"
+        out.reasoning = out.reasoning.strip()
+        return out
+
+    def _say(self, reasoning: str, answer: str) -> None:
+        self.out.reasoning += reasoning
+        self.out.text += answer
+        self._listener.tell(reasoning, answer)
+
+    def _close_when_used_up(self) -> None:
+        used_up = self._budget is not None and self._thought >= self._budget
+        if used_up and self._speech.reasoning.open and not self.out.reasoning_cut:
+            self._closing.extend(self._closing_ids())
+            self.out.reasoning_cut = True
+
+
 def generate(
     runtime: Runtime,
     begin: Continuation,
@@ -86,73 +173,26 @@ def generate(
 ) -> Generation:
     """Decode until EOS, a stop string or max_tokens.
 
-    Where the model may reason and params give that tokens of its own, the closing tag is said for the model once they are
-    used up. ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at,
-    so the device never waits for the host; the step after the last token is then computed for nothing, and not seen.
+    ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so the
+    device never waits for the host; the step after the last token is then computed for nothing, and not seen.
     """
-    sampler, eos_ids = Sampler(params, begin.logits.device, begin.prompt_ids), runtime.model.eos_ids
+    utterance = Utterance(runtime, params, begin.prompt_ids, listener)
     runner = runner or runtime.decode_runner(begin.sequence.pool)
     ahead = begin.logits.is_cuda if ahead is None else ahead
-    speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
-    room, budget = runtime.room(params), runtime.reasoning_budget(params)
-    closing, thought, out = deque[int](), 0, Generation()
-
-    def close_when_used_up() -> None:
-        if budget is not None and speech.reasoning.open and thought >= budget and not out.reasoning_cut:
-            closing.extend(runtime.model.tokenizer.encode_template_rest(CLOSING))
-            out.reasoning_cut = True
-
-    def knows_next() -> bool:
-        """Whether the token that is not looked at yet cannot use the reasoning's tokens up."""
-        open_or_opens = speech.reasoning.open or speech.reasoning.may_open
-        return budget is None or out.reasoning_cut or not open_or_opens or thought + 1 < budget
-
-    close_when_used_up()
-    newest, num_drawn = sampler.draw(begin.logits, closing.popleft() if closing else None), 1
+    newest = utterance.draw(begin.logits)
     draws = deque([newest])  # drawn and not yet looked at
 
     def advance() -> None:
-        nonlocal newest, num_drawn
-        if num_drawn == 1:
-            runner.begin([begin.sequence], [begin.kv_len], room - 1)
-        newest = sampler.draw(runner.step(newest.token)[0], closing.popleft() if closing else None)
-        num_drawn += 1
+        nonlocal newest
+        if utterance.num_drawn == 1:
+            runner.begin([begin.sequence], [begin.kv_len], utterance.room - 1)
+        newest = utterance.draw(runner.step(newest.token)[0])
         draws.append(newest)
 
-    def emit(reasoning: str, answer: str) -> None:
-        out.reasoning += reasoning
-        out.text += answer
-        listener.tell(reasoning, answer)
-
     while True:
-        if ahead and out.token_ids and num_drawn < room and knows_next():
-            advance()
-        token_id, logprob = draws.popleft().fetch()
-        out.token_ids.append(token_id)
-        if len(out.token_ids) == 1:
-            out.first_token_at = time.perf_counter()
-        if logprob is not None:
-            out.logprobs.append(logprob)
-        if token_id in eos_ids and not params.ignore_eos:
-            out.finish_reason = "stop"
-            break
-        thinking = speech.reasoning.open
-        thought += thinking
-        emit(*speech.push(token_id))
-        if thinking or speech.reasoning.before_answer:
-            out.reasoning_tokens = len(out.token_ids)
-        if speech.stopped:
-            out.finish_reason = "stop"
-            break
-        answered = 0 if speech.reasoning.undecided else len(out.token_ids) - out.reasoning_tokens
-        if len(out.token_ids) == room or answered >= params.max_tokens:
-            break
-        close_when_used_up()
         if not draws:
             advance()
-    out.decode_s = time.perf_counter() - out.first_token_at
-    emit(*speech.flush())
-    if speech.stopped:
-        out.finish_reason = "stop"
-    out.reasoning = out.reasoning.strip()
-    return out
+        if ahead and utterance.knows_next():
+            advance()
+        if not utterance.hear(draws.popleft()):
+            return utterance.end()

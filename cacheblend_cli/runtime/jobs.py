@@ -98,13 +98,15 @@ class Ticket:
 class Limits:
     """max_waiting: jobs in the queue before more are refused. max_sequences: answers that are made at once. max_rows: tokens
     of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
-    watermark: share of the pool that is kept free for answers that grow."""
+    watermark: share of the pool that is kept free for answers that grow. hot: keep KV in the pool after its answer, for who
+    asks the like of it."""
 
     max_waiting: int = 256
     max_sequences: int = 16
     max_rows: int = 512
     pool_tokens: int | None = None
     watermark: float = 0.02
+    hot: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
@@ -118,7 +120,8 @@ class ServiceStats:
     """Jobs and sequences by state; the pool's blocks by state; what was done since the service began.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    hot: found in the pool. stall_s: waited for KV to load."""
+    hot: found in the pool. stall_s: waited for KV to load. step_s, scheduling_s: seconds of all steps, and of deciding what
+    they do."""
 
     waiting: int = 0
     running: int = 0
@@ -136,3 +139,5 @@ class ServiceStats:
     hot: int = 0
     preempted: int = 0
     stall_s: float = 0.0
+    step_s: float = 0.0
+    scheduling_s: float = 0.0

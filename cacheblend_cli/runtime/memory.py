@@ -3,11 +3,12 @@ decode graphs over it. On CPU each prompt has a pool of its own, just as large a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from traceback import clear_frames
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,8 +23,13 @@ from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.decode import DecodeRunner, make_runner
+from cacheblend_cli.runtime.decode import BatchRunner, DecodeRunner, make_runner
 
+if TYPE_CHECKING:
+    from cacheblend_cli.runtime.jobs import Limits
+    from cacheblend_cli.runtime.runtime import Runtime
+
+FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
 
@@ -58,7 +64,7 @@ class DeviceMemory:
 
     pool: KVPool
     runner: DecodeRunner
-    profile: Profile
+    profile: Profile | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +72,13 @@ class DeviceMemory:
 
 
 def reserve(
-    decoder: Decoder, block_size: int, utilization: float, *, eager: bool = False, meter: Meter | None = None
+    decoder: Decoder,
+    block_size: int,
+    utilization: float,
+    *,
+    eager: bool = False,
+    meter: Meter | None = None,
+    at_once: int = 1,
 ) -> DeviceMemory | None:
     """Profile a prefill and take the pool. None on CPU. Raises DeviceError when not even one block fits."""
     if decoder.device.type != "cuda" and meter is None:
@@ -78,6 +90,7 @@ def reserve(
         bytes_per_token(decoder),
         decoder.spec.max_context,
         block_size,
+        at_once,
     )
     try:
         pool = KVPool.of(decoder, num_blocks, block_size)
@@ -129,27 +142,44 @@ def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> 
 
 
 def blocks_that_fit(
-    profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int
+    profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int, at_once: int = 1
 ) -> int:
-    """Blocks of the pool: never more than two prompts of the model's context and a spare block can use, since prompts
-    come one at a time, with the full prefill of --verify beside them at most.
+    """Blocks of the pool: never more than `at_once` prompts of the model's context, one more and a spare block can use, since
+    prompts are prefilled one at a time, with the full prefill of --verify beside them at most.
 
     Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError when nothing fits.
     """
     room = utilization * profile.total - profile.used - profile.fixed
-    tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), 2 * context + block_size)
+    most = (at_once + 1) * context
+    tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), most + block_size)
     if tokens < 2 * block_size:
         raise DeviceError(
             f"no room for KV: of the GPU's {_gib(profile.total)}, {_gib(profile.used)} are in use (the weights among them), "
             f"a prefill takes {_gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
             "end what else uses the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
         )
-    return -(-tokens // block_size) if tokens >= 2 * context else tokens // block_size
+    return -(-tokens // block_size) if tokens >= most else tokens // block_size
 
 
 def sequence_of_its_own(decoder: Decoder, num_tokens: int, block_size: int) -> PagedSequence:
     """A sequence in a pool that is just as large as it needs."""
     return KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
+
+
+def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
+    """The pool of an engine that many ask at once, and what decodes in it. On a GPU it is the runtime's own, as large as the
+    device has room for. On a CPU it is as large as the limits say, or as many whole contexts as there are
+    sequences, within a quarter of the memory that is free; nothing of it is taken before it is written to."""
+    decoder, block_size = runtime.decoder, runtime.config.block_size
+    memory = runtime.memory(limits.max_sequences)
+    if memory is not None:
+        return memory
+    tokens = limits.pool_tokens
+    if tokens is None:
+        fits = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / bytes_per_token(decoder))
+        tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
+    pool = KVPool.of(decoder, -(-tokens // block_size) + 1, block_size)  # and the spare block of the runner
+    return DeviceMemory(pool, BatchRunner(decoder, pool))
 
 
 def out_of_memory(
@@ -158,7 +188,7 @@ def out_of_memory(
     """The error for a prefill that ran out of memory, with what would fit now."""
     hint = "ask with fewer chunks, or use --device cpu"
     clear_frames(error.__traceback__)  # they hold the tensors of the prefill that failed
-    if memory is not None and device.type == "cuda":
+    if memory is not None and memory.profile is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         fits = max(0, int((torch.cuda.mem_get_info(device)[0] - memory.profile.fixed) // memory.profile.per_row))
         hint = (

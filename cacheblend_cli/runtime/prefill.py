@@ -9,12 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.kv.forward import LayerStep, run_layers
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.rows import positions_of, rows_of
 from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.memory import out_of_memory
 from cacheblend_cli.runtime.request import Request
@@ -23,13 +27,15 @@ from cacheblend_cli.runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV is in the pool. The caller releases the sequence. request: as it was run in the end."""
+    """A prompt whose KV is in the pool. The caller releases the sequence. request: as it was run in the end. hot_tokens: those
+    at its beginning whose KV was in the pool before."""
 
     request: Request
     sequence: PagedSequence
     result: PrefillResult
     loader: KVLoader
     prefill_s: float
+    hot_tokens: int = 0
 
     @property
     def plan(self) -> PromptPlan:
@@ -67,7 +73,8 @@ def prefill(
         runtime.check_length(request.plan.num_tokens, room)
         sequence = runtime.new_sequence(request.plan.num_tokens + room)
         try:
-            return _prefill(runtime, request, sequence, output_positions)
+            with Prefilling(runtime, request, sequence) as prefilling:
+                return prefilling.whole(output_positions)
         except BadChunk as bad:
             sequence.release()
             request = request.without(bad.key, bad.reason)
@@ -79,18 +86,73 @@ def prefill(
             raise
 
 
-@torch.inference_mode()
-def _prefill(
-    runtime: Runtime,
-    request: Request,
-    sequence: PagedSequence,
-    output_positions: Callable[[PromptPlan], Tensor] | None,
-) -> Prefilled:
-    decoder, plan = runtime.decoder, request.plan
-    policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless)
-    loader = make_loader(decoder, request.store, sequence, plan)
-    positions = output_positions(plan) if output_positions else None
-    start = time.perf_counter()
-    with loader:
-        result = blended_prefill(Prompt(decoder, plan, sequence, loader), policy, positions)
-    return Prefilled(request, sequence, result, loader, time.perf_counter() - start)
+class Prefilling:
+    """A prompt on its way into a sequence's blocks; its stored KV loads from when it is entered until it is left.
+
+    hot_tokens: positions at its beginning that the sequence holds already (`PromptPlan.cut_for`). Raises BadChunk, when it is
+    made or when it computes, for stored KV that cannot be used.
+    """
+
+    def __init__(self, runtime: Runtime, request: Request, sequence: PagedSequence, hot_tokens: int = 0) -> None:
+        self.request, self.sequence, self.hot_tokens = request, sequence, hot_tokens
+        self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hot_tokens)
+        self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless)
+        self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
+        self._positions = positions_of(
+            [s for s in self._plan.segments if s.status == "computed"], runtime.decoder.device
+        )
+        self._done, self._prefill_s = 0, 0.0
+
+    def __enter__(self) -> Prefilling:
+        self._loader.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loader.__exit__(*exc)
+
+    @torch.inference_mode()
+    def whole(self, output_positions: Callable[[PromptPlan], Tensor] | None = None) -> Prefilled:
+        """Compute it in one go. output_positions: where logits are wanted, the last by default."""
+        positions = output_positions(self._plan) if output_positions else None
+        start = time.perf_counter()
+        prompt = Prompt(self._decoder, self._plan, self.sequence, self._loader)
+        result = blended_prefill(prompt, self._policy, positions)
+        return self._prefilled(result, start)
+
+    @torch.inference_mode()
+    def advance(self, max_rows: int) -> Prefilled | None:
+        """Compute it, or of what has nothing to repair at most so many rows; None: there is more to be done."""
+        rows = len(self._positions)
+        if rows <= max_rows or any(s.status == "blended" for s in self._plan.segments):
+            return self.whole()
+        start = time.perf_counter()
+        end = min(self._done + max_rows, rows)
+        piece = self._positions[self._done : end]
+        kv_len, total = int(piece[-1]) + 1, self._plan.num_tokens
+        outputs = torch.arange(len(piece), device=piece.device)[-1 if end == rows else len(piece) :]
+        token_ids = torch.tensor(self._plan.token_ids, device=piece.device)[piece]
+        steps = _PieceSteps(self._loader, len(self._decoder.layers) - 1, outputs)
+        hidden = run_layers(
+            self._decoder, rows_of(self._decoder, self.sequence, piece, kv_len, total), token_ids, steps
+        )
+        self._done = end
+        if hidden is None:
+            self._prefill_s += time.perf_counter() - start
+            return None
+        layers = [LayerReport(layer.index, Status.AFTER_CHECK, rows, 0) for layer in self._decoder.layers]
+        return self._prefilled(PrefillResult(hidden.logits(self._decoder), self._positions[:0], layers), start)
+
+    def _prefilled(self, result: PrefillResult, start: float) -> Prefilled:
+        seconds = self._prefill_s + time.perf_counter() - start
+        return Prefilled(self.request, self.sequence, result, self._loader, seconds, self.hot_tokens)
+
+
+class _PieceSteps:
+    """Every row at every layer but the last, whose K and V are wanted of all, and more of the rows `outputs` [n] alone."""
+
+    def __init__(self, loader: KVLoader, last: int, outputs: Tensor) -> None:
+        self._loader, self._last, self._outputs = loader, last, outputs
+
+    def at(self, layer: DecoderLayer) -> LayerStep:
+        self._loader.wait(layer.index)
+        return LayerStep(next_rows=self._outputs if layer.index == self._last else None)

@@ -89,12 +89,19 @@ class Runtime:
     def decoder(self) -> Decoder:
         return self.model.decoder
 
-    def memory(self) -> DeviceMemory | None:
-        """The GPU's pool and decode graphs, taken when they are first needed; None on CPU. Raises DeviceError."""
+    def memory(self, at_once: int = 1) -> DeviceMemory | None:
+        """The GPU's pool and decode graphs, taken when they are first needed; None on CPU. Raises DeviceError.
+
+        at_once: prompts that it holds at a time, where it is taken now.
+        """
         if self._memory is None and self.decoder.device.type == "cuda":
             self.progress("warming the GPU up: a first run on a machine compiles the kernels, later ones find them")
             self._memory = reserve(
-                self.decoder, self.config.block_size, self.config.gpu_memory_utilization, eager=self.config.eager
+                self.decoder,
+                self.config.block_size,
+                self.config.gpu_memory_utilization,
+                eager=self.config.eager,
+                at_once=at_once,
             )
         return self._memory
 

@@ -18,7 +18,8 @@ class SamplingParams:
 
     logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
     a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
-    give, each with a seed of its own.
+    give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
+    given; 0: just n. stop_ids: tokens that end the answer as its end does.
     """
 
     max_tokens: int = 128
@@ -35,6 +36,8 @@ class SamplingParams:
     ignore_eos: bool = False
     reasoning_tokens: int | None = None
     n: int = 1
+    best_of: int = 0
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for ok, what in (
@@ -48,6 +51,7 @@ class SamplingParams:
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
             (1 <= self.n <= 64, "n is from 1 to 64"),
+            (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
         ):
             if not ok:
                 raise UsageError(what, "see cacheblend ask --help")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import threading
@@ -10,15 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from cacheblend_store import ChunkStore, StoreError
+from cacheblend_store import ChunkStore
 
-from cacheblend_cli.errors import CacheBlendError, QueueFull, UsageError
-from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.ask import ask
-from cacheblend_cli.runtime.generate import Listener
+from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.runtime.jobs import (
     Done,
     Event,
@@ -32,8 +28,8 @@ from cacheblend_cli.runtime.jobs import (
     Text,
     Ticket,
 )
-from cacheblend_cli.runtime.request import resolve
 from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.step import Stepper
 
 __all__ = [
     "Done", "Event", "Failed", "Job", "Limits", "OnEvent", "QueueFull", "Reasoning", "Service", "ServiceStats", "Started",
@@ -45,27 +41,31 @@ logger = logging.getLogger("cacheblend")
 
 
 class Service:
-    """One thread of its own runs the engine; every method may be called from any thread.
+    """One thread of its own runs the engine; every method may be called from any thread. Jobs are answered side by side.
 
     Events of a job are given to its on_event in the engine's thread, in order, exactly one Done or Failed last: on_event
     hands them on, and does not wait for anybody. Where it raises, the job is cancelled.
     """
 
     def __init__(self, runtime: Runtime, store: ChunkStore | None, limits: Limits | None = None) -> None:
-        self._runtime, self._store, self._limits = runtime, store, limits or Limits()
+        self._runtime, self._limits = runtime, limits or Limits()
+        self._stepper = Stepper(runtime, store, self._limits, self._tell)
         self._changed = threading.Condition()
-        self._waiting: list[Ticket] = []  # a heap
-        self._work: deque[tuple[Callable[[Runtime], Any], Future[Any]]] = deque()
-        self._current: Ticket | None = None
+        self._arrived = deque[Ticket]()
+        self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
+        self._live: set[Ticket] = set()
+        self._began: set[Ticket] = set()
         self._numbers = itertools.count()
         self._closing = False
-        self._seconds = deque[float]([1.0], maxlen=16)  # of the last jobs
-        self._stats = ServiceStats()
+        self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last jobs
+        self._last_end = time.monotonic()
+        self._stats = self._snapshot()
         self._thread = threading.Thread(target=self._loop, name="cacheblend-engine", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job, on_event: OnEvent) -> Ticket:
-        """Queue the job. Raises QueueFull when too many wait or the service closes, UsageError when it can never fit."""
+        """Queue the job. Raises QueueFull when too many wait or the service closes, UsageError where its answer alone can never
+        fit. What else makes a job impossible, as a prompt that is too long, it is told as soon as the engine looks at it."""
         room = self._runtime.room(job.question.sampling)
         if room >= self._runtime.context:
             raise UsageError(
@@ -74,32 +74,33 @@ class Service:
                 "ask with a smaller --max-tokens",
             )
         with self._changed:
-            if self._closing or len(self._waiting) >= self._limits.max_waiting:
-                raise QueueFull(len(self._waiting), self._retry_after_s())
+            waiting = len(self._live) - len(self._began)
+            if self._closing or waiting >= self._limits.max_waiting:
+                raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
             ticket = Ticket(job, on_event, next(self._numbers))
-            heapq.heappush(self._waiting, ticket)
+            self._live.add(ticket)
+            self._arrived.append(ticket)
             self._changed.notify_all()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End the job in the next step: it tells Done, with what was said. Of a finished one nothing happens."""
-        with self._changed:
-            ticket.cancelled = True
-            self._changed.notify_all()
+        ticket.cancelled = True
 
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
-        """Have `work` done in the engine's thread, between two steps."""
+        """Have `work` done in the engine's thread, between two steps. Raises QueueFull when the service closes."""
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
-                raise QueueFull(len(self._waiting), self._retry_after_s())
+                raise QueueFull(len(self._live), 1.0)
             self._work.append((work, future))
             self._changed.notify_all()
         return future
 
     def stats(self) -> ServiceStats:
+        """As of the last step."""
         with self._changed:
-            return replace(self._stats, waiting=len(self._waiting), running=int(self._current is not None))
+            return replace(self._stats, waiting=len(self._live) - len(self._began))
 
     def close(self, grace_s: float = 0.0) -> None:
         """Take no more jobs. What is there may finish for so long, and is cancelled then. Returns when the thread has ended."""
@@ -108,93 +109,65 @@ class Service:
             self._changed.notify_all()
         self._thread.join(grace_s)
         with self._changed:
-            for ticket in [*self._waiting, self._current]:
-                if ticket is not None:
-                    ticket.cancelled = True
-            self._changed.notify_all()
+            for ticket in self._live:
+                ticket.cancelled = True
         self._thread.join()
 
-    def _retry_after_s(self) -> float:
-        return sum(self._seconds) / len(self._seconds) * (len(self._waiting) + 1)
-
     def _loop(self) -> None:
-        while (todo := self._next()) is not None:
-            if isinstance(todo, Ticket):
-                self._answer(todo)
-            else:
-                _do(self._runtime, *todo)
+        while self._wait():
+            self._take_in()
+            try:
+                self._stepper.step()
+            except Exception:
+                logger.exception("a step of the engine failed")
+            with self._changed:
+                self._stats = self._snapshot()
 
-    def _next(self) -> Ticket | tuple[Callable[[Runtime], Any], Future[Any]] | None:
-        """What is to be done now; waits for it. None: the service is closed."""
+    def _wait(self) -> bool:
+        """Until there is something to do. False: the service is closed."""
         with self._changed:
-            self._current = None
-            self._changed.wait_for(lambda: self._work or self._waiting or self._closing)
-            if self._work:
-                return self._work.popleft()
-            if self._waiting:
-                self._current = heapq.heappop(self._waiting)
-            return self._current
+            self._changed.wait_for(lambda: self._stepper.busy or self._arrived or self._work or self._closing)
+            return bool(self._stepper.busy or self._arrived or self._work)
 
-    def _answer(self, ticket: Ticket) -> None:
-        started = time.monotonic()
-        if (ended := ticket.ended) is not None:
-            self._tell(ticket, Done([], ended))
-            return
-        self._tell(ticket, Started())
-        try:
-            sampling = ticket.job.question.sampling
-            answers = [self._one(ticket, index) for index in range(sampling.n)]
-            self._tell(ticket, Done(answers))
-        except _Ended:
-            self._tell(ticket, Done([], ticket.ended))
-        except (CacheBlendError, StoreError) as error:
-            self._tell(ticket, Failed(error))
-        except Exception as error:
-            logger.exception("a job failed")
-            self._tell(ticket, Failed(internal(error)))
-        self._seconds.append(time.monotonic() - started)
-
-    def _one(self, ticket: Ticket, index: int) -> Answer:
-        job = ticket.job
-        sampling = job.question.sampling
-        seed = None if sampling.seed is None else sampling.seed + index
-        question = replace(job.question, sampling=replace(sampling, n=1, seed=seed))
-
-        def told(event: Event) -> None:
-            self._tell(ticket, event)
-            if ticket.ended is not None:
-                raise _Ended
-
-        return ask(
-            self._runtime,
-            resolve(self._runtime, self._store, question),
-            Listener(lambda piece: told(Text(piece, index)), lambda piece: told(Reasoning(piece, index))),
-            auto=job.auto,
-            checked=job.verify,
-            save_holes=job.save_holes,
-        )
+    def _take_in(self) -> None:
+        """What came since the last step: work is done, jobs wait from now on."""
+        with self._changed:
+            work, arrived = list(self._work), list(self._arrived)
+            self._work.clear()
+            self._arrived.clear()
+        for function, future in work:
+            _do(self._runtime, function, future)
+        for ticket in arrived:
+            self._stepper.arrive(ticket)
 
     def _tell(self, ticket: Ticket, event: Event) -> None:
-        if isinstance(event, Done | Failed):
-            kind = "failed" if isinstance(event, Failed) else "cancelled" if event.ended else "finished"
-            with self._changed:
-                self._stats = replace(self._stats, **{kind: getattr(self._stats, kind) + 1})
+        with self._changed:
+            if isinstance(event, Done | Failed):
+                self._live.discard(ticket)
+                self._began.discard(ticket)
+                now = time.monotonic()
+                self._seconds.append(now - max(ticket.submitted, self._last_end))
+                self._last_end = now
+                self._stats = self._snapshot()
+            elif isinstance(event, Started):
+                self._began.add(ticket)
         try:
             ticket.on_event(event)
         except Exception:
             logger.exception("a job's listener failed")
             ticket.cancelled = True
 
-
-class _Ended(Exception):
-    """A job was cancelled, or its deadline has passed."""
-
-
-def internal(error: Exception) -> CacheBlendError:
-    """What is told of a fault of ours."""
-    told = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a fault of cacheblend's")
-    told.__cause__ = error
-    return told
+    def _snapshot(self) -> ServiceStats:
+        scheduler, allocator = self._stepper.scheduler, self._stepper.blocks.pool.allocator
+        return ServiceStats(
+            waiting=len(self._live) - len(self._began),
+            running=len(scheduler.running),
+            swapped=len(scheduler.swapped),
+            blocks_free=allocator.num_free - allocator.num_hot,
+            blocks_used=allocator.num_used,
+            blocks_hot=allocator.num_hot,
+            **asdict(self._stepper.counts),
+        )
 
 
 def _do(runtime: Runtime, work: Callable[[Runtime], Any], future: Future[Any]) -> None:

@@ -1,0 +1,62 @@
+"""KV of a sequence in the host's memory, while others have its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.device import upload
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+
+
+@dataclass(frozen=True)
+class SwappedKV:
+    """parts: K and V of every layer, [num_blocks, block_size, num_kv_heads, head_dim] on the host."""
+
+    parts: list[Tensor]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.parts[0].shape[0])
+
+
+def swap_out(sequence: PagedSequence) -> SwappedKV:
+    """Copy the sequence's blocks to the host and release it. Blocks it shares with others stay theirs.
+
+    Copies are queued on the stream that computes, so what is written to the blocks later comes after them."""
+    pool = sequence.pool
+    index = upload(sequence.blocks, pool.device)
+    parts = [_to_host(t.index_select(0, index)) for t in _bytes_of(pool)]
+    sequence.release()
+    return SwappedKV(parts)
+
+
+def swap_in(pool: KVPool, swapped: SwappedKV, room: int = 0) -> PagedSequence:
+    """A sequence of its own blocks that holds what was swapped out. Raises DeviceError when the pool is too small."""
+    sequence = PagedSequence(pool, pool.allocator.allocate(swapped.num_blocks, room=pool.blocks_for(room)))
+    index = upload(sequence.blocks, pool.device)
+    for held, part in zip(_bytes_of(pool), swapped.parts, strict=True):
+        held.index_copy_(0, index, part.to(pool.device, non_blocking=True))
+    return sequence
+
+
+def copy_of(sequence: PagedSequence, target: PagedSequence, num_tokens: int) -> None:
+    """Copy the KV of the first num_tokens to another sequence, of the same pool or another of the same kind."""
+    positions = torch.arange(num_tokens, device=sequence.pool.device)
+    source, slots = sequence.slots(positions), target.slots(positions)
+    for held, other in zip(_bytes_of(sequence.pool), _bytes_of(target.pool), strict=True):
+        other.flatten(0, 1).index_copy_(0, slots, held.flatten(0, 1).index_select(0, source))
+
+
+def _bytes_of(pool: KVPool) -> list[Tensor]:
+    """The pool's tensors; float8 ones as bytes, since not every operation knows them."""
+    return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in pool.tensors]
+
+
+def _to_host(part: Tensor) -> Tensor:
+    if not part.is_cuda:
+        return part
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part, non_blocking=True)

@@ -1,0 +1,99 @@
+"""Who gets blocks of the lasting pool, what is found in it, and what leaves it for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from cacheblend_kernels import KernelBackend
+
+from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.hot_blocks import Hit, HotBlocks, Origin
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
+from cacheblend_cli.prompt.plan import PromptPlan
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of a prompt is hot, and how all of its KV comes to be when that is used."""
+
+    hit: Hit
+    origin: Origin
+
+
+class BlockManager:
+    """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
+    such as the spare one that decoding fills its batches with."""
+
+    def __init__(self, pool: KVPool, kernels: KernelBackend, watermark: float = 0.02, hot: bool = True) -> None:
+        self.pool, self._hot = pool, HotBlocks(pool, kernels) if hot else None
+        self._reserve = int(watermark * pool.allocator.num_blocks)
+        self._in_use = pool.allocator.num_used
+        self._total = pool.allocator.num_blocks - self._in_use
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its answer, at most."""
+        return (self._total - self._reserve) * self.pool.block_size
+
+    def can_allocate(self, num_tokens: int, room: int, found: Found) -> Allocation:
+        """Whether a prompt of num_tokens can begin: now, later or, with an answer of `room`, never."""
+        size = self.pool.blocks_for
+        if size(num_tokens + room) > self._total - self._reserve:
+            return Allocation.NEVER
+        allocator = self.pool.allocator
+        shared = sum(map(allocator.is_used, found.hit.blocks[: found.hit.num_tokens // self.pool.block_size]))
+        reserve = self._reserve if allocator.num_used > self._in_use else 0
+        missing = size(num_tokens + 1) - shared
+        return Allocation.OK if missing <= allocator.num_free - reserve else Allocation.LATER
+
+    def can_append(self, sequences: Collection[tuple[PagedSequence, int]]) -> bool:
+        """Whether each of the (sequence, tokens it holds) can take one more token."""
+        size, allocator = self.pool.block_size, self.pool.allocator
+        new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
+        return allocator.can_append(new)
+
+    def find(self, plan: PromptPlan, origin: Origin) -> Found:
+        """What of the prompt is hot. Exact KV serves every prompt up to what this one blends, or all of it; blended KV serves
+        one of the same origin, if all that is blended is there."""
+        if self._hot is None:
+            return Found(Hit(), origin)
+        token_ids, size = plan.token_ids, self.pool.block_size
+        repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
+        exact = replace(origin, exact_until=plan.num_tokens, blended=b"")
+        hit = self._hot.find(token_ids, exact)
+        if hit.num_tokens >= repaired:
+            return Found(hit.cut(plan.cut_for(hit.num_tokens), size), exact)
+        blended = self._hot.find(token_ids, origin)
+        if blended.num_tokens >= repaired:
+            return Found(blended.cut(plan.cut_for(blended.num_tokens), size), origin)
+        return Found(hit.cut(plan.cut_for(min(hit.num_tokens, origin.exact_until)), size), origin)
+
+    def allocate(self, num_tokens: int, room: int, hit: Hit) -> PagedSequence:
+        """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
+        if self._hot is None:
+            return PagedSequence(self.pool, self.pool.allocator.allocate(self.pool.blocks_for(num_tokens)))
+        return self._hot.take(hit, num_tokens, room)
+
+    def keep(self, sequence: PagedSequence, token_ids: list[int], origin: Origin) -> None:
+        """What stands in the sequence's full blocks is final: whoever asks the like of it finds it."""
+        if self._hot is not None:
+            self._hot.keep(sequence, token_ids, origin)
+
+    def swap_out(self, sequence: PagedSequence) -> SwappedKV:
+        return swap_out(sequence)
+
+    def can_swap_in(self, num_tokens: int) -> bool:
+        """Whether a sequence that holds so many tokens can go on."""
+        allocator = self.pool.allocator
+        reserve = self._reserve if allocator.num_used > self._in_use else 0
+        return self.pool.blocks_for(num_tokens + 1) <= allocator.num_free - reserve
+
+    def swap_in(self, swapped: SwappedKV, room: int = 0) -> PagedSequence:
+        return swap_in(self.pool, swapped, room)
+
+    def check_idle(self) -> None:
+        """Nobody holds a block: free + hot + used = total, and used are the spare ones. Raises AssertionError: our own bug."""
+        self.pool.allocator.check_integrity()
+        assert self.pool.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"
