@@ -79,8 +79,9 @@ class Scheduler:
         heapq.heapify(self.waiting)
 
     def _may_begin(self, sequence: Sequence) -> bool:
-        run, places = sequence.run, self.max_sequences - len(self.running) - len(self.swapped)
-        if self.running and (run.num_answers > places or sum(s.prefilling for s in self.running) > self.ahead):
+        run, prefilling = sequence.run, [s for s in self.running if s.prefilling]
+        taken = len(self.running) + sum(s.run.num_answers - 1 for s in prefilling)
+        if self.running and (taken + run.num_answers > self.max_sequences or len(prefilling) > self.ahead):
             return False
         found = self.blocks.find(run.request.plan, run.origin)
         return self.blocks.can_allocate(run.num_tokens, run.room, found) is Allocation.OK

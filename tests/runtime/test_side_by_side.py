@@ -1,0 +1,196 @@
+"""Answers do not depend on what else is made beside them, nor on being preempted; no block is lost by any of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from houses import SAMPLING, House, Listener, open_house
+
+from cacheblend_cli.api import BlendConfig, Question, SamplingParams
+from cacheblend_cli.runtime.jobs import Done, Failed, Job, Limits, Ticket
+from cacheblend_cli.runtime.sequence import Status
+from cacheblend_cli.runtime.step import Stepper
+
+WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
+TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 24, hot=False)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("beside"), num_hidden_layers=2) as house:
+        yield house
+
+
+class Bench:
+    """A stepper driven by hand."""
+
+    def __init__(self, house: House, limits: Limits) -> None:
+        self.stepper = Stepper(house.engine.runtime, house.store, limits, lambda ticket, event: ticket.on_event(event))
+        self.count = 0
+        self.seen: set[Status] = set()
+
+    def arrive(self, question: Question, **job: object) -> tuple[Listener, Ticket]:
+        listener = Listener()
+        ticket = Ticket(Job(question, save_holes=False, **job), listener, self.count)  # type: ignore[arg-type]
+        self.count += 1
+        self.stepper.arrive(ticket)
+        return listener, ticket
+
+    def step(self) -> None:
+        self.stepper.step()
+        scheduler = self.stepper.scheduler
+        assert len(scheduler.running) + len(scheduler.swapped) <= scheduler.max_sequences
+        self.seen |= {s.status for place in (scheduler.waiting, scheduler.running, scheduler.swapped) for s in place}
+        self.stepper.blocks.pool.allocator.check_integrity()
+
+    def run(self) -> None:
+        while self.stepper.busy:
+            self.step()
+        self.stepper.blocks.check_idle()
+
+    def ask(self, question: Question, **job: object) -> list[list[int]]:
+        listener, _ = self.arrive(question, **job)
+        self.run()
+        return ids_of(listener)
+
+
+def ids_of(listener: Listener) -> list[list[int]]:
+    last = listener.last.result(0)
+    assert isinstance(last, Done), last
+    assert last.ended is None
+    assert [listener.text(i) for i in range(len(last.answers))] == [a.text for a in last.answers]
+    return [a.generated_ids for a in last.answers]
+
+
+def random_question(rng: random.Random, keys: list[bytes]) -> Question:
+    named = rng.sample(keys, rng.randint(0, min(4, len(keys))))
+    blend = BlendConfig(
+        mode=rng.choice(("blend", "blend", "reuse", "full")),
+        ratio=rng.choice((0.1, 0.4, 1.0)),
+        selector=rng.choice(("query", "hkvd", "first", "perturb")),
+        mean_shift=rng.random() < 0.2,
+    )
+    sampling = SamplingParams(
+        max_tokens=rng.randint(1, 16),
+        temperature=rng.choice((0.0, 1.0, 3.0)),
+        seed=rng.randrange(1000),
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        n=rng.choice((1, 1, 1, 1, 3)),
+        ignore_eos=rng.random() < 0.8,
+    )
+    return Question(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
+
+
+def test_answers_do_not_depend_on_the_batch(house: House) -> None:
+    """200 random questions alone, and at once in a pool that is far too small for them. Both ways of being preempted are
+    taken, others are cancelled meanwhile, and all give the same tokens."""
+    rng = random.Random(7)
+    questions = [random_question(rng, house.keys) for _ in range(200)]
+    alone = Bench(house, replace(TINY, pool_tokens=4096))
+    expected = [alone.ask(question) for question in questions]
+    assert alone.stepper.counts.preempted == 0
+
+    together, listeners, dropped = Bench(house, TINY), [], []
+    left = list(questions)
+    while left or together.stepper.busy:
+        for _ in range(rng.choice((0, 0, 0, 1, 3))):
+            if left:
+                listeners.append(together.arrive(left.pop(0), priority=rng.choice((0, 0, 1)))[0])
+            if rng.random() < 0.1:
+                dropped.append(together.arrive(random_question(rng, house.keys)))
+        if dropped and rng.random() < 0.05:
+            rng.choice(dropped)[1].cancelled = True
+        together.stepper._swap_bytes_per_s = rng.choice((1.0, 1e15))  # compute again, or swap
+        together.step()
+    together.run()
+    assert [ids_of(listener) for listener in listeners] == expected
+    assert together.seen >= {Status.WAITING, Status.RUNNING, Status.SWAPPED}
+    counts = together.stepper.counts
+    assert counts.preempted > 20
+    assert counts.cancelled > 0
+    assert counts.finished + counts.cancelled == len(questions) + len(dropped)
+    assert counts.failed == 0
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "qwen2", "qwen3-mqa"])
+def test_of_every_family(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with open_house(tmp_path_factory.mktemp(family), family, pages=2) as house:
+        rng = random.Random(family)
+        questions = [random_question(rng, house.keys) for _ in range(12)]
+        alone, together = Bench(house, replace(TINY, pool_tokens=4096)), Bench(house, TINY)
+        expected = [alone.ask(question) for question in questions]
+        listeners = [together.arrive(question)[0] for question in questions]
+        together.run()
+        assert [ids_of(listener) for listener in listeners] == expected
+        assert together.stepper.counts.preempted > 0
+
+
+def test_side_by_side_is_as_ask_alone(house: House) -> None:
+    bench = Bench(house, Limits(hot=False))
+    question = house.question()
+    alone = house.engine.ask(house.store, question)
+    listeners = [bench.arrive(question)[0] for _ in range(5)]
+    bench.run()
+    assert [ids_of(listener) for listener in listeners] == [[alone.generated_ids]] * 5
+
+
+def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(house: House) -> None:
+    bench = Bench(house, replace(TINY, max_rows=32, pool_tokens=4096))
+    short, _ = bench.arrive(Question("who?", [], BlendConfig(mode="full"), replace(SAMPLING, max_tokens=60)))
+    bench.step()
+    long = Question("Mara works in Bergen. " * 20, house.keys, BlendConfig(mode="full"), SAMPLING)
+    listener, _ = bench.arrive(long)
+    between, pieces = [], 0
+    while not any(hasattr(e, "text") for e in listener.events):
+        before = len(short.events)
+        bench.step()
+        between.append(len(short.events) > before)
+        pieces += 1
+    assert pieces > 10
+    assert sum(between) >= pieces // 3  # a token of text is not said at every step
+    bench.run()
+    whole = Bench(house, Limits(max_rows=4096, hot=False)).ask(long)
+    assert ids_of(listener) == whole
+
+
+def test_what_can_never_fit_is_refused_with_what_would(house: House) -> None:
+    bench = Bench(house, TINY)
+    listener, _ = bench.arrive(Question("who?", house.keys, BlendConfig(), replace(SAMPLING, max_tokens=600)))
+    last = listener.last.result(0)
+    assert isinstance(last, Failed)
+    assert str(bench.stepper.blocks.most_tokens) in str(last.error)
+
+
+def test_a_bad_chunk_is_computed(house: House, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with open_house(tmp_path_factory.mktemp("bad")) as other:
+        question = other.question()
+        bench = Bench(other, Limits(hot=False))
+        plain = bench.ask(replace(question, blend=BlendConfig(mode="full")))
+        listener, _ = bench.arrive(replace(question, blend=BlendConfig(ratio=1.0)))
+        other.store.evict_chunks(other.keys[:1])
+        bench.run()
+        assert ids_of(listener) == plain
+        [answer] = listener.done().answers
+        assert any("computed" in note for note in answer.notes)
+
+
+def test_the_best_of_several_is_given(house: House) -> None:
+    bench = Bench(house, Limits(hot=False))
+    sampling = replace(SAMPLING, temperature=2.0, seed=3, logprobs=0)
+    listener, _ = bench.arrive(replace(house.question(), sampling=replace(sampling, n=4)))
+    bench.run()
+    answers = listener.done().answers
+    means = [sum(p.logprob for p in a.logprobs) / len(a.logprobs) for a in answers]
+    best = sorted(zip(means, (a.generated_ids for a in answers), strict=True), reverse=True)[:2]
+    chosen = bench.ask(replace(house.question(), sampling=replace(sampling, n=2, best_of=4)))
+    assert chosen == [ids for _, ids in best]
+
+
+def test_a_stop_token_ends_an_answer(house: House) -> None:
+    bench = Bench(house, Limits(hot=False))
+    [ids] = bench.ask(house.question())
+    [short] = bench.ask(house.question(stop_ids=(ids[2],)))
+    assert short == ids[: ids.index(ids[2]) + 1]
