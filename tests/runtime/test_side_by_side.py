@@ -15,7 +15,7 @@ from cacheblend_cli.runtime.sequence import Status
 from cacheblend_cli.runtime.step import Stepper
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
-TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 24, hot=False)
+TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,11 @@ def random_question(rng: random.Random, keys: list[bytes]) -> Question:
         mean_shift=rng.random() < 0.2,
     )
     sampling = SamplingParams(
-        max_tokens=rng.randint(1, 16),
+        max_tokens=rng.randint(1, 10),
         temperature=rng.choice((0.0, 1.0, 3.0)),
         seed=rng.randrange(1000),
         repetition_penalty=rng.choice((1.0, 1.3)),
-        n=rng.choice((1, 1, 1, 1, 3)),
+        n=rng.choice((1, 1, 1, 1, 1, 3)),
         ignore_eos=rng.random() < 0.8,
     )
     return Question(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
@@ -96,7 +96,7 @@ def test_answers_do_not_depend_on_the_batch(house: House) -> None:
     together, listeners, dropped = Bench(house, TINY), [], []
     left = list(questions)
     while left or together.stepper.busy:
-        for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        for _ in range(rng.choice((0, 0, 1, 3))):
             if left:
                 listeners.append(together.arrive(left.pop(0), priority=rng.choice((0, 0, 1)))[0])
             if rng.random() < 0.1:
