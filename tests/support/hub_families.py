@@ -251,6 +251,7 @@ REFUSED = [
         ("falcon_h1", "some of its layers are recurrent"), ("nemotron_h", "some of its layers are recurrent"),
         ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
+        ("gemma4", "its layers have heads of different number and width"), ("gemma3n", "some of its layers use another layer's K"),
         ("deepseek_v3", "it keeps K and V as a latent vector"), ("bloom", "its positions are a bias"),
     )),
     fault("both directions", "use_bidirectional_attention = true", use_bidirectional_attention=True),
