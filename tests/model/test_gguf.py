@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_families
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from checkpoints import FAMILY_CONFIGS, write_checkpoint
 from gguf_files import SCALES, write_gguf
+from hub_models import load_reference
 from safetensors.torch import save_file
+from text_tokenizers import SCRIPTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -25,6 +30,7 @@ from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import resolve
 
 TOLERANCE = 1e-4
+GEMMA = next(family for family in gguf_families.FAMILIES if family.name == "gemma")
 TEXT = "Mara leads billing in Bergen, since 2024 <|im_end|> and  keeps\n\ta parrot; naïve 東京 🦜 <tool_call>"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -44,6 +50,15 @@ ARCHS = {
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}  # rows of whole blocks of K-quants
 OVERRIDES: dict[str, dict[str, Any]] = {"llama3-rope": {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizer of a Gemma's GGUF file, and the one it was made of."""
+    folder = tmp_path_factory.mktemp("gemma")
+    family = replace(GEMMA, shape=GEMMA.shape | {"vocab_size": 800}, tokenizer="gemma")
+    family.write(folder / "m", folder / "m.gguf")
+    return load(folder / "m.gguf").tokenizer, Tokenizer(folder / "m")
 
 
 def load(file: Path) -> LoadedModel:
@@ -93,6 +108,17 @@ def test_a_gguf_file_computes_what_its_checkpoint_does(family: str, kind: str, t
     weights = write_gguf(tmp_path / "m", file, ARCHS[family], kind)
     logits, ids = logits_of(file)
     assert (logits - expected(tmp_path / "m", weights, ids)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", gguf_families.FAMILIES, ids=lambda family: family.name)
+def test_a_gguf_file_of_another_family_too(family: gguf_families.GGUFFamily, tmp_path: Path) -> None:
+    family.write(tmp_path / "m", tmp_path / "m.gguf")
+    logits, ids = logits_of(tmp_path / "m.gguf")
+    model = load_reference(tmp_path / "m")
+    with torch.no_grad():
+        there = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0]
+    assert len(ids) > 100
+    assert (logits - there).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2", "qwen3"])
@@ -204,7 +230,8 @@ def test_weights_of_transformers_come_before_a_gguf_file_beside_them(tmp_path: P
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"expert_count": 8}, "llama.expert_count = 8"),
+    "experts for all": ({"expert_shared_count": 1}, "llama.expert_shared_count = 1"),
+    "experts, how many a token gets": ({"expert_count": 8}, "lacks llama.expert_used_count"),
     "logit scale": ({"logit_scale": 0.5}, "llama.logit_scale"),
     "attention scale": ({"attention.scale": 0.5}, "llama.attention.scale"),
     "window": ({"attention.sliding_window": 128}, "llama.attention.sliding_window = 128"),
@@ -254,7 +281,21 @@ def test_factors_of_rope_that_no_llama_has_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("pre", ["default", "chatglm-bpe"])
+def test_a_text_is_cut_as_glm_4_cuts_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "qwen2")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "qwen2", "F16", pre="glm4")
+    cut = tokenizers.Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json")).pre_tokenizer
+    assert [piece for piece, _ in cut.pre_tokenize_str("In 20245, IT'S")] == ["In", "Ġ", "202", "45", ",", "ĠIT", "'S"]
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_gemmas_vocabulary_is_sentencepieces(text: str, gemma: tuple[Tokenizer, Tokenizer]) -> None:
+    file, own = gemma
+    assert file.encode_text(text) == own.encode_text(text)
+    assert file.encode_template(f"<s>{text}") == own.encode_template(f"<s>{text}")
+
+
+@pytest.mark.parametrize("pre", ["default", "poro-chat"])
 def test_a_tokenizer_that_cuts_in_an_unknown_way_is_refused(pre: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "llama-gqa")
     write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F16", pre=pre)

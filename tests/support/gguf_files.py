@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +30,10 @@ def write_gguf(
 
     K-quants are not quantised, which the package does not do, but drawn. extra: more metadata; a value of None takes one out.
     """
-    config = json.loads((checkpoint / "config.json").read_text())
     state = load_file(checkpoint / "model.safetensors")
-    writer = gguf.GGUFWriter(file, arch)
+    writer, config, names = begun(checkpoint, file, arch, pre, extra)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    values = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": config["rope_parameters"]["rope_theta"],
-        "rope.dimension_count": head_dim,
-        **(extra or {}),
-    }
-    for key, value in values.items():
-        if value is not None:
-            add = {
-                bool: writer.add_bool,
-                int: writer.add_uint32,
-                float: writer.add_float32,
-                str: writer.add_string,
-                list: writer.add_array,
-            }
-            add[type(value)](f"{arch}.{key}", value)  # fmt: skip
-    _add_tokenizer(writer, checkpoint, config["vocab_size"], pre)
-    names = gguf.get_tensor_name_map(
-        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), config["num_hidden_layers"]
-    )
     rng, written = np.random.default_rng(0), {}
     for name, tensor in state.items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -77,11 +49,52 @@ def write_gguf(
         written[name] = torch.from_numpy(restored(found, count) if arch == "llama" and count else found.copy())
     if rope := config["rope_parameters"].get("factor"):
         writer.add_tensor("rope_freqs.weight", llama3_factors(config["rope_parameters"], head_dim, rope))
+    ended(writer)
+    return written
+
+
+def begun(
+    checkpoint: Path, file: Path, arch: str, pre: str = "gpt-2", extra: dict[str, Any] | None = None
+) -> tuple[gguf.GGUFWriter, dict[str, Any], gguf.TensorNameMap]:
+    """A writer with the metadata of the checkpoint, its config, and the names of its tensors."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer, heads = gguf.GGUFWriter(file, arch), config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config["rope_parameters"]
+    values = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+        "rope.dimension_count": head_dim,
+        **(extra or {}),
+    }
+    for key, value in values.items():
+        if value is not None:
+            add = {
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+                list: writer.add_array,
+            }
+            add[type(value)](f"{arch}.{key}", value)  # fmt: skip
+    _add_tokenizer(writer, checkpoint, config["vocab_size"], pre)
+    kind = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch)
+    return writer, config, gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+
+
+def ended(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return written
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -131,11 +144,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, p
         kinds[added["content"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
     tokens = {i: token for token, i in ids.items()}
     listed = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if data["model"].get("byte_fallback"):  # SentencePiece: scores in place of merges, bytes of a kind of their own
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(i) for i in range(vocab_size)])
+        writer.add_add_space_prefix(False)
+        kinds |= {token: gguf.TokenType.BYTE for token in kinds if re.fullmatch(r"<0x[0-9A-F]{2}>", token)}
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([" ".join(pair) for pair in data["model"]["merges"]])
     writer.add_token_list(listed)
     writer.add_token_types([kinds.get(token, gguf.TokenType.UNUSED) for token in listed])
-    writer.add_token_merges([" ".join(pair) for pair in data["model"]["merges"]])
     writer.add_bos_token_id(ids[config["bos_token"]])
     writer.add_eos_token_id(ids[config["eos_token"]])
     writer.add_chat_template(config["chat_template"])

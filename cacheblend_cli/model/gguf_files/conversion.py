@@ -16,13 +16,15 @@ from platformdirs import user_cache_path
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.checkpoint_files import GGUF_INDEX
-from cacheblend_cli.model.gguf_files.config import ARCHITECTURES, ROPE_FACTORS, config_of
-from cacheblend_cli.model.gguf_files.tensors import StoredTensor, is_readable, write_index
+from cacheblend_cli.model.gguf_files.config import config_of
+from cacheblend_cli.model.gguf_files.index import index_of
+from cacheblend_cli.model.gguf_files.rope import FACTORS
+from cacheblend_cli.model.gguf_files.tensors import is_readable, write_index
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-FORMAT = 1  # of what is kept: raised when a conversion gives something else
+FORMAT = 2  # of what is kept: raised when a conversion gives something else
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -104,11 +106,11 @@ def _convert(file: Path, folder: Path) -> None:
                 "use another quantisation of the model, such as Q8_0, Q6_K or Q4_K_M",
             )
     shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}
-    factors = tensors[ROPE_FACTORS].data if ROPE_FACTORS in tensors else None
+    factors = {name: tensors[name].data for name in FACTORS if name in tensors}
     config = config_of(metadata, shapes, factors, _dtype(reader))
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     write_tokenizer(file, metadata, folder)
-    write_index(folder, file, _index(reader, config, metadata["general.architecture"]))
+    write_index(folder, file, index_of(reader, config, metadata))
 
 
 def _value(field: Any) -> Any:
@@ -120,33 +122,3 @@ def _dtype(reader: GGUFReader) -> str:
     """Of most weights: their own where they are not quantised, else bfloat16."""
     kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
     return DTYPES.get(max(set(kinds), key=kinds.count), "bfloat16")
-
-
-def _index(reader: GGUFReader, config: dict[str, Any], architecture: str) -> dict[str, StoredTensor]:
-    """The tensors under transformers' names; those without one (nothing that a model of this family has) under their own."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    from cacheblend_cli.model.families import spec_from_config
-    from cacheblend_cli.model.weights import expected_shapes
-
-    arch = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    name_map = get_tensor_name_map(arch, config["num_hidden_layers"])
-    names = {
-        own: name for name in expected_shapes(spec_from_config(config))
-        if (own := name_map.get_name(name, try_suffixes=(".weight", ".bias"))) is not None
-    }  # fmt: skip
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    index = {}
-    for tensor in reader.tensors:
-        if tensor.name == ROPE_FACTORS:
-            continue
-        name = names.get(tensor.name, tensor.name)
-        part = name.split(".")[-2] if "." in name else ""
-        index[name] = StoredTensor(
-            kind=tensor.tensor_type.name,
-            shape=tuple(int(n) for n in reversed(tensor.shape)),
-            offset=int(tensor.data_offset),
-            num_bytes=int(tensor.n_bytes),
-            permuted_heads=heads.get(part, 0) if ARCHITECTURES[architecture].permuted else 0,
-        )
-    return index

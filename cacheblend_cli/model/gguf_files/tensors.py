@@ -24,13 +24,14 @@ class StoredTensor:
     """kind: the name of its GGMLQuantizationType. shape: as torch has it, rows first. offset: from the file's beginning.
 
     permuted_heads: llama.cpp's converter has put the rows of each of so many heads in another order: those of RoPE's
-    first and second half by turns. 0: it has not."""
+    first and second half by turns. 0: it has not. offset_of_norm: what it has added, and is taken off as it is read."""
 
     kind: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
     permuted_heads: int = 0
+    offset_of_norm: float = 0.0
 
 
 def write_index(folder: Path, file: Path, tensors: dict[str, StoredTensor]) -> None:
@@ -71,7 +72,8 @@ class GGUFTensors:
         tensor = self.index[name]
         rows = tensor.shape[0]
         if not tensor.permuted_heads:
-            return torch.from_numpy(self._rows(tensor, start, stop))
+            read = torch.from_numpy(self._rows(tensor, start, stop))
+            return read - tensor.offset_of_norm if tensor.offset_of_norm else read
         # whole heads are read, and of them the rows that are wanted, in their own order
         width = rows // tensor.permuted_heads
         first, last = start // width * width, -(-stop // width) * width

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from cacheblend_cli.errors import UsageError
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
-# How a text is cut before its pieces are merged (`tokenizer.ggml.pre`): as GPT-2 does, and as it does after every digit
-# stands alone. transformers knows others, and takes GPT-2's way for all that it does not know.
+# How a text is cut before its pieces are merged (`tokenizer.ggml.pre`): as GPT-2 does, as it does after every digit
+# stands alone, and as Llama 3 does. transformers knows others, and takes GPT-2's way for all that it does not know.
 LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
 
 
 def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> None:
@@ -24,11 +25,13 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
 
     Raises UsageError for a tokenizer of another kind.
     """
-    from transformers import AutoTokenizer
+    # not AutoTokenizer, which wants a config, and reads that of few architectures
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre = _check_pre(metadata)
     try:
-        backend = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).backend_tokenizer
+        backend = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name).backend_tokenizer
     except Exception as error:  # whatever a damaged or unknown vocabulary leads to
         raise UsageError(
             f"the tokenizer of {file} ({metadata.get('tokenizer.ggml.model')!r}) cannot be read: {error}",
@@ -37,6 +40,10 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], folder: Path) -> No
     if pre in DIGITS_ALONE:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    elif pre in LIKE_LLAMA3:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        cut = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
     backend.save(str(folder / "tokenizer.json"))
     tokens = {name: _token(metadata, backend, kind) for name, kind in SPECIAL.items()}
     _write_json(folder / "tokenizer_config.json", {name: token for name, token in tokens.items() if token is not None})
@@ -51,7 +58,7 @@ def _check_pre(metadata: Mapping[str, Any]) -> str | None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre = metadata.get("tokenizer.ggml.pre")
-    known = sorted({*LIKE_GPT2, *DIGITS_ALONE, *GGUF_PRE_TOKENIZER_SPLITS})
+    known = sorted({*LIKE_GPT2, *DIGITS_ALONE, *LIKE_LLAMA3, *GGUF_PRE_TOKENIZER_SPLITS})
     if metadata.get("tokenizer.ggml.model") == "gpt2" and pre not in known:
         raise UsageError(
             f"the GGUF file cuts text in a way that is not known (tokenizer.ggml.pre = {pre!r})",

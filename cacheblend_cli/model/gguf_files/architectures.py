@@ -1,0 +1,149 @@
+"""The architectures of GGUF files: which model of transformers each is, and what of its config the file says or implies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_cli.model.gguf_files.keys import Keys
+
+Config = dict[str, Any]
+
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+WINDOW = "attention.sliding_window"
+LOCAL_THETA = 10000.0  # of a Gemma 3's layers with a window
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What `general.architecture` is for transformers.
+
+    permuted: llama.cpp's converter has reordered the rows of Q and K. norm_offset: what it has added to the norms' weights.
+    keys: what the file may say beside what all may. more: what is changed in the config that all have, which it is given.
+    partial: RoPE may turn a part of the head."""
+
+    model_type: str
+    class_name: str
+    permuted: bool = False
+    norm_offset: float = 0.0
+    keys: Collection[str] = ()
+    more: Callable[[Keys, Config], Config] | None = None
+    partial: bool = False
+
+
+def architecture_of(name: str, metadata: Mapping[str, Any]) -> Architecture:
+    """A Mixtral calls itself a llama, with experts."""
+    return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[name]
+
+
+def _gemma(keys: Keys, config: Config) -> Config:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: Keys, config: Config) -> Config:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _scalar(config, widest=46),
+        "sliding_window": keys.integer(WINDOW, 4096),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys, config: Config) -> Config:
+    own = {} if keys.values.get("final_logit_softcapping") is None else {
+        "final_logit_softcapping": keys.number("final_logit_softcapping")
+    }  # fmt: skip
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", LOCAL_THETA)}
+    return own | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _scalar(config, widest=62),
+        "sliding_window": keys.integer(WINDOW, 1024),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", 6),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _scalar(config: Config, widest: int) -> int:
+    """What scores are divided by the root of. No file says it: llama.cpp goes by the number of layers, as its largest model
+    has another one."""
+    if config["num_hidden_layers"] == widest:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _granite(keys: Keys, config: Config) -> Config:
+    return {
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _phi3(keys: Keys, config: Config) -> Config:
+    rope = config["rope_parameters"]
+    original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    return {"sliding_window": keys.optional_integer(WINDOW), "original_max_position_embeddings": original}
+
+
+def _mixtral(keys: Keys, config: Config) -> Config:
+    return {"num_local_experts": keys.integer("expert_count"), "num_experts_per_tok": keys.integer("expert_used_count")}
+
+
+def _qwen_moe(keys: Keys, config: Config) -> Config:
+    return {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", config["intermediate_size"]),
+        "norm_topk_prob": config["model_type"] == "qwen3_moe",
+    }
+
+
+def _qwen2_moe(keys: Keys, config: Config) -> Config:
+    shared = keys.integer("expert_shared_feed_forward_length", config["intermediate_size"])
+    return _qwen_moe(keys, config) | {"shared_expert_intermediate_size": shared}
+
+
+def _gpt_oss(keys: Keys, config: Config) -> Config:
+    rope = config["rope_parameters"]
+    return {
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "intermediate_size": keys.integer("expert_feed_forward_length", config["intermediate_size"]),
+        "sliding_window": keys.integer(WINDOW),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0, more=_gemma),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", norm_offset=1.0, more=_gemma2,
+        keys=(WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, more=_gemma3,
+        keys=(WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping"),
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3, partial=True, keys=(WINDOW, "rope.scaling.attn_factor")),
+    "granite": Architecture(
+        "granite", "GraniteForCausalLM", permuted=True, more=_granite,
+        keys=("embedding_scale", "attention.scale", "residual_scale", "logit_scale"),
+    ),
+    "smollm3": Architecture(
+        "smollm3", "SmolLM3ForCausalLM", permuted=True, more=lambda keys, config: {"no_rope_layer_interval": 4}
+    ),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", partial=True),
+    "qwen2moe": Architecture(
+        "qwen2_moe", "Qwen2MoeForCausalLM", more=_qwen2_moe, keys=(*EXPERTS, "expert_shared_feed_forward_length")
+    ),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", more=_qwen_moe, keys=EXPERTS),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", more=_gpt_oss, keys=(*EXPERTS, WINDOW)),
+}  # fmt: skip
+MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", permuted=True, more=_mixtral, keys=EXPERTS[:2])

@@ -1,0 +1,74 @@
+"""A layer's experts: what each row gets is what its own experts make of it, and no others are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cacheblend_kernels.torch_backend import TorchBackend
+from torch import Tensor
+
+from cacheblend_cli.model import experts
+from cacheblend_cli.model.experts import Experts
+from cacheblend_cli.model.families import spec_from_config
+from cacheblend_cli.model.weight_map import expected_shapes
+
+COUNT, PER_TOKEN, WIDTH, HIDDEN = 6, 2, 8, 16
+SPEC = spec_from_config(
+    {"model_type": "gpt_oss", "num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": WIDTH, "head_dim": 8,
+     "num_local_experts": COUNT, "num_experts_per_tok": PER_TOKEN, "vocab_size": 32, "swiglu_limit": 0.5}
+)  # fmt: skip
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {target: shape for _, target, _, shape in expected_shapes(SPEC).values() if target.startswith("0.")}
+    return {target.removeprefix("0."): torch.randn(shape) for target, shape in shapes.items()}
+
+
+def layer(held: dict[str, Tensor], clamped: bool = True) -> Experts:
+    assert SPEC.experts is not None
+    spec = SPEC.experts if clamped else replace(SPEC.experts, clamped=None)
+    return Experts(SPEC, spec, dict(held), TorchBackend())
+
+
+def row_by_row(held: dict[str, Tensor], h: Tensor, clamped: bool) -> Tensor:
+    out = []
+    for row in h:
+        logits, chosen = F.linear(row, held["router"], held["router_bias"]).topk(PER_TOKEN)
+        total = torch.zeros(HIDDEN)
+        for share, expert in zip(logits.softmax(-1), chosen.tolist(), strict=True):
+            up, down = (held[f"experts_{n}"].view(COUNT, -1, c)[expert] for n, c in (("up", HIDDEN), ("down", WIDTH)))
+            up_bias, down_bias = (held[f"experts_{n}_bias"].view(COUNT, -1)[expert] for n in ("up", "down"))
+            gate, value = (up @ row + up_bias).chunk(2)
+            if clamped:
+                gate = gate.clamp(max=0.5)
+                inner = (value.clamp(-0.5, 0.5) + 1) * gate * torch.sigmoid(1.702 * gate)
+            else:
+                inner = F.silu(gate) * value
+            total += share * (down @ inner + down_bias)
+        out.append(total)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 7, 30])
+def test_every_row_gets_what_its_experts_make_of_it(
+    num_rows: int, clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "MOST_ROWS", 16)  # 30 rows take two turns
+    held, h = weights(), torch.randn(num_rows, HIDDEN)
+    torch.testing.assert_close(layer(held, clamped)(h), row_by_row(held, h, clamped), atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_reads_its_own_experts_alone() -> None:
+    """The others' weights are no numbers, and nothing is seen of it."""
+    held, h = weights(), torch.randn(1, HIDDEN)
+    chosen = F.linear(h, held["router"], held["router_bias"]).topk(PER_TOKEN).indices[0].tolist()
+    wanted = row_by_row(held, h, clamped=True)
+    for name in ("experts_up", "experts_down"):
+        each = held[name].view(COUNT, -1)
+        each[[e for e in range(COUNT) if e not in chosen]] = torch.nan
+    torch.testing.assert_close(layer(held)(h), wanted, atol=1e-4, rtol=1e-4)
