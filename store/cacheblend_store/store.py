@@ -19,7 +19,6 @@ from cacheblend_store.format.memos import Memo, decode_memo, encode_memo, memo_k
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
 from cacheblend_store.lmdb_file.environment import Environment
-from cacheblend_store.lmdb_file.heap import keep_freed_memory
 from cacheblend_store.lmdb_file.opened import acquire, release
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
@@ -29,7 +28,6 @@ __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
 PAGE_OF_CHUNKS = 64  # manifests read in one transaction by `chunks`
 TOUCHES_HELD = 4096
-_LARGE = 4 << 20  # bytes of a transaction from which its memory matters
 T = TypeVar("T")
 
 
@@ -209,8 +207,6 @@ class ChunkStore:
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
-        if num_bytes >= _LARGE:
-            keep_freed_memory()
         if not has_space(self.path, num_bytes):
             with self.read() as reader:
                 check_space(self.path, num_bytes, reader.pages.free_bytes)
