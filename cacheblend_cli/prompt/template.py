@@ -13,6 +13,7 @@ from cacheblend_cli.prompt.wording import Wording
 
 CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it
 THINK, THOUGHT = "<think>", "</think>"
+CHANNEL = "<|channel|>"  # what a gpt-oss has in their place: see `runtime.channels`
 QUESTION = "Question8a44c1d2Stands0e6fHere"
 _TURN = "Turn{:04}b71eStands4d2cHere"
 
@@ -41,7 +42,7 @@ class PromptTemplate:
     def may_reason(self) -> bool:
         """Whether the model may reason: think tags are known to it, and the template has not closed them already."""
         closed = self.after_question.rstrip().endswith(THOUGHT)
-        return self.opens_reasoning or (any(map(self.tokenizer.knows, (THINK, THOUGHT))) and not closed)
+        return self.opens_reasoning or (any(map(self.tokenizer.knows, (THINK, THOUGHT, CHANNEL))) and not closed)
 
     def on(self, day: date) -> PromptTemplate:
         """With another date."""

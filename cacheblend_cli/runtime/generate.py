@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.runtime.decode import DecodeRunner
 from cacheblend_cli.runtime.prefill import Prefilled
-from cacheblend_cli.runtime.reasoning import CLOSING, Speech
+from cacheblend_cli.runtime.reasoning import Speech
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Draw, Sampler, SamplingParams, TokenLogprob
 
@@ -96,7 +96,7 @@ class Utterance:
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         self._speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
-        self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, CLOSING)
+        self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._speech.closing)
         self._closing, self._thought = deque[int](), 0
         self.room, self._budget = runtime.room(params), runtime.reasoning_budget(params)
         self.num_drawn = 0

@@ -7,6 +7,7 @@ from typing import Literal
 from cacheblend_cli.model.text_stream import TextStream
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.template import THINK, THOUGHT
+from cacheblend_cli.runtime.channels import FINAL, Channels
 from cacheblend_cli.runtime.stops import StopStrings
 
 CLOSING = f"\n{THOUGHT}\n\n"
@@ -77,15 +78,24 @@ class Speech:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool) -> None:
         self.reasoning = Reasoning(opened)
         self._stream, self._stop = TextStream(tokenizer), StopStrings(stops)
+        self._channels = Channels.of(tokenizer)
         tags = {tokenizer.token_id(tag): tag for tag in (THINK, THOUGHT)}
         self._silent_tags = {i: tag for i, tag in tags.items() if i is not None and tokenizer.is_silent(i)}
 
     def push(self, token_id: int) -> tuple[str, str]:
         """Reasoning and answer that the token makes certain."""
         tag = self._silent_tags.get(token_id)
-        piece = self._stream.push(token_id) if tag is None else self._stream.flush() + tag
+        if self._channels is not None:
+            piece = self._channels.push(token_id, self._stream)
+        else:
+            piece = self._stream.push(token_id) if tag is None else self._stream.flush() + tag
         reasoning, answer = self.reasoning.push(piece)
         return reasoning, self._stop.push(answer)
+
+    @property
+    def closing(self) -> str:
+        """What is said for the model where its reasoning has used its tokens up."""
+        return CLOSING if self._channels is None else FINAL
 
     @property
     def stopped(self) -> bool:
