@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from houses import SAMPLING, House, Listener, open_house
+from houses import SAMPLING, Bench, House, ids_of, open_house
 
 from cacheblend_cli.api import BlendConfig, Question, SamplingParams
-from cacheblend_cli.runtime.jobs import Done, Failed, Job, Limits, Ticket
+from cacheblend_cli.runtime.jobs import Failed, Limits
 from cacheblend_cli.runtime.sequence import Status
-from cacheblend_cli.runtime.step import Stepper
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
 TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
@@ -22,47 +21,6 @@ TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with open_house(tmp_path_factory.mktemp("beside"), num_hidden_layers=2) as house:
         yield house
-
-
-class Bench:
-    """A stepper driven by hand."""
-
-    def __init__(self, house: House, limits: Limits) -> None:
-        self.stepper = Stepper(house.engine.runtime, house.store, limits, lambda ticket, event: ticket.on_event(event))
-        self.count = 0
-        self.seen: set[Status] = set()
-
-    def arrive(self, question: Question, **job: object) -> tuple[Listener, Ticket]:
-        listener = Listener()
-        ticket = Ticket(Job(question, save_holes=False, **job), listener, self.count)  # type: ignore[arg-type]
-        self.count += 1
-        self.stepper.arrive(ticket)
-        return listener, ticket
-
-    def step(self) -> None:
-        self.stepper.step()
-        scheduler = self.stepper.scheduler
-        assert len(scheduler.running) + len(scheduler.swapped) <= scheduler.max_sequences
-        self.seen |= {s.status for place in (scheduler.waiting, scheduler.running, scheduler.swapped) for s in place}
-        self.stepper.blocks.pool.allocator.check_integrity()
-
-    def run(self) -> None:
-        while self.stepper.busy:
-            self.step()
-        self.stepper.blocks.check_idle()
-
-    def ask(self, question: Question, **job: object) -> list[list[int]]:
-        listener, _ = self.arrive(question, **job)
-        self.run()
-        return ids_of(listener)
-
-
-def ids_of(listener: Listener) -> list[list[int]]:
-    last = listener.last.result(0)
-    assert isinstance(last, Done), last
-    assert last.ended is None
-    assert [listener.text(i) for i in range(len(last.answers))] == [a.text for a in last.answers]
-    return [a.generated_ids for a in last.answers]
 
 
 def random_question(rng: random.Random, keys: list[bytes]) -> Question:

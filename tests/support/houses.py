@@ -13,7 +13,9 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.runtime.service import Done, Event, Failed, Text
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
+from cacheblend_cli.runtime.sequence import Status
+from cacheblend_cli.runtime.step import Stepper
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 WAIT_S = 60.0
@@ -67,3 +69,44 @@ def open_house(base: Path, family: str = "llama-gqa", pages: int = 3, **config: 
         options = PrecomputeOptions(chunk_tokens=24, context="sink")
         engine.precompute(store, [str(base / "docs")], options, lambda event: None)
         yield House(engine, store, [m.key for m in store.chunks()])
+
+
+class Bench:
+    """A stepper driven by hand."""
+
+    def __init__(self, house: House, limits: Limits) -> None:
+        self.stepper = Stepper(house.engine.runtime, house.store, limits, lambda ticket, event: ticket.on_event(event))
+        self.count = 0
+        self.seen: set[Status] = set()
+
+    def arrive(self, question: Question, **job: object) -> tuple[Listener, Ticket]:
+        listener = Listener()
+        ticket = Ticket(Job(question, save_holes=False, **job), listener, self.count)  # type: ignore[arg-type]
+        self.count += 1
+        self.stepper.arrive(ticket)
+        return listener, ticket
+
+    def step(self) -> None:
+        self.stepper.step()
+        scheduler = self.stepper.scheduler
+        assert len(scheduler.running) + len(scheduler.swapped) <= scheduler.max_sequences
+        self.seen |= {s.status for place in (scheduler.waiting, scheduler.running, scheduler.swapped) for s in place}
+        self.stepper.blocks.pool.allocator.check_integrity()
+
+    def run(self) -> None:
+        while self.stepper.busy:
+            self.step()
+        self.stepper.blocks.check_idle()
+
+    def ask(self, question: Question, **job: object) -> list[list[int]]:
+        listener, _ = self.arrive(question, **job)
+        self.run()
+        return ids_of(listener)
+
+
+def ids_of(listener: Listener) -> list[list[int]]:
+    last = listener.last.result(0)
+    assert isinstance(last, Done), last
+    assert last.ended is None
+    assert [listener.text(i) for i in range(len(last.answers))] == [a.text for a in last.answers]
+    return [a.generated_ids for a in last.answers]
