@@ -57,11 +57,12 @@ layer is run twice, once for what it projects and once for what it makes of atte
 imported. `models show`, `doctor` and `ask --explain` say "generic path". `--lora`, GGUF and quantised checkpoints are not
 for it. No code of a model's own is run.
 
-Nothing of it is believed before it is seen. When such a model is loaded, it is refused, with the reason, unless
+Nothing of it is believed before it is seen. When such a model is loaded, it is refused, with the reason, unless (the last of
+these is looked at once for a model and versions, and remembered)
 
 - its layers are one list, called one after the other with rows, RoPE's cos and sin, and a mask; nothing happens between
   them, nothing that depends on positions or neighbours before them, and behind them only what concerns a row alone;
-- every layer calls attention once, with heads of the same number and size in all layers, without sinks;
+- every layer calls attention once, with heads of the same number and size in all layers;
 - the mask's own rule, asked at positions over the whole context, is causal, with or without a window;
 - RoPE has one of the two usual forms, over all or the first channels of a head, and q and k stand at positions up to the
   context's last as `rope_parameters` say; norms behind RoPE, and RoPE that depends on the prompt's length, are refused;

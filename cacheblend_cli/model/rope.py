@@ -47,16 +47,20 @@ class RotaryEmbedding:
         table = self._tables.get(regime)
         if table is None or table[0].shape[0] < seq_len:
             size = max(1024, 1 << (seq_len - 1).bit_length())
-            inv_freq, scaling = self._frequencies(seq_len if regime else 1)
-            freqs = torch.arange(size, dtype=torch.float32)[:, None] * inv_freq[None]
-            cos, sin = freqs.cos() * scaling, freqs.sin() * scaling
-            rest = self.head_dim // 2 - len(inv_freq)
-            if rest:
-                cos, sin = torch.nn.functional.pad(cos, (0, rest), value=1.0), torch.nn.functional.pad(sin, (0, rest))
-            table = (torch.cat((cos, cos), -1).to(self.device), torch.cat((sin, sin), -1).to(self.device))
+            table = self.at(torch.arange(size), seq_len)
             self._tables = {k: v for k, v in self._tables.items() if k == 0}  # dynamic regimes do not pile up
             self._tables[regime] = table
         return table
+
+    def at(self, positions: Tensor, seq_len: int) -> CosSin:
+        """The same of some positions [num_rows], computed for them alone."""
+        inv_freq, scaling = self._frequencies(seq_len if self.regime(seq_len) else 1)
+        freqs = positions.float().cpu()[:, None] * inv_freq[None]
+        cos, sin = freqs.cos() * scaling, freqs.sin() * scaling
+        rest = self.head_dim // 2 - len(inv_freq)
+        if rest:
+            cos, sin = torch.nn.functional.pad(cos, (0, rest), value=1.0), torch.nn.functional.pad(sin, (0, rest))
+        return torch.cat((cos, cos), -1).to(self.device), torch.cat((sin, sin), -1).to(self.device)
 
     def _frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         """inv_freq [at most head_dim / 2] fp32 and the factor on cos and sin."""
@@ -96,6 +100,10 @@ class LayerRotations:
     def cos_sin(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
         """cos, sin [num_rows, head_dim] fp32 for positions [num_rows] in a prompt whose final length is seq_len."""
         return rows_of_tables(self.tables(seq_len), positions)
+
+    def at(self, positions: Tensor, seq_len: int) -> tuple[CosSin, ...]:
+        """As `cos_sin`, of a few positions far away: no table is made."""
+        return tuple(rope.at(positions, seq_len) for rope in self._each)
 
     def tables(self, seq_len: int) -> tuple[CosSin, ...]:
         """cos, sin [at least seq_len, head_dim] fp32 of every position."""

@@ -16,7 +16,7 @@ from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.errors import PromptTooLong, UsageError
 from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.kv.generic_check import check_generic
+from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.compute_dtype import product_speeds
@@ -73,7 +73,7 @@ class Runtime:
         lora = Path(config.lora).expanduser() if config.lora else None
         runtime = cls(load_model(path, name, device, config.precision, config.attention_backend, lora), config)
         if isinstance(runtime.decoder, GenericDecoder):
-            check_generic(runtime.decoder)
+            check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":
             prefix_ids = runtime.template.prefix_ids
             runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)

@@ -88,6 +88,17 @@ def test_a_model_is_checked_when_an_engine_loads_it(tmp_path: Path) -> None:
         Engine.load(EngineConfig(model=str(tmp_path / "m")))
 
 
+def test_it_is_checked_once(olmo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the weights are the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checked: list[GenericDecoder] = []
+    monkeypatch.setattr("cacheblend_cli.kv.generic_check.check_generic", checked.append)
+    HubModel("m", OlmoConfig).write(tmp_path / "m", seed=1)
+    for path in (olmo, olmo, tmp_path / "m", tmp_path / "m"):
+        Engine.load(EngineConfig(model=str(path)))
+    assert len(checked) == 2
+
+
 def test_weights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     from hub_models import add, tensors
 

@@ -71,7 +71,7 @@ def turned_as_ours(spec: ModelSpec, layer: int, projected: Projected, positions:
     """q and k, unrotated and with the heads' channels as the model has them, as our RoPE turns them: fp32, with the channels
     as we have them."""
     rope = RotaryEmbedding(spec.rope_of(layer), spec.head_dim, spec.max_position_embeddings, positions.device)
-    cos, sin = (t[positions][:, None] for t in rope.table(int(positions[-1]) + 1))
+    cos, sin = (t[:, None] for t in rope.at(positions, int(positions[-1]) + 1))
     q, k = (reordered(spec, x).float() for x in (projected.q, projected.k))
     return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
 
@@ -104,8 +104,6 @@ def _with_heads(spec: ModelSpec, parts: Parts, probes: list[_Probe]) -> ModelSpe
         raise parts.refused(f"its heads have {k[1]} channels of K and {v[1]} of V")
     if k[1] % 2 or q[0] % k[0] or k[0] != v[0]:
         raise parts.refused(f"it has {q[0]} heads for {k[0]} KV heads of {k[1]} channels")
-    if any(p.plain.sinks for p in probes):
-        raise parts.refused("its attention has sinks")
     return replace(spec, num_heads=q[0], num_kv_heads=k[0], head_dim=k[1])
 
 
@@ -135,7 +133,8 @@ def _turns_of(spec: ModelSpec, layer: int, probe: _Probe) -> Iterator[bool | Non
 
 def _attention(spec: ModelSpec, projected: Projected, window: int | None) -> AttentionParams:
     scale = spec.head_dim**-0.5 if projected.scale is None else float(projected.scale)
-    return AttentionParams(scale, window, projected.soft_cap)
+    sinks = None if projected.sinks is None else projected.sinks.float().flatten()
+    return AttentionParams(scale, window, projected.soft_cap, sinks)
 
 
 def _half_turned(x: Tensor) -> Tensor:

@@ -19,14 +19,15 @@ NAME = "cacheblend"
 
 @dataclass(frozen=True)
 class Projected:
-    """What a layer gives attention. q: [num_rows, num_heads, head_dim]; k, v: [num_rows, num_kv_heads, head_dim], of v its own."""
+    """What a layer gives attention. q: [num_rows, num_heads, head_dim]; k, v: [num_rows, num_kv_heads, head_dim], of v its own.
+    scale, soft_cap, sinks [num_heads]: as `AttentionParams` has them; scale None: head_dim ** -0.5."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float | None
     soft_cap: float | None
-    sinks: bool
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _attention(
     given = _given.get()
     if given is None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        raise Stopped(Projected(q, k, v, scaling, named.get("softcap"), named.get("s_aux") is not None))
+        raise Stopped(Projected(q, k, v, scaling, named.get("softcap"), named.get("s_aux")))
     return given[None].to(query.dtype), None
 
 
