@@ -39,11 +39,19 @@ class Streams:
 
 
 def show_answer(
-    answer: Answer, output: Output, *, json: bool, ids: bool, explain: Sequence[str] | None, extra: dict[str, Any]
+    answer: Answer,
+    output: Output,
+    *,
+    json: bool,
+    ids: bool,
+    explain: Sequence[str] | None,
+    extra: dict[str, Any],
+    by: str = "",
 ) -> None:
     """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before.
 
-    explain: what to tell of the prompt's text when layers and chunks are told of, None to tell of none of it.
+    explain: what to tell of the prompt's text when layers and chunks are told of, None to tell of none of it. by: who
+    answered, where that was somebody else.
     """
     if not json:
         output.text("")
@@ -57,7 +65,7 @@ def show_answer(
         _explain(answer, output)
         for line in explain:
             output.note(line)
-    output.note(summary_line(answer))
+    output.note(summary_line(answer) + by)
     if answer.verify:
         v = answer.verify
         agrees = round(v.answer_top1 * v.answer_tokens)

@@ -12,6 +12,7 @@ from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answers import Streams, show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.warm import Flags, WarmAsk
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Resolved, Settings
 
@@ -83,6 +84,9 @@ def ask(
             rich_help_panel="This machine and the store",
         ),
     ] = True,
+    local: Annotated[
+        bool, typer.Option("--local", help="Load the model here, also where an engine runs (cacheblend serve).")
+    ] = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -99,6 +103,11 @@ def ask(
     output, settings = Output(quiet=quiet), resolved.settings
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
+    if batch is None and not local:
+        flags = Flags(source, everywhere, tuple(stop or ()), logprobs, verify, explain, dry_run, ids, save, json)
+        warm = WarmAsk.over(resolved, flags, output)
+        if warm is not None and warm.ask(asked[0].question, asked[0].chunks):
+            return
     from cacheblend_cli.runtime.config import BlendConfig
     from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
 

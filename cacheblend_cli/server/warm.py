@@ -174,6 +174,7 @@ class WarmSocket:
             "answer": shown(answer),
             "keys": [key.hex() for key in question.keys],
             "differences": differences,
+            "pid": os.getpid(),
         }
 
 
