@@ -14,7 +14,7 @@ from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import Flags, WarmAsk
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import Resolved, Settings
+from cacheblend_cli.settings import Resolved
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -146,7 +146,7 @@ def ask(
         sources.extend(chunk.source for chunk in found.chunks)
 
     sources: list[str] = []
-    with _store_in_use(settings, dry_run) as kv_store:
+    with options.store_in_use(settings, write=not dry_run) as kv_store:
         searched = any(item.chunks is None for item in asked)
         scope = options.scope_of(kv_store, source, everywhere, output) if searched else EVERYTHING
         lookup = Lookup.of(settings, scope, output.note) if searched else Lookup()
@@ -179,15 +179,3 @@ def _guarded(answer: Callable[[Asked], None], item: Asked, batch: bool, output: 
 def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:
     """Keys of the chunks that were named, None when they are to be searched. Raises ChunkNotFound, AmbiguousId."""
     return None if asked.chunks is None else [store.resolve(name) for name in asked.chunks]
-
-
-def _store_in_use(settings: Settings, dry_run: bool) -> ChunkStore:
-    """For writing, so that uses are noted and computed chunks stored; for reading where this user may not write."""
-    from cacheblend_store import StorePermission
-
-    if not dry_run:
-        try:
-            return options.open_store(settings, write=True)
-        except StorePermission:
-            pass
-    return options.open_store(settings, write=False)

@@ -3,53 +3,65 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
 import cacheblend_cli
-from cacheblend_cli.cli import (
-    archive,
-    ask,
-    bench,
-    chunks,
-    config,
-    demo,
-    doctor,
-    eval,
-    models,
-    precompute,
-    search,
-    serve,
-    upkeep,
-)
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output, flush
 from cacheblend_cli.errors import ExitCode
 
+_HOMES = {
+    "precompute": "precompute:precompute",
+    "ask": "ask:ask",
+    "search": "search:search",
+    "chat": "chat:chat",
+    "serve": "serve:serve",
+    "chunks": "chunk_commands:app",
+    "models": "models:app",
+    "bench": "bench:bench",
+    "eval": "eval:evaluate",
+    "demo": "demo:demo",
+    "doctor": "doctor:doctor",
+    "config": "config:app",
+}
+"""Command -> the module of this package and its function, or the group's app: only the one that runs is imported."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands, each imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_HOMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _HOMES:
+            return None
+        module, _, name = _HOMES[cmd_name].partition(":")
+        found = getattr(import_module(f"cacheblend_cli.cli.{module}"), name)
+        if isinstance(found, typer.Typer):
+            command: Any = typer.main.get_group(found)
+        else:
+            own = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            own.command(cmd_name, cls=Command)(found)
+            command = typer.main.get_command(own)
+        command.name = cmd_name
+        return command
+
+
 app = typer.Typer(
     name="cacheblend",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Answer questions over documents whose KV cache is computed once, reused in any order, and repaired.",
 )
-app.command("precompute", cls=Command)(precompute.precompute)
-app.command("ask", cls=Command)(ask.ask)
-app.command("search", cls=Command)(search.search)
-app.command("serve", cls=Command)(serve.serve)
-for command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
-    chunks.app.command(command.__name__)(command)
-chunks.app.command("export")(archive.export)
-chunks.app.command("import")(archive.import_)
-app.add_typer(chunks.app, name="chunks")
-app.add_typer(models.app, name="models")
-app.command("bench", cls=Command)(bench.bench)
-app.command("eval", cls=Command)(eval.evaluate)
-app.command("demo", cls=Command)(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.add_typer(config.app, name="config")
 
 
 def _version(value: bool) -> None:

@@ -197,3 +197,15 @@ def open_store(
         lock_timeout=settings.lock_timeout,
         force=settings.force_store,
     )
+
+
+def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:
+    """For writing, so that uses are noted and computed chunks stored; for reading where this user may not write."""
+    from cacheblend_store import StorePermission
+
+    if write:
+        try:
+            return open_store(settings, write=True)
+        except StorePermission:
+            pass
+    return open_store(settings, write=False)

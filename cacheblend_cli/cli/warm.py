@@ -19,6 +19,8 @@ from cacheblend_cli.settings import Resolved
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.corpus.scopes import Scope
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -59,10 +61,7 @@ class WarmAsk:
                 scope = options.scope_of(store, flags.source, flags.everywhere, self._output)
             else:
                 keys = [store.resolve(name).hex() for name in chunks]
-            request = {
-                "op": "ask", "question": question, "keys": keys, "scope": _scope(scope), "settings": asdict(settings),
-                "origin": dict(self._resolved.origin), **asdict(flags),
-            }  # fmt: skip
+            request = request_of(self._resolved, flags, question, keys, scope)
             try:
                 sources = self._shown(store, request)
             except EngineLost:
@@ -95,18 +94,38 @@ class WarmAsk:
         return sources
 
     def _show(self, store: ChunkStore, event: dict[str, Any]) -> list[str]:
-        """What is said of the answer, called what a person standing here calls its documents."""
-        record, flags = event["record"], self._flags
-        process_s = since_process_start(self._first_at or time.perf_counter())
-        for timing in (record["timing"], event["answer"]["timing"]):
-            timing |= {"process_s": round(process_s, 6), "model_load_s": 0.0}
-        for chunks in (record["chunks"], event["answer"]["chunks"]):
-            _cite(store, chunks, event["keys"])
-        answer = named(event["answer"])
-        answer.to_dict = lambda ids, explain: record
+        flags, answer = self._flags, answer_of(store, event, self._first_at)
         by = f", by the engine of process {event['pid']}"
         show_answer(answer, self._output, json=flags.json, ids=flags.ids, explain=event["differences"], extra={}, by=by)
-        return [chunk["source"] for chunk in record["chunks"]]
+        return [chunk.source for chunk in answer.chunks]
+
+
+def request_of(
+    resolved: Resolved,
+    flags: Flags,
+    question: str,
+    keys: Sequence[str] | None,
+    scope: Scope | None,
+    history: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What is sent. keys: of the chunks, in hex; None to search them in the scope."""
+    found = None if scope is None else {**asdict(scope), "linked": sorted(scope.linked)}
+    asked = {"op": "ask", "question": question, "keys": keys, "scope": found, "history": list(history)}
+    return {**asked, "settings": asdict(resolved.settings), "origin": dict(resolved.origin), **asdict(flags)}
+
+
+def answer_of(store: ChunkStore, event: dict[str, Any], first_at: float | None) -> Any:
+    """The answer of a "done", with the attributes that are shown, its documents called what a person standing here calls
+    them. first_at: perf_counter at its first token, None where it has none."""
+    record = event["record"]
+    process_s = since_process_start(first_at or time.perf_counter())
+    for timing in (record["timing"], event["answer"]["timing"]):
+        timing |= {"process_s": round(process_s, 6), "model_load_s": 0.0}
+    for chunks in (record["chunks"], event["answer"]["chunks"]):
+        _cite(store, chunks, event["keys"])
+    answer = named(event["answer"])
+    answer.to_dict = lambda ids, explain: record
+    return answer
 
 
 def _cite(store: ChunkStore, chunks: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
@@ -123,7 +142,3 @@ def _cite(store: ChunkStore, chunks: Sequence[dict[str, Any]], keys: Sequence[st
             continue
         if manifest is not None:
             chunk["source"] = citations.of(manifest).source
-
-
-def _scope(scope: Any) -> dict[str, Any] | None:
-    return None if scope is None else {**asdict(scope), "linked": sorted(scope.linked)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong
 
 _CONNECT_S = 2.0
 
@@ -73,7 +73,8 @@ def lost() -> EngineLost:
 
 def failure(event: dict[str, Any]) -> CacheBlendError:
     """The error that the engine tells of."""
-    error = CacheBlendError(event["message"], event["hint"])
+    kind = PromptTooLong if event.get("kind") == PromptTooLong.__name__ else CacheBlendError
+    error = kind(event["message"], event["hint"])
     error.exit_code = ExitCode(event["exit_code"])
     return error
 

@@ -15,16 +15,20 @@ from cacheblend_cli.settings import Settings
 PROTOCOL = 1
 _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
-_ENGINE = (
-    "lora", "device", "dtype", "attention_backend", "block_size", "threads", "gpu_memory_utilization", "kv_dtype", "eager",
-    "kv_pool_dtype", "system", "template_var",
-)  # fmt: skip
-"""Settings that an engine has once and for all, beside its model and its prompt."""
+_ASKED = {
+    "context", "order", "top_k", "search", "embeddings", "min_score", "expand", "mode", "ratio", "ratio_floor", "selector", "deviation",
+    "check_layer", "block", "nucleus", "gradual", "probe_layers", "draft_tokens", "mean_shift", "max_tokens", "reasoning_tokens",
+    "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "model_sampling", "seed", "salt",
+}  # fmt: skip
+"""Settings that a question brings along."""
+_STORED = {"store", "lock_timeout", "force_store", "max_size", "chunk_tokens", "window", "neighbours"}
+"""Settings of the store, and of what is put into it: they change no answer over what is there."""
 
 
 def socket_of(settings: Settings) -> Path:
     """The socket of an engine of this version over the settings' store, with their model and the rest that an engine has."""
-    told = {name: getattr(settings, name) for name in _ENGINE}
+    told = {name: value for name, value in vars(settings).items() if name not in _ASKED | _STORED}
     told |= {"model": _model(settings.model), "prompt": _content(settings.prompt), "version": [__version__, PROTOCOL]}
     digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
     return folder_of(settings) / f"{_NAME}{digest}.sock"
@@ -40,8 +44,10 @@ def folder_of(settings: Settings) -> Path:
     store = Path(os.path.realpath(settings.store_path))
     if len(os.fsencode(store)) + len(_NAME) + 18 <= _LONGEST:
         return store
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or Path(tempfile.gettempdir()) / f"cacheblend-{os.getuid()}")
-    return base / f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
+    name = f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
+    own = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    fits = len(os.fsencode(own)) + len(name) + len(_NAME) + 36 <= _LONGEST
+    return (own if fits else Path("/tmp")) / f"cacheblend-{os.getuid()}" / name
 
 
 def make_folder(folder: Path) -> None:

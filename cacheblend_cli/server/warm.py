@@ -110,9 +110,8 @@ class WarmSocket:
                 case other:
                     raise NotFoundError(f"the engine knows no {other!r}", "is it of another version?")
         except (CacheBlendError, StoreError) as error:
-            await tell(
-                {"event": "failed", "message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
-            )
+            told = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
+            await tell({"event": "failed", "kind": type(error).__name__, **told})
         except (OSError, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cacheblend_cli.runtime.service import Limits, Service
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.guard import LOOPBACK
 from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.place import make_folder, socket_of
 from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm import WarmSocket
@@ -68,10 +70,14 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
     """Start servers, which end with the test."""
     running: list[tuple[Callable[[], None], threading.Thread, Service, ChunkStore, httpx.Client]] = []
 
-    def run(keys: tuple[str, ...] = (), limits: Limits | None = None, **of_host: Any) -> Server:
+    def run(
+        keys: tuple[str, ...] = (), limits: Limits | None = None, *, idle_exit_s: float = 0, **of_host: Any
+    ) -> Server:
         number = len(running)
         store = ChunkStore.open(tmp_path / f"store{number}", mode="write")
-        settings = Settings(model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words")
+        settings = Settings(
+            model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words", threads=1
+        )
         service = Service(engine.runtime, store, limits)
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
@@ -87,18 +93,15 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
             names=names,
             **of_host,
         )
-        tcp, warm_path, unix = (
-            bind_tcp("127.0.0.1", 0),
-            tmp_path / f"warm{number}.sock",
-            tmp_path / f"http{number}.sock",
-        )
+        tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), tmp_path / f"http{number}.sock"
+        make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
         serving = Serving(
             make_app(host, engine.runtime),
             host,
             WarmSocket(host, bind_unix(warm_path), warm_path, url),
             grace_s=5,
-            idle_exit_s=0,
+            idle_exit_s=idle_exit_s,
         )
         loop = asyncio.new_event_loop()
         sockets: list[socket.socket] = [tcp, bind_unix(unix)]
@@ -112,7 +115,8 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
     yield run
     for end, thread, service, store, client in running:
         client.close()
-        end()
+        with suppress(RuntimeError):  # it has ended by itself
+            end()
         thread.join(20)
         service.close()
         store.close()

@@ -1,0 +1,151 @@
+"""cacheblend chat: questions that know what was said before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.answering import Answering, answering_of
+from cacheblend_cli.cli.answers import Streams, summary_line
+from cacheblend_cli.cli.conversation import COMMANDS, Conversation, do_command
+from cacheblend_cli.cli.exits import report
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
+from cacheblend_cli.settings import Resolved
+
+
+@options.with_settings(
+    *options.SEARCHING,
+    "mode",
+    *options.BLENDING,
+    *options.SAMPLING,
+    *options.PROMPT,
+    "model",
+    "lora",
+    "store",
+    "kv_dtype",
+    *options.MACHINE,
+    "gpu_memory_utilization",
+    "eager",
+    "kv_pool_dtype",
+    "salt",
+    "lock_timeout",
+)
+def chat(
+    resolved: Resolved,
+    chunks: Annotated[
+        str | None,
+        typer.Option(
+            help="Chunk ids: ID,ID or a file of ids. Without it, every question searches.", show_default=False
+        ),
+    ] = None,
+    source: options.Source = None,
+    everywhere: options.Everywhere = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Load the model here, also where an engine runs (cacheblend serve).")
+    ] = False,
+    quiet: options.NoMessages = False,
+) -> None:
+    """Ask in turns: every question goes behind what was said before, over the chunks that suit it.
+
+    Questions are read from the terminal, or a line each from a pipe. /help says what else can be typed.
+    """
+    output = Output(quiet=quiet)
+    interactive = sys.stdin.isatty() and output.out_tty
+    with answering_of(resolved, output, chunks=chunks, source=source, everywhere=everywhere, local=local) as answering:
+        talk = Conversation()
+        if interactive:
+            output.note(f"questions; {', '.join(COMMANDS)}; Ctrl-D ends")
+        failed = 0
+        for line in _lines(interactive):
+            if line.startswith("/"):
+                if not _commanded(line, talk, answering, output):
+                    break
+                continue
+            try:
+                _turn(line, talk, answering, output)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                output.text("")
+                output.note("interrupted; this turn is forgotten")
+            except Exception as error:  # told as `ask` tells it; the conversation goes on
+                failed = report(error, output)
+                if failed == ExitCode.INTERNAL:
+                    raise typer.Exit(failed) from error
+    if failed and not interactive:
+        raise typer.Exit(failed)
+
+
+def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
+    streams = Streams(output)
+    text, answer = answering.ask(line, talk, streams)
+    streams.end_reasoning()
+    output.text("")
+    for note in answer.notes:
+        output.warn(note)
+    output.note(summary_line(answer) + answering.by)
+    talk.said(line, text, answer)
+
+
+def _commanded(line: str, talk: Conversation, answering: Answering, output: Output) -> bool:
+    """False to end."""
+    if line.split()[0] in ("/quit", "/exit"):
+        return False
+    try:
+        do_command(line, talk, answering.documents, output)
+    except CacheBlendError as error:
+        report(error, output)
+    return True
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """What is typed, a question or a command each."""
+    read = _reader() if interactive else _piped
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            continue
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _piped() -> str:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError("stdin is no UTF-8", "convert it: iconv -t utf-8") from error
+
+
+def _reader() -> Callable[[], str]:
+    """Line editing and a history that lasts, where prompt_toolkit is installed."""
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory
+    except ImportError:
+        return lambda: input("> ")
+    from platformdirs import user_state_path
+
+    folder = user_state_path("cacheblend")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = folder / "chat_history"
+    file.touch(mode=0o600)
+    session: PromptSession[Any] = PromptSession(
+        history=FileHistory(str(file)),
+        completer=WordCompleter(list(COMMANDS), sentence=True),
+        complete_while_typing=False,
+    )
+    return lambda: str(session.prompt("> "))

@@ -1,0 +1,106 @@
+"""cacheblend chat: turns on a pipe, with an engine and without, and the commands that look at them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_cli.api import BlendConfig, Engine, Question, SamplingParams
+from cacheblend_cli.cli.main import run
+
+PAGES = ("# Billing\n\nthe lead of billing is Mara and she works in Bergen\n", "Jonas keeps a parrot at home\n")
+
+
+@pytest.fixture
+def talk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Lines typed into a chat: exit code, stdout, stderr."""
+    settings = {
+        "MODEL": model,
+        "STORE": tmp_path / "store0",
+        "SEARCH": "words",
+        "MAX_TOKENS": 6,
+        "THREADS": 1,
+        "CHUNK_TOKENS": 40,
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"CACHEBLEND_{name}", str(value))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for i, text in enumerate(PAGES):
+        (tmp_path / "docs" / f"{i}.md").write_text(text)
+    assert run(["precompute", "docs", "-q", "--context", "sink"]) == 0
+    capsys.readouterr()
+
+    def call(*lines: str, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join([*lines, ""]).encode()), encoding="utf-8")
+        )
+        code = run(["chat", *flags])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_turns_are_the_same_with_an_engine_and_without(talk: Any, start: Any) -> None:
+    lines = ("who leads billing? Jonas", "where does Mara work?")
+    cold = talk(*lines)
+    server = start()
+    warm = talk(*lines)
+    assert cold[:2] == warm[:2]
+    assert (cold[2].count("by the engine"), warm[2].count("by the engine")) == (0, 2)
+    assert server.host.service.stats().finished == 2
+    assert talk(*lines, flags=("--local",))[1] == cold[1]
+
+
+def test_a_question_goes_behind_what_was_said(talk: Any, engine: Engine) -> None:
+    code, out, _ = talk("who?", "where?", flags=("--chunks", ""))
+    sampling = SamplingParams(max_tokens=6, reasoning_tokens=1024)
+    first = engine.ask(None, Question("who?", (), BlendConfig(), sampling))
+    second = engine.ask(None, Question("where?", (), BlendConfig(), sampling, history=("who?", first.text)))
+    assert (code, out) == (0, f"{first.text}\n{second.text}\n")
+
+
+def test_commands(talk: Any, tmp_path: Path) -> None:
+    code, out, err = talk(
+        "/why",
+        "who leads billing? Jonas",
+        "/sources",
+        "/why",
+        "/docs",
+        "/save a.json",
+        "/save a.json",
+        "/save",
+        "/x",
+        "/help",
+        "/quit",
+        "never",
+    )
+    assert code == 0
+    assert "nothing was asked yet" in err
+    assert "unknown command /x" in err
+    assert err.count("another file") + err.count("needs a file") == 2
+    lines = out.splitlines()
+    assert sum("docs/0.md" in line for line in lines) == 3
+    assert any("tokens computed" in line for line in lines)
+    assert any(line.startswith("/sources") for line in lines)
+    [turn] = json.loads((tmp_path / "a.json").read_text())
+    assert turn["question"] == "who leads billing? Jonas"
+    assert turn["answer"] in out
+
+
+def test_a_long_conversation_forgets_its_beginning(talk: Any, start: Any) -> None:
+    long = "Mara works in Bergen " * 60
+    for _ in range(2):
+        code, out, err = talk(long, long, long, "who?", flags=("--chunks", ""))
+        assert (code, len(out.splitlines()) >= 4) == (0, True)
+        assert "its first turn is forgotten" in err
+        start()
+    code, _, err = talk(long * 20, "who?", flags=("--chunks", ""))
+    assert code == 2
+    assert "context" in err
