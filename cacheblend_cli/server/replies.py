@@ -88,7 +88,7 @@ class Reply:
             "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "kv_bytes_loaded", "notes",
         )  # fmt: skip
-        rest: dict[str, Any] = {name: told[name] for name in ("verify", "layers", "auto") if name in told}
+        rest: dict[str, Any] = {name: told[name] for name in ("hot_tokens", "verify", "layers", "auto") if name in told}
         return {**{name: told[name] for name in names}, "chunks": chunks, "timing": timing, "ended": done.ended, **rest}
 
     def _head(self, kind: str) -> dict[str, Any]:
