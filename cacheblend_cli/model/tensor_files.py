@@ -15,7 +15,7 @@ from cacheblend_cli.model.model_files import AGAIN
 class SafetensorsFiles:
     """The files of a checkpoint, mapped. Of a name that two files have, `read` gives the first one's."""
 
-    block_bytes = 32 << 20
+    block_bytes = 16 << 20  # of float32: a block is held twice for a moment, mapped and copied
 
     def __init__(self, files: list[Path]) -> None:
         self._files, self._file_of = files, dict[str, Path]()

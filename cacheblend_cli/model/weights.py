@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, Shape, expected_sha
 # Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
 # reward models.
 NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
+OWN_MAPPING = 1 << 20  # bytes of a weight
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 QUANTISED = (
     ".qweight",
@@ -86,7 +89,7 @@ def load_weights(
                 "the weights and config.json belong to different models",
             )
         if target not in weights:
-            weights[target] = torch.empty(full_shape, dtype=dtype, device=device)
+            weights[target] = _room(full_shape, dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
     if spec.tied and (EMBEDDING in seen or HEAD in seen):
@@ -100,6 +103,16 @@ def load_weights(
         )
     fold(spec, weights)
     return weights
+
+
+def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU a mapping of its own, which goes back to the system whole once the weight is packed: the C library's heap
+    keeps what is freed in its midst."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < OWN_MAPPING:
+        return torch.empty(shape, dtype=dtype, device=device)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
 def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
@@ -129,7 +142,7 @@ def weights_digest(model_dir: Path) -> str:
     except OSError:
         pass
     digest = xxhash.xxh3_128()
-    buffer = bytearray(16 << 20)
+    buffer = bytearray(1 << 20)
     for file in files:
         with open(file, "rb", buffering=0) as stream:
             while count := stream.readinto(buffer):

@@ -1,0 +1,50 @@
+"""Loading holds no second copy of the weights: the peak of a process that loads a checkpoint (Linux)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import write_checkpoint
+from gguf_files import write_gguf
+
+CHILD = """
+import json, sys
+import gguf.quants
+from cacheblend_cli.api import Engine, EngineConfig
+
+def memory(field):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) << 10
+
+small, model = sys.argv[1:]
+Engine.load(EngineConfig(model=small, dtype="float32"))  # what is imported, and what the library keeps
+before = memory("VmRSS")
+engine = Engine.load(EngineConfig(model=model, dtype="float32"))
+print(json.dumps([engine.runtime.decoder.num_bytes, memory("VmHWM") - before]))
+"""
+SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 20}
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_the_peak_is_little_more_than_the_weights(tmp_path: Path, form: str) -> None:
+    write_checkpoint(tmp_path / "small", "llama-gqa")
+    write_checkpoint(tmp_path / "m", "llama-gqa", **SHAPE)
+    small, model = str(tmp_path / "small"), str(tmp_path / "m")
+    if form == "gguf":
+        for name in ("small", "m"):
+            write_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "llama", "Q8_0")
+        small, model = f"{small}.gguf", f"{model}.gguf"
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, small, model],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    size, taken = json.loads(done.stdout)
+    assert size > 70 << 20
+    assert taken <= 1.15 * size, f"{taken / size:.2f} times"
