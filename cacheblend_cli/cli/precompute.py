@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.room import Room
     from cacheblend_cli.settings import Settings
 
-_REMEMBERED = ("chunk_tokens", "context", "window", "neighbours", "kv_dtype")
+_REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv_dtype")
 
 
 @options.with_settings(
@@ -77,7 +77,7 @@ def precompute(
 ) -> None:
     """Compute the KV cache of every chunk of the documents once, and keep it in the store.
 
-    A second run does only what changed, and cuts and collects documents as they were before: --chunk-tokens, --context,
+    A second run does only what changed, and cuts and collects documents as they were before: --chunk-tokens, --overlap, --context,
     --window, --neighbours, --kv-dtype and what is taken of folders are remembered for each PATH. Ctrl-C keeps what is done. Contexts live side by
     side: ask --context chooses.
     """

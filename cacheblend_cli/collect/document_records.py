@@ -26,9 +26,9 @@ def document_record(
 ) -> DocumentRecord:
     """The record of a document that was cut and collected so."""
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end, p.chunk.locator) for p in chunks)
-    return DocumentRecord(
-        document.source, collection.id, document.digest, places, time.time(), settings.of_record(), settings.context
-    )
+    head = collection.template.wording.head
+    told = settings.of_record() | ({"head": head} if head else {})
+    return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), told, settings.context)
 
 
 def old_record(store: ChunkStore, record: DocumentRecord) -> DocumentRecord | None:

@@ -12,10 +12,10 @@ from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord,
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.survey import Survey
-from cacheblend_cli.corpus.chunker import Chunk, iter_cut
+from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.corpus.cutting import Cut, cut_document
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.locating import Locating
 from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
@@ -100,14 +100,13 @@ def plan_parts(
 ) -> list[Part]:
     """The documents that are cut and collected in one way together, in order. given: settings that were asked for; the
     others are those a document had. on_cut: told how many characters of a document are cut."""
-    encode = survey.collection.model.tokenizer.encode_text
+    encode, head = survey.collection.model.tokenizer.encode_text, survey.collection.template.wording.head
     cuts: dict[CollectSettings, list[tuple[Document, list[Chunk]]]] = {}
     for document in survey.documents:
         settings = replace(survey.settings_of(document.source, document.root), **given)
         chunks: list[Chunk] = []
-        locating = Locating(document.text, document.layout)
-        for chunk in iter_cut(document.text, encode, settings.chunk_tokens):
-            chunks.append(replace(chunk, locator=locating.find(chunk.start, chunk.end)))
+        for chunk in cut_document(document, encode, Cut(settings.chunk_tokens, settings.overlap, head)):
+            chunks.append(chunk)
             on_cut(document, chunk.end)
         cuts.setdefault(settings, []).append((document, chunks))
     parts = []
@@ -159,17 +158,30 @@ def _is_there(store: ChunkStore, key: bytes, with_kv: bool) -> bool:
 
 def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[str, str]]:
     """In which settings a document's part differs from how it is stored: the flag as stored, and as now."""
-    was: dict[str, Any] = {**record.settings, "context": record.context, "kv_dtype": survey.codecs[record.collection]}
+    was: dict[str, Any] = {
+        "overlap": 0,
+        "head": "",
+        **record.settings,
+        "context": record.context,
+        "kv_dtype": survey.codecs[record.collection],
+    }
     now: dict[str, Any] = {
+        "overlap": 0,
+        "head": part.collection.template.wording.head,
         **part.settings.of_record(),
         "context": part.settings.context,
         "kv_dtype": part.collection.codec,
     }
     if record.collection in survey.earlier:
         was["date"], now["date"] = survey.earlier[record.collection], part.collection.day
-    flags = {name: f"--{name.replace('_', '-')}" for name in now}
+    flags = {name: f"--{name.replace('_', '-')}" for name in now} | {"head": "--prompt's {source}"}
     differing = [name for name, value in now.items() if name in was and was[name] != value]
-    return [(f"{flags[name]} {was[name]}", f"{flags[name]} {now[name]}") for name in differing]
+    return [(f"{flags[name]} {_told(was[name])}", f"{flags[name]} {_told(now[name])}") for name in differing]
+
+
+def _told(value: Any) -> Any:
+    """As a flag's value is written; a prompt's line without its end."""
+    return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
 
 
 def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:

@@ -33,7 +33,7 @@ Confirm = Callable[[Difference], bool]
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """The first five as in CollectSettings; None is what the store remembers of the documents' root, and the default where
+    """The first six as in CollectSettings; None is what the store remembers of the documents' root, and the default where
     it remembers nothing. force: compute what is stored, too. max_bytes: the quota, where it is another than the store's.
     day: the date a chat template is to print from now on, None for the one that the store keeps, or today's."""
 
@@ -42,6 +42,7 @@ class PrecomputeOptions:
     window: int | None = None
     neighbours: int | None = None
     kv_dtype: str | None = None
+    overlap: int | None = None
     force: bool = False
     dry_run: bool = False
     salt: str = ""

@@ -9,6 +9,8 @@ from itertools import islice
 
 from cacheblend_store import NOWHERE, Locator
 
+from cacheblend_cli.corpus.layout import Kind
+
 Encode = Callable[[str], list[int]]
 
 # From coarse to fine. Every level matches all of the text: what separates two pieces belongs to the piece before.
@@ -18,6 +20,15 @@ _LEVELS = (
     re.compile(r".*?(?:[.!?]\s+|\Z)", re.DOTALL),
     re.compile(r"\s*\S+\s*|\s+", re.DOTALL),
     re.compile(r".", re.DOTALL),
+)
+# Of code: what begins at the margin after a blank line, what begins there little indented, then any blank line. A closing bracket
+# begins nothing.
+_CODE_LEVELS = (
+    re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=[^\s})\]])|\Z)", re.DOTALL),
+    re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=(?: {1,4}|\t)?[^\s})\]])|\Z)", re.DOTALL),
+    re.compile(r".*?(?:\n(?:[ \t]*\n)+|\Z)", re.DOTALL),
+    _LEVELS[1],
+    *_LEVELS[3:],
 )
 _CHARACTERS = 64  # a token has fewer, in the mean of a whole part
 _GUESSES = 4
@@ -36,25 +47,29 @@ class Chunk:
     locator: Locator = NOWHERE
 
 
-def cut(text: str, encode: Encode, max_tokens: int) -> list[Chunk]:
+def cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> list[Chunk]:
     """Cut `text` into chunks of at most max_tokens tokens; joined, the chunks' texts are the text.
 
-    Whole paragraphs are packed while they fit, and a heading stays with what follows it. `encode` is called without
+    Whole paragraphs are packed while they fit, and a heading stays with what follows it; a chunk that is half full ends before a
+    heading rather than somewhere behind it. Of code whole functions and classes are packed. `encode` is called without
     special tokens. A single character of more than max_tokens tokens is a chunk of its own.
     """
-    return list(iter_cut(text, encode, max_tokens))
+    return list(iter_cut(text, encode, max_tokens, kind))
 
 
-def iter_cut(text: str, encode: Encode, max_tokens: int) -> Iterator[Chunk]:
+def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
     """The chunks of `cut` as they are found: a text of megabytes takes seconds."""
-    pieces = _Pieces(_pieces(text, encode, max_tokens, 0))
+    is_code = kind == "code"
+    pieces = _Pieces(_pieces(text, encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
     index = first = start = 0
     while pieces.upto(first + 1) > first:
         stop, ids = _fill(pieces, first, encode, max_tokens)
-        kept = _before_headings(pieces, first, stop)
-        after = pieces.upto(stop + 1)
-        if kept < stop < after and len(encode(pieces.text(kept, after))) <= max_tokens:
-            stop, ids = kept, encode(pieces.text(first, kept))
+        if stop < pieces.upto(stop + 1):
+            kept = (
+                _before_code(pieces, first, stop) if is_code else _before_title(pieces, first, stop, encode, max_tokens)
+            )
+            if kept < stop:
+                stop, ids = kept, encode(pieces.text(first, kept))
         body = pieces.text(first, stop)
         if ids:
             yield Chunk(index, body, tuple(ids), start, start + len(body))
@@ -80,13 +95,13 @@ class _Pieces:
         return "".join(self._found[first:stop])
 
 
-def _pieces(text: str, encode: Encode, max_tokens: int, level: int) -> Iterator[str]:
+def _pieces(text: str, encode: Encode, max_tokens: int, levels: tuple[re.Pattern[str], ...]) -> Iterator[str]:
     """Parts of the text that fit, cut at the coarsest level at which they do."""
-    for part in (m.group() for m in _LEVELS[level].finditer(text) if m.group()):
-        if level == len(_LEVELS) - 1 or _fits(part, encode, max_tokens):
+    for part in (m.group() for m in levels[0].finditer(text) if m.group()):
+        if len(levels) == 1 or _fits(part, encode, max_tokens):
             yield part
         else:
-            yield from _pieces(part, encode, max_tokens, level + 1)
+            yield from _pieces(part, encode, max_tokens, levels[1:])
 
 
 def _fits(text: str, encode: Encode, max_tokens: int) -> bool:
@@ -130,3 +145,33 @@ def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
     while end > first and _HEADING.fullmatch(pieces[end - 1]):
         end -= 1
     return end if end > first else stop
+
+
+def _before_title(pieces: _Pieces, first: int, stop: int, encode: Encode, max_tokens: int) -> int:
+    """Where the run rather ends: before the headings at its end, where what follows has room with them; else, where it ends
+    within a section, before that. `stop` when it is best as it is."""
+    end = _before_headings(pieces, first, stop)
+    if end < stop:
+        return end if len(encode(pieces.text(end, stop + 1))) <= max_tokens else stop
+    if _HEADING.fullmatch(pieces[stop]):
+        return stop
+    titles = (n for n in _second_half(pieces, first, stop) if _HEADING.fullmatch(pieces[n]))
+    title = next(titles, stop)
+    return next((n for n in range(title, first, -1) if not _HEADING.fullmatch(pieces[n - 1])), stop)
+
+
+def _before_code(pieces: _Pieces, first: int, stop: int) -> int:
+    """Where the last definition of the run begins, where the run ends within it; `stop` when it does not."""
+    if not pieces[stop][0].isspace():
+        return stop
+    return next((n for n in _second_half(pieces, first, stop) if not pieces[n][0].isspace()), stop)
+
+
+def _second_half(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
+    """The numbers of the pieces in the second half of the run, from its end on."""
+    half, behind = len(pieces.text(first, stop)) / 2, 0
+    for number in range(stop - 1, first, -1):
+        behind += len(pieces[number])
+        if behind > half:
+            return
+        yield number

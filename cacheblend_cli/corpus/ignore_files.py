@@ -6,6 +6,7 @@ the later line than the earlier. Unlike ripgrep, .gitignore counts outside of a 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +63,12 @@ def _read(file: Path) -> GitIgnoreSpec | None:
     except OSError:
         return None
     kept = []
-    for line in lines:
-        try:
-            GitIgnoreSpec.from_lines([line])
-        except ValueError:  # git passes over what is no pattern
-            continue
-        kept.append(line)
-    return GitIgnoreSpec.from_lines(kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of brackets in brackets
+        for line in lines:
+            try:
+                GitIgnoreSpec.from_lines([line])
+            except ValueError:  # git passes over what is no pattern
+                continue
+            kept.append(line)
+        return GitIgnoreSpec.from_lines(kept)

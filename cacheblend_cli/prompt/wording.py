@@ -19,7 +19,7 @@ DEFAULT = (
     "If they do not say it, answer: not in the documents.\n\n"
     "Documents:\n\n{chunks}\n\nQuestion: {question}"
 )
-CHUNKS, QUESTION = "{chunks}", "{question}"
+CHUNKS, QUESTION, SOURCE = "{chunks}", "{question}", "{source}"
 _PLACE = re.compile(r"\{[a-z_]+\}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _SHOWN = 48  # characters
@@ -27,7 +27,8 @@ _SHOWN = 48  # characters
 
 @dataclass(frozen=True)
 class Wording:
-    """prompt: the user's message, with {chunks} and {question} in it once each, in this order. system: "" for no system
+    """prompt: the user's message, with {chunks} and {question} in it once each, in this order, and maybe {source} before them: its
+    line and all between it and the chunks stands before every chunk, and is a part of it. system: "" for no system
     prompt. variables: of the chat template. given: somebody asked for this prompt, and it is not a default. raw: chunks and
     question alone are the prompt, without the chat template."""
 
@@ -47,11 +48,17 @@ class Wording:
         text = prompt or (read_text(own).strip() if own.is_file() else DEFAULT)
         return cls(text, system.strip(), parse_variables(template_var), given=bool(prompt))
 
+    @property
+    def head(self) -> str:
+        """What stands before each chunk, with {source} in it; "" for nothing."""
+        before = self.prompt.split(CHUNKS)[0]
+        return before[before.rfind("\n", 0, before.index(SOURCE)) + 1 :] if SOURCE in before else ""
+
     def message(self, chunks: str, question: str) -> str:
         """The user's message with these in it."""
         before, rest = self.prompt.split(CHUNKS)
         between, after = rest.split(QUESTION)
-        return before + chunks + between + question + after
+        return before.removesuffix(self.head) + chunks + between + question + after
 
     def source(self, model_dir: Path) -> str:
         """Where the prompt is from, in words."""
@@ -88,13 +95,18 @@ class Wording:
 
 def check_prompt(prompt: str) -> None:
     """Raises UsageError for a prompt that has not both places, in their order, or others."""
-    unknown = sorted(set(_PLACE.findall(prompt)) - {CHUNKS, QUESTION})
+    unknown = sorted(set(_PLACE.findall(prompt)) - {CHUNKS, QUESTION, SOURCE})
     if unknown:
-        raise UsageError(f"the prompt has the place {unknown[0]}", f"known: {CHUNKS}, {QUESTION}")
+        raise UsageError(f"the prompt has the place {unknown[0]}", f"known: {CHUNKS}, {QUESTION}, {SOURCE}")
     for place in (CHUNKS, QUESTION):
         if prompt.count(place) != 1:
             count = "no" if place not in prompt else f"{prompt.count(place)} times the"
             raise UsageError(f"the prompt has {count} place {place}", "it needs it once")
+    if prompt.count(SOURCE) > 1 or prompt.find(SOURCE) > prompt.index(CHUNKS):
+        raise UsageError(
+            f"the prompt has {SOURCE} twice, or behind {CHUNKS}",
+            f"it stands once, right before {CHUNKS}: what is from its line to there is said before every chunk",
+        )
     if prompt.index(QUESTION) < prompt.index(CHUNKS):
         raise UsageError(
             f"the prompt has {QUESTION} before {CHUNKS}",

@@ -1,0 +1,107 @@
+"""A document to its chunks: cut, with what of the text before each repeats, and where in the file each is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
+from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.locating import Locating
+from cacheblend_cli.corpus.places import is_stdin
+
+_SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
+_WORD_ENDS = re.compile(r"\s+")
+_CHARACTERS = 16  # of a token that repeats: more are not looked at
+_HEAD_SHARE = 4  # a chunk's head takes at most this part of it
+
+
+@dataclass(frozen=True)
+class Cut:
+    """chunk_tokens: of a chunk at most, all told. overlap: tokens at most that a chunk repeats of the text before it. head: what
+    stands before each chunk's text, with {source} in it, "" for nothing."""
+
+    chunk_tokens: int
+    overlap: int = 0
+    head: str = ""
+
+
+def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk]:
+    """The chunks as they are found. A chunk's start:end is where its text is in the document's, without the head; the parts
+    of a chunk are encoded each by itself, as chunks are in a prompt."""
+    locating = Locating(document.text, document.layout)
+    heads = _Heads(document, encode, cut) if cut.head else None
+    room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
+    index = 0
+    for begin, end in _parts(document):
+        for own in iter_cut(document.text[begin:end], encode, room, document.layout.kind):
+            start, stop = begin + own.start, begin + own.end
+            repeated = _tail(document.text, begin, start, encode, cut.overlap)
+            locator = locating.find(start, stop)
+            head = heads.of(locator.headings) if heads is not None else ""
+            before = document.text[repeated:start]
+            ids = (*(encode(head) if head else ()), *(encode(before) if before else ()), *own.token_ids)
+            found = replace(own, index=index, text=head + before + own.text, token_ids=ids, start=repeated, end=stop)
+            yield replace(found, locator=locating.find(repeated, stop) if before else locator)
+            index += 1
+
+
+def _parts(document: Document) -> Iterator[tuple[int, int]]:
+    """What is cut by itself: the parts that are to stay apart, or the whole text."""
+    starts = [mark.start for mark in document.layout.marks] if document.layout.apart else [0]
+    return zip(starts, (*starts[1:], len(document.text)), strict=True)
+
+
+def _tail(text: str, begin: int, start: int, encode: Encode, most: int) -> int:
+    """Where the last sentences, else the last words, begin that end at `start` and have `most` tokens at most."""
+    if not most or start == begin:
+        return start
+    first = max(begin, start - _CHARACTERS * most)
+    window = text[first:start]
+    for ends in (_SENTENCE_ENDS, _WORD_ENDS):
+        starts = [match.end() for match in ends.finditer(window) if match.end() < len(window)]
+        starts = [0, *starts] if first == begin else starts
+        fits = _first(starts, lambda at: len(encode(window[at:])) <= most)
+        if fits is not None:
+            return first + fits
+    return start
+
+
+def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of these that fits; all after it do."""
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(values[middle]) else (middle + 1, high)
+    return values[low] if low < len(values) else None
+
+
+class _Heads:
+    """What stands before the chunks of one document: its title and the headings a chunk stands under. One that takes too much of
+    a chunk loses its outer titles, and in the end is left out."""
+
+    def __init__(self, document: Document, encode: Encode, cut: Cut) -> None:
+        self._form, self._encode = cut.head, encode
+        self._room = (cut.chunk_tokens - cut.overlap) // _HEAD_SHARE
+        title = document.layout.title
+        name = "stdin" if is_stdin(document.source) else PurePosixPath(document.source).name
+        self._title, self._name = title, name
+        paths = Locating(document.text, document.layout).outline.paths
+        self._known: dict[tuple[str, ...], str] = {}
+        self.most = max(len(encode(head)) if (head := self.of(path)) else 0 for path in paths)
+
+    def of(self, headings: tuple[str, ...]) -> str:
+        if headings not in self._known:
+            self._known[headings] = self._head(headings)
+        return self._known[headings]
+
+    def _head(self, headings: tuple[str, ...]) -> str:
+        names = headings if not self._title or self._title in headings[:1] else (self._title, *headings)
+        names = names or (self._name,)
+        for outer in range(len(names)):
+            head = self._form.replace("{source}", " > ".join(" ".join(n.split()) for n in names[outer:]))
+            if len(self._encode(head)) <= self._room:
+                return head
+        return ""
