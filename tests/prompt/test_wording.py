@@ -126,7 +126,7 @@ def test_what_is_no_variable_is_refused(item: str) -> None:
         ("{chunks}", "no place {question}"),
         ("{chunks} {chunks} {question}", "2 times the place {chunks}"),
         ("{question} {chunks}", "{question} before {chunks}"),
-        ("{chunks} {source} {question}", "the place {source}"),
+        ("{chunks} {author} {question}", "the place {author}"),
         ("{chunks} {questions}", "the place {questions}"),
     ],
 )
