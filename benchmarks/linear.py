@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from cacheblend_cli.evaluation.speed import device_name
+from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.linear import Linear
-from cacheblend_cli.model.spec import ModelSpec, spec_from_config
+from cacheblend_cli.model.spec import ModelSpec
 
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 8, 32, 340, 2048)
