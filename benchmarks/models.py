@@ -54,8 +54,8 @@ GENERIC = """## Any other decoder: the generic path
 A model_type without a file in `model/families/` runs on transformers' own layers, if transformers knows it, its attention
 goes through `AttentionInterface`, and its layers turn out to be of a kind that can be blended. It is exact and slower: a
 layer is run twice, once for what it projects and once for what it makes of attention's output, and transformers is
-imported. `models show`, `doctor` and `ask --explain` say "generic path". `--lora`, GGUF and quantised checkpoints are not
-for it. No code of a model's own is run.
+imported. `models show`, `doctor` and `ask --explain` say "generic path". GGUF, quantised checkpoints and `--weight-dtype`
+are not for it. No code of a model's own is run.
 
 Nothing of it is believed before it is seen. When such a model is loaded, it is refused, with the reason, unless (the last of
 these is looked at once for a model and versions, and remembered)

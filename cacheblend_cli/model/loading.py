@@ -103,11 +103,15 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and graphs that name no device are this one's
         check_room(spec, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
-    if spec.generic:
-        _refuse_with_generic(spec, lora, precision)
+    if spec.generic and precision.weights != "auto":
+        raise UsageError(
+            f"--weight-dtype {precision.weights} is not implemented for model_type {spec.config['model_type']!r}, whose weights "
+            "transformers holds (generic path)",
+            "leave it at auto",
+        )
     try:
         if spec.generic:
-            decoder: Decoder = load_generic(spec, path, compute_dtype, device, kernels)
+            decoder: Decoder = load_generic(spec, path, compute_dtype, device, kernels, adapter)
         else:
             weights = load_weights(spec, path, compute_dtype, device, adapter)
             decoder = Decoder(spec, weights, kernels, precision.weights)
@@ -132,18 +136,6 @@ def load_model(
         lora_digest=lora_digest,
         weight_dtype=precision.weights,
     )
-
-
-def _refuse_with_generic(spec: ModelSpec, lora: Path | None, precision: Precision) -> None:
-    """Raises UsageError for what is done to weights that we hold, and not to those that transformers holds."""
-    holds = f"model_type {spec.config['model_type']!r}, whose weights transformers holds (generic path)"
-    if lora is not None:
-        raise UsageError(
-            f"--lora is not implemented for {holds}",
-            "merge the adapter into the model with peft's merge_and_unload and save_pretrained",
-        )
-    if precision.weights != "auto":
-        raise UsageError(f"--weight-dtype {precision.weights} is not implemented for {holds}", "leave it at auto")
 
 
 def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:

@@ -10,10 +10,11 @@ from typing import Any
 import hub_generic
 import pytest
 import torch
+from adapters import merge, write_adapter
 from cacheblend_store import ChunkStore
 from hub_models import HubModel
 from parity import QUESTION, write_documents
-from transformers import OlmoConfig, VaultGemmaConfig
+from transformers import LlamaConfig, OlmoConfig, VaultGemmaConfig
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.blend.selectors import SELECTORS
@@ -112,13 +113,33 @@ def test_weights_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
             load_model(path, "m", CPU, Precision("float32"), "torch")
 
 
-def test_an_adapter_is_refused_and_what_to_do_is_said(olmo: Path, tmp_path: Path) -> None:
-    from adapters import write_adapter
+def test_an_adapter_is_merged_into_the_weights(olmo: Path, tmp_path: Path) -> None:
+    HubModel("m", OlmoConfig).write(tmp_path / "m")
+    pairs = write_adapter(
+        tmp_path / "a", tmp_path / "m", ["q_proj", "down_proj", "lm_head"], target_modules="all-linear"
+    )
+    adapted, plain = (
+        load_model(tmp_path / "m", "m", CPU, Precision("float32"), "torch", a) for a in (tmp_path / "a", None)
+    )
+    assert adapted.fingerprint != plain.fingerprint
+    merge(tmp_path / "m", pairs, {"": 4.0})
+    merged = loaded(tmp_path / "m").parts.model.state_dict()
+    assert isinstance(adapted.decoder, GenericDecoder)
+    ours = adapted.decoder.parts.model.state_dict()
+    assert len(pairs) == 7
+    for name, weight in merged.items():
+        assert torch.allclose(ours[name], weight, atol=1e-6), name
 
-    write_adapter(tmp_path / "a", olmo, ["q_proj"])
-    with pytest.raises(UsageError, match="--lora is not implemented") as refused:
-        load_model(olmo, "m", CPU, Precision("float32"), "torch", tmp_path / "a")
-    assert "merge" in (refused.value.hint or "")
+
+def test_an_adapter_of_another_model_is_refused(olmo: Path, tmp_path: Path) -> None:
+    HubModel("m", LlamaConfig, {"hidden_size": 64}).write(tmp_path / "m")
+    for name, checkpoint, module, told in (
+        ("a", tmp_path / "m", "q_proj", "as if it were"),
+        ("b", olmo, "embed_tokens", "embed_tokens, and that is no linear layer"),
+    ):
+        write_adapter(tmp_path / name, checkpoint, [module])
+        with pytest.raises(UsageError, match=told):
+            load_model(olmo, "m", CPU, Precision("float32"), "torch", tmp_path / name)
 
 
 def test_weights_of_whole_numbers_are_refused(olmo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

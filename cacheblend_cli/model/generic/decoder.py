@@ -10,9 +10,11 @@ from cacheblend_kernels import AttentionParams, KernelBackend
 from torch import Tensor
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.folding import head_order
 from cacheblend_cli.model.generic import seam
+from cacheblend_cli.model.generic.lora import merge_adapter
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
 from cacheblend_cli.model.generic.quiet import quiet
@@ -100,21 +102,26 @@ class GenericDecoder(Decoder):
 
 
 def load_generic(
-    spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch.device, kernels: KernelBackend
+    spec: ModelSpec,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: KernelBackend,
+    adapter: LoraAdapter | None = None,
 ) -> GenericDecoder:
-    """The checkpoint in `path` on transformers' own layers. Nothing is fetched and no code of the model's own is run.
+    """The checkpoint in `path`, with the adapter merged into it, on transformers' own layers. Nothing is fetched and no code of the model's own is run.
     Raises UsageError, with the reason, for a model that cannot be used."""
     seam.register()
     model_type = spec.config["model_type"]
     try:
-        return GenericDecoder(spec, _model(path, dtype, device), kernels)
+        return GenericDecoder(spec, _model(path, dtype, device, adapter), kernels)
     except (CacheBlendError, torch.OutOfMemoryError):
         raise
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError, NotImplementedError) as error:
         raise not_generic(model_type, str(error).partition("\n")[0] or type(error).__name__) from error
 
 
-def _model(path: Path, dtype: torch.dtype, device: torch.device) -> object:
+def _model(path: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAdapter | None) -> object:
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -129,6 +136,8 @@ def _model(path: Path, dtype: torch.dtype, device: torch.device) -> object:
                 f"{path} has weights that are not its model's: {kind.replace('_', ' ')}, {len(odd)}, the first is {odd[0]}",
                 "fetch the checkpoint again",
             )
+    if adapter is not None:
+        merge_adapter(model, adapter)
     model = model.eval().requires_grad_(False).to(device)
     model.set_attn_implementation(seam.NAME)
     return model
