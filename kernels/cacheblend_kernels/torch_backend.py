@@ -22,6 +22,7 @@ from cacheblend_kernels.interface import (
     StoredKV,
 )
 
+FEW_ROWS = 64  # of 16-bit q for each KV head, as decoding has: SDPA then takes two to four times as long as plain products
 TILE_ROWS = 64  # measured on 2 CPU cores: 32 to 128 are within 10 % of each other
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
 
@@ -212,7 +213,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: Attent
     """softmax(cap(q k^T * scale) + bias) v. q: [1, KV heads, rows, dim], the rows of each head of a group in turn; k, v:
     [1, KV heads, keys, dim]."""
     k, v, scale, soft_cap = k.to(q.dtype), v.to(q.dtype), params.scale, params.soft_cap
-    if soft_cap is None and params.sinks is None:
+    slow = q.dtype != torch.float32 and q.shape[2] <= FEW_ROWS
+    if soft_cap is None and params.sinks is None and not slow:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     logits = (q.float() @ k.float().transpose(-1, -2)) * scale
     if soft_cap is not None:
@@ -222,7 +224,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: Attent
     if params.sinks is not None:
         sinks = params.sinks.view(1, q.shape[1], -1, 1)
         logits = torch.cat((logits, sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)), -1)
-    return (torch.softmax(logits, dim=-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
+    return torch.softmax(logits, dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
