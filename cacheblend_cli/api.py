@@ -110,6 +110,7 @@ class Engine:
         on_text: Callable[[str], None] | None = None,
         on_reasoning: Callable[[str], None] | None = None,
         verify: bool = False,
+        confirm: bool = False,
         save_holes: bool = True,
         auto: bool = False,
     ) -> Answer:
@@ -129,6 +130,7 @@ class Engine:
             Listener(on_text, on_reasoning),
             auto=auto,
             checked=verify,
+            confirmed=confirm,
             save_holes=save_holes,
         )
 

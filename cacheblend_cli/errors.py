@@ -12,6 +12,7 @@ class ExitCode(IntEnum):
     NOT_FOUND = 3
     STORE = 4
     DEVICE = 5
+    CHANGED = 6  # no error: the answer was printed, and --confirm changed it
     INTERRUPTED = 130
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.errors import ExitCode
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.runtime.answer import ChunkUse
+    from cacheblend_cli.runtime.answer import ChunkUse, Confirmation
     from cacheblend_cli.runtime.controller import AutoReport
 
 
 class Streams:
-    """Where an answer goes while it is made: its text to stdout, what is reasoned before it to stderr."""
+    """Where an answer goes while it is made: its text to stdout, what is reasoned before it to stderr. draft: it may still be
+    changed, so a pipe does not get it yet."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, *, draft: bool = False) -> None:
         self._output, self._in_reasoning = output, False
+        self._held = draft and not output.out_tty
 
     def reasoning(self, piece: str) -> None:
         piece = piece if self._in_reasoning else piece.lstrip()
@@ -30,7 +33,8 @@ class Streams:
 
     def text(self, piece: str) -> None:
         self.end_reasoning()
-        self._output.text(piece, end="")
+        if not self._held:
+            self._output.text(piece, end="")
 
     def end_reasoning(self) -> None:
         if self._in_reasoning:
@@ -54,7 +58,7 @@ def show_answer(
     answered, where that was somebody else.
     """
     if not json:
-        output.text("")
+        _end_text(answer, output)
     for note in answer.notes:
         output.warn(note)
     if json:
@@ -66,6 +70,8 @@ def show_answer(
         for line in explain:
             output.note(line)
     output.note(summary_line(answer) + by)
+    if answer.confirmation:
+        output.note(_confirmation_line(answer.confirmation))
     if answer.verify:
         v = answer.verify
         agrees = round(v.answer_top1 * v.answer_tokens)
@@ -74,6 +80,36 @@ def show_answer(
             f"over its answer KL {v.answer_kl:.4g} a token, {agrees} of {v.answer_tokens} tokens agree; "
             f"full prefill {v.full_ttft_s * 1000:.0f} ms"
         )
+
+
+def changed(answer: Answer) -> ExitCode:
+    """What a command exits with that showed this answer."""
+    return ExitCode.CHANGED if answer.confirmation and not answer.confirmation.confirmed else ExitCode.OK
+
+
+def _end_text(answer: Answer, output: Output) -> None:
+    """The end of the answer's line. Of one that was to be confirmed, a pipe gets what was confirmed, and a terminal, which has
+    the draft, what was changed of it, from the word of the first difference on."""
+    found = answer.confirmation
+    if found is None or (output.out_tty and found.confirmed):
+        output.text("")
+    elif not output.out_tty:
+        output.text(answer.text)
+    else:
+        pairs = zip(answer.text, found.blended_answer, strict=False)
+        same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        output.text("")
+        output.note(f"a full prefill says otherwise from token {found.first_difference} on:")
+        output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
+
+
+def _confirmation_line(found: Confirmation) -> str:
+    how = (
+        "confirmed: a full prefill gives the same answer"
+        if found.confirmed
+        else "changed: the answer is a full prefill's"
+    )
+    return f"{how}; {found.seconds * 1000:.0f} ms, {found.full_ttft_s * 1000:.0f} of them the full prefill"
 
 
 def summary_line(answer: Answer) -> str:

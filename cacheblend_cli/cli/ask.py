@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.answers import Streams, show_answer, show_plan
+from cacheblend_cli.cli.answers import Streams, changed, show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import Flags, WarmAsk
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.settings import Resolved
 
 if TYPE_CHECKING:
@@ -71,6 +71,12 @@ def ask(
         typer.Option(help='JSON lines of {"question", "chunks"?}: many questions, one model load.', show_default=False),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with a full prefill of the same prompt.")] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm", help="Answer at once, then check with a full prefill and correct; exit code 6 if changed."
+        ),
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each layer and chunk did.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")] = False,
     ids: Annotated[
@@ -104,9 +110,13 @@ def ask(
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
     if batch is None and not local:
-        flags = Flags(source, everywhere, tuple(stop or ()), logprobs, verify, explain, dry_run, ids, save, json)
+        flags = Flags(
+            source, everywhere, tuple(stop or ()), logprobs, verify, confirm, explain, dry_run, ids, save, json
+        )
         warm = WarmAsk.over(resolved, flags, output)
         if warm is not None and warm.ask(asked[0].question, asked[0].chunks):
+            if warm.exit_code:
+                raise typer.Exit(warm.exit_code)
             return
     from cacheblend_cli.runtime.config import BlendConfig
     from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
@@ -120,7 +130,7 @@ def ask(
     sampling = as_the_model(sampling, resolved, engine.model)
     from cacheblend_cli.api import Lookup, Question
 
-    def answer(item: Asked) -> None:
+    def answer(item: Asked) -> int:
         extra = {} if batch is None else {"question": item.question}
         keys = _keys(kv_store, item)
         what = Question(item.question, keys or (), blend, sampling, settings.salt)
@@ -128,14 +138,15 @@ def ask(
             what = engine.search(kv_store, what, lookup)
         if dry_run:
             show_plan(engine.plan(kv_store, what, auto=auto), output, json=json, extra=extra)
-            return
-        streams = None if json else Streams(output)
+            return 0
+        streams = None if json else Streams(output, draft=confirm)
         found = engine.ask(
             kv_store,
             what,
             on_text=streams.text if streams else None,
             on_reasoning=streams.reasoning if streams else None,
             verify=verify,
+            confirm=confirm,
             save_holes=save,
             auto=auto,
         )
@@ -144,6 +155,7 @@ def ask(
         told = [*engine.remarks, *engine.prompt_differences(kv_store, what, found)] if explain else None
         show_answer(found, output, json=json, ids=ids, explain=told, extra=extra)
         sources.extend(chunk.source for chunk in found.chunks)
+        return changed(found)
 
     sources: list[str] = []
     with options.store_in_use(settings, write=not dry_run) as kv_store:
@@ -154,10 +166,10 @@ def ask(
     if not dry_run:
         options.about_demo(settings, output, sources)
     if failed:
-        raise typer.Exit(failed[0])
+        raise typer.Exit(next((code for code in failed if code != ExitCode.CHANGED), ExitCode.CHANGED))
 
 
-def _guarded(answer: Callable[[Asked], None], item: Asked, batch: bool, output: Output, json: bool) -> int:
+def _guarded(answer: Callable[[Asked], int], item: Asked, batch: bool, output: Output, json: bool) -> int:
     """Answer. A question of a batch that cannot be answered is reported, and the others go on; returns its exit code."""
     from cacheblend_store import AmbiguousId, ChunkNotFound
 
@@ -166,14 +178,13 @@ def _guarded(answer: Callable[[Asked], None], item: Asked, batch: bool, output: 
     if batch and not json:
         output.note(f"> {item.question}")
     try:
-        answer(item)
+        return answer(item)
     except (UsageError, NotFoundError, ChunkNotFound, AmbiguousId) as error:
         if not batch:
             raise
         if json:
             output.json({"question": item.question, "error": error.message})
         return report(error, output)
-    return 0
 
 
 def _keys(store: ChunkStore, asked: Asked) -> list[bytes] | None:

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import Streams, show_answer, show_plan
+from cacheblend_cli.cli.answers import Streams, changed, show_answer, show_plan
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.server.client import Connection, EngineLost, named
 from cacheblend_cli.server.place import socket_of
@@ -31,6 +32,7 @@ class Flags:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     verify: bool = False
+    confirm: bool = False
     explain: bool = False
     dry_run: bool = False
     ids: bool = False
@@ -39,12 +41,13 @@ class Flags:
 
 
 class WarmAsk:
-    """A question to a running engine. said: whether anything of the answer was shown."""
+    """A question to a running engine. said: whether anything of the answer was shown; exit_code: as of an
+    `ask` without an engine."""
 
     def __init__(self, connection: Connection, resolved: Resolved, flags: Flags, output: Output) -> None:
         self._connection, self._resolved, self._flags, self._output = connection, resolved, flags, output
         self._first_at: float | None = None
-        self.said = False
+        self.said, self.exit_code = False, ExitCode.OK
 
     @classmethod
     def over(cls, resolved: Resolved, flags: Flags, output: Output) -> WarmAsk | None:
@@ -74,7 +77,7 @@ class WarmAsk:
 
     def _shown(self, store: ChunkStore, request: dict[str, Any]) -> list[str]:
         """Show the answer as it comes; the sources of its chunks."""
-        flags, streams, sources = self._flags, Streams(self._output), list[str]()
+        flags, streams, sources = self._flags, Streams(self._output, draft=self._flags.confirm), list[str]()
         for event in self._connection.request(request):
             match event["event"]:
                 case "text" | "reasoning":
@@ -97,6 +100,7 @@ class WarmAsk:
         flags, answer = self._flags, answer_of(store, event, self._first_at)
         by = f", by the engine of process {event['pid']}"
         show_answer(answer, self._output, json=flags.json, ids=flags.ids, explain=event["differences"], extra={}, by=by)
+        self.exit_code = changed(answer)
         return [chunk.source for chunk in answer.chunks]
 
 

@@ -52,6 +52,27 @@ class Verification:
     same_answer: bool
 
 
+@dataclass(frozen=True)
+class Confirmation:
+    """The answer from blended KV beside the one a full prefill gives, drawn with the same seed. first_difference: the number
+    of its first token that is another, None where there is none. blended_answer: the text that was streamed.
+    full_ttft_s: of the full prefill; seconds: of all that confirming took."""
+
+    confirmed: bool
+    first_difference: int | None
+    blended_answer: str
+    full_ttft_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What comparing an answer with a full prefill gave, where it was asked for."""
+
+    verification: Verification | None = None
+    confirmation: Confirmation | None = None
+
+
 @dataclass
 class Answer:
     """text is what was streamed of the answer; reasoning what stood between think tags before it. notes are messages for people; layers is the per-layer report; auto:
@@ -79,6 +100,7 @@ class Answer:
     notes: list[str] = field(default_factory=list)
     layers: list[LayerReport] = field(default_factory=list)
     auto: AutoReport | None = None
+    confirmation: Confirmation | None = None
     reasoning: str = ""
     reasoning_tokens: int = 0
     hot_tokens: int = 0
@@ -111,6 +133,8 @@ class Answer:
             out["auto"] = self.auto.to_dict()
         if self.verify:
             out["verify"] = vars(self.verify)
+        if self.confirmation:
+            out["confirm"] = vars(self.confirmation)
         if self.logprobs:
             out["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs]
         if ids:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.runtime.answer import Answer, ChunkUse, Timing, Verification
+from cacheblend_cli.runtime.answer import Answer, Checks, ChunkUse, Timing
 from cacheblend_cli.runtime.clock import since_process_start
+from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.controller import AutoReport, Observed, controller_of, decided
 from cacheblend_cli.runtime.generate import NOBODY, Continuation, Generation, Listener, generate
 from cacheblend_cli.runtime.holes import store_holes
@@ -26,23 +27,28 @@ def ask(
     *,
     auto: bool = False,
     checked: bool = False,
+    confirmed: bool = False,
     save_holes: bool = True,
 ) -> Answer:
     """Answer the request. Blending never changes stored KV.
 
     auto: the loading controller picks the ratio, request.blend.ratio being its floor, or a full prefill; it measures
-    this machine when it is first needed. checked: compare with a full prefill. save_holes: collect and store what had
-    to be computed, where the store is open for writing.
+    this machine when it is first needed. checked: compare with a full prefill. confirmed: the answer is a full prefill's,
+    after the listener has heard the blended one. save_holes: collect and store what had to be computed, where the store is
+    open for writing.
     """
-    asking = Asking.of(runtime, request, auto)
+    asking = Asking.of(runtime, seeded(request) if confirmed else request, auto)
     done = prefill(runtime, asking.request, room=runtime.room(request.sampling))
     try:
         first_logits = done.logits.clone() if checked else None
-        generation = generate(runtime, Continuation.of(done), request.sampling, listener)
+        generation = generate(runtime, Continuation.of(done), asking.request.sampling, listener)
+        confirmation = None
+        if confirmed:
+            generation, confirmation = confirm(runtime, done, generation)
         verification = verify(runtime, done, first_logits) if first_logits is not None else None
     finally:
         done.sequence.release()
-    answer = asking.answer(done, generation, verification)
+    answer = asking.answer(done, generation, Checks(verification, confirmation))
     asking.end(done, answer, save_holes=save_holes)
     return answer
 
@@ -63,10 +69,10 @@ class Asking:
             return cls(runtime, request, request)
         return cls(runtime, request, *_decided(runtime, request))
 
-    def answer(self, done: Prefilled, generation: Generation, verification: Verification | None) -> Answer:
+    def answer(self, done: Prefilled, generation: Generation, checks: Checks) -> Answer:
         """What there is to say of it. done: the prompt, as it was run in the end."""
         _note_reasoning(generation, done.request)
-        return _answer(self.runtime, done, generation, verification, self.report)
+        return _answer(self.runtime, done, generation, checks, self.report)
 
     def end(self, done: Prefilled, answer: Answer, *, save_holes: bool) -> None:
         """What is done once the answer is there: the controller learns, the store is told what was used and gets what it lacks."""
@@ -109,7 +115,7 @@ def _answer(
     runtime: Runtime,
     done: Prefilled,
     generation: Generation,
-    verification: Verification | None,
+    checks: Checks,
     report: AutoReport | None,
 ) -> Answer:
     request, plan, loader = done.request, done.plan, done.loader
@@ -142,7 +148,8 @@ def _answer(
         kv_bytes_loaded=loader.num_bytes,
         prompt_ids=plan.token_ids,
         generated_ids=generation.token_ids,
-        verify=verification,
+        verify=checks.verification,
+        confirmation=checks.confirmation,
         logprobs=generation.logprobs,
         notes=request.notes,
         layers=done.result.layers,

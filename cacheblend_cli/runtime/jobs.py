@@ -15,11 +15,12 @@ from cacheblend_cli.runtime.request import Question
 @dataclass(frozen=True)
 class Job:
     """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
-    deadline_s: from submission; afterwards the job ends with finish_reason "deadline". verify, auto, save_holes: as
-    `Engine.ask` has them."""
+    deadline_s: from submission; afterwards the job ends with finish_reason "deadline". verify, confirm, auto,
+    save_holes: as `Engine.ask` has them."""
 
     question: Question
     verify: bool = False
+    confirm: bool = False
     auto: bool = False
     save_holes: bool = True
     priority: int = 0
@@ -28,6 +29,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.deadline_s is not None and self.deadline_s <= 0:
             raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
+        if self.confirm and max(self.question.sampling.n, self.question.sampling.best_of) > 1:
+            raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheblend_cli.kv.hot_blocks import Origin
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.swap import SwappedKV
-from cacheblend_cli.runtime.answer import Verification
+from cacheblend_cli.runtime.answer import Checks
 from cacheblend_cli.runtime.ask import Asking
 from cacheblend_cli.runtime.generate import Generation, Utterance
 from cacheblend_cli.runtime.jobs import Ticket
@@ -79,7 +79,7 @@ class Run:
     prefilling: Prefilling | None = None
     done: Prefilled | None = None
     first_logits: Tensor | None = None
-    verification: Verification | None = None
+    checks: Checks = field(default_factory=Checks)
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self, 0))

@@ -22,6 +22,7 @@ from cacheblend_cli.kv.swap import copy_of
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import Asking
 from cacheblend_cli.runtime.block_manager import BlockManager, Found
+from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.generate import NOBODY, FinishReason, Listener, Utterance
 from cacheblend_cli.runtime.jobs import Done, Event, Failed, Limits, Reasoning, Started, Text, Ticket
 from cacheblend_cli.runtime.memory import DeviceMemory, lasting_pool, out_of_memory
@@ -91,7 +92,7 @@ class Stepper:
             request = resolve(runtime, self._store, question)
             room = runtime.room(request.sampling)
             runtime.check_length(request.plan.num_tokens, room)
-            asking = Asking.of(runtime, request, ticket.job.auto)
+            asking = Asking.of(runtime, seeded(request) if ticket.job.confirm else request, ticket.job.auto)
             asking.request.blend.policy(runtime.model.spec.num_layers, asking.request.lossless)
             self._check_size(asking.request, room)
         except Exception as error:
@@ -295,19 +296,23 @@ class Stepper:
         if sequence.paged is not None:
             self._verify(run, sequence)
             self.blocks.keep(sequence.paged, sequence.token_ids[: sequence.kv_len], run.origin)
+        if run.ticket.job.confirm and run.done is not None and not run.ticket.ended:
+            sequence.generation, confirmation = confirm(self._runtime, run.done, generation)
+            run.checks = replace(run.checks, confirmation=confirmation)
         self._leave(sequence)
         if reason is None and not any(run.unfinished):
             self._done(run)
 
     def _verify(self, run: Run, sequence: Sequence) -> None:
         """Compare the prompt's KV with a full prefill's, once; in a copy, since answering again writes to it."""
-        if run.first_logits is None or run.verification is not None or run.done is None or run.ticket.ended:
+        if run.first_logits is None or run.checks.verification is not None or run.done is None or run.ticket.ended:
             return
         assert sequence.paged is not None
         copied = self._runtime.new_sequence(run.num_tokens + run.room)
         try:
             copy_of(sequence.paged, copied, run.num_tokens)
-            run.verification = verify(self._runtime, replace(run.done, sequence=copied), run.first_logits)
+            verification = verify(self._runtime, replace(run.done, sequence=copied), run.first_logits)
+            run.checks = replace(run.checks, verification=verification)
         finally:
             copied.release()
 
@@ -346,7 +351,7 @@ class Stepper:
                 self._listener(run.ticket, index).tell(generation.reasoning, generation.text)
                 if run.request.sampling.logprobs is None:
                     generation.logprobs = []
-        return [run.asking.answer(run.done, generation, run.verification) for generation in made]
+        return [run.asking.answer(run.done, generation, run.checks) for generation in made]
 
     def _fail(self, run: Run, error: Exception) -> None:
         """The job ends with an error, and nothing of it stays."""

@@ -158,7 +158,9 @@ class WarmSocket:
         if request["dry_run"]:
             told = plan(runtime, resolve(runtime, store, question), auto=auto)
             return {"plan": plain(told), "keys": [key.hex() for key in question.keys]}
-        return Job(question, verify=request["verify"], auto=auto, save_holes=request["save"])
+        return Job(
+            question, verify=request["verify"], confirm=request["confirm"], auto=auto, save_holes=request["save"]
+        )
 
     async def _ended(self, done: Done, question: Question, request: Request) -> dict[str, Any]:
         [answer] = done.answers

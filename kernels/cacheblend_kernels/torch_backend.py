@@ -22,7 +22,9 @@ from cacheblend_kernels.interface import (
     StoredKV,
 )
 
-FEW_ROWS = 64  # of 16-bit q for each KV head, as decoding has: SDPA then takes two to four times as long as plain products
+FEW_ROWS = (
+    64  # of 16-bit q for each KV head, as decoding has: SDPA then takes two to four times as long as plain products
+)
 TILE_ROWS = 64  # measured on 2 CPU cores: 32 to 128 are within 10 % of each other
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
 
