@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.spec import ModelSpec
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
 Model = Annotated[
@@ -71,11 +74,11 @@ def pull(
         output.note(f"{format_size(size)}; --model {name.text} uses it")
 
 
-@app.command("show")
-def show(model: Model, json: options.Json = False) -> None:
+@options.with_settings("lora")
+def show(settings: Settings, model: Model, json: options.Json = False) -> None:
     """Say what a model is: family, layers, KV of a token, context, dtype. What is missing or not implemented is named."""
     output = Output()
-    facts = _facts(model, output)
+    facts = _facts(model, output, settings.lora)
     if json:
         output.json(facts)
         return
@@ -84,12 +87,16 @@ def show(model: Model, json: options.Json = False) -> None:
         output.text(f"{'size' if name == 'bytes' else name.replace('_', ' ').replace('bytes ', ''):<18}{shown}")
 
 
-@options.with_settings("device", "dtype", "threads")
+app.command("show")(show)
+
+
+@options.with_settings("device", "dtype", "threads", "lora")
 def check(settings: Settings, model: Model, json: options.Json = False) -> None:
     """Check a model in seconds: a full prefill is what blending that recomputes everything gives, and transformers.
 
     In float32, if --dtype does not say otherwise. Exits with 1 if it is not. transformers is asked where the model is a
-    checkpoint of its own: of a GGUF file it makes the same tensors, in several times the memory.
+    checkpoint of its own: of a GGUF file it makes the same tensors, in several times the memory. Of quantised weights it
+    gets what was read of them here.
     """
     from cacheblend_cli.evaluation.check_model import check_model
     from cacheblend_cli.model.checkpoint_files import is_converted
@@ -113,12 +120,13 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
 app.command("check")(check)
 
 
-def _facts(model: str, output: Output) -> dict[str, Any]:
+def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
     """Raises what loading the model would raise, but for what the weights themselves say."""
     from cacheblend_cli.model.checkpoint_files import checkpoint_files
     from cacheblend_cli.model.families import read_spec
     from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
+    from cacheblend_cli.model.tensor_source import quantisation_of
     from cacheblend_cli.model.tokenizer import Tokenizer
 
     path = resolve_model(model, output.note)
@@ -141,8 +149,27 @@ def _facts(model: str, output: Output) -> dict[str, Any]:
         "heads": f"{spec.num_heads} for queries, {spec.num_kv_heads} for K and V, of {spec.head_dim}",
         "context": spec.max_context,
         "dtype": stated,
+        **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),
         "kv_bytes_per_token": int(spec.kv_bytes_per_token(4 if stated == "float32" else 2)),
+        **(_adapter(spec, Path(lora).expanduser()) if lora else {}),
         "missing": missing,
+    }
+
+
+def _adapter(spec: ModelSpec, path: Path) -> dict[str, Any]:
+    """Raises UsageError for an adapter that does not fit the model."""
+    from cacheblend_cli.model.adapter import LoraAdapter
+    from cacheblend_cli.model.weight_map import expected_shapes
+    from cacheblend_cli.model.weights import deltas_of
+
+    deltas = deltas_of(spec, LoraAdapter.read(path), expected_shapes(spec))
+    ranks = sorted({delta.down.shape[0] for delta in deltas.values()})
+    size = sum(delta.down.numel() + delta.up.numel() for delta in deltas.values()) * 4
+    return {
+        "adapter": str(path),
+        "adapter_ranks": ", ".join(map(str, ranks)),
+        "adapter_weights": len(deltas),
+        "adapter_bytes": size,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.model.adapter import LoraAdapter
+from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import resolve
 
@@ -68,13 +71,33 @@ def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendCo
 
 
 def _transformers(engine: Engine, ids: list[int]) -> Tensor:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     decoder = engine.runtime.decoder
-    model = AutoModelForCausalLM.from_pretrained(engine.model.path, dtype=decoder.dtype).eval().to(decoder.device)
+    model = _their_model(engine).eval().to(decoder.device)
     row = torch.tensor([ids], device=decoder.device)
     with torch.no_grad():
         found: Tensor = model(row, attention_mask=torch.ones_like(row)).logits[0, -ROWS:].float().cpu()
     return found
+
+
+def _their_model(engine: Engine) -> Any:
+    """transformers' model of the same weights: quantised ones as we read them, what an adapter adds added to them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    path, dtype = engine.model.path, engine.runtime.decoder.dtype
+    model: Any
+    if quantisation_of(path) is None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    else:
+        config, source = AutoConfig.from_pretrained(path), tensor_source(path)
+        del config.quantization_config
+        weights = {name: source.read(name, 0, shape[0] if shape else 0) for name, _, shape in source.headers()}
+        with torch.device("meta"):
+            kind: Any = type(AutoModelForCausalLM.from_config(config))
+        model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    if engine.model.lora is not None:
+        for name, delta in LoraAdapter.read(engine.model.lora).deltas.items():
+            weight = model.get_submodule(name).weight.data
+            weight.copy_(weight.float() + delta.rows(0, len(weight)))
+    return model

@@ -57,7 +57,7 @@ def load_weights(
     shapes = expected_shapes(spec)
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
-    deltas = {} if adapter is None else _deltas(spec, adapter, shapes)
+    deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
     source = tensor_source(model_dir)
@@ -157,7 +157,7 @@ def weights_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _deltas(
+def deltas_of(
     spec: ModelSpec, adapter: LoraAdapter, shapes: Mapping[str, tuple[Shape, str, int, Shape]]
 ) -> dict[str, Delta]:
     """What an adapter adds to which weight. Raises UsageError for an adapter that does not fit the model."""

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import write_adapter
 from checkpoints import write_checkpoint
 from gguf_files import write_gguf
+from quantised import gptq, write_quantised
 
 from cacheblend_cli.model import decoder
 from cacheblend_cli.model.hub import HubName
@@ -85,6 +87,28 @@ def test_a_model_that_is_computed_rightly_passes(cli: Callable[..., Any], model:
     write_gguf(model, tmp_path / "m.gguf", "qwen2", "Q8_0")
     told = cli("models", "check", "./m.gguf")
     assert (told.code, "right: rounding" in told.out, "transformers" in told.out) == (0, True, False)
+
+
+def test_a_quantised_model_is_described_and_passes(cli: Callable[..., Any], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", "qwen3", max_position_embeddings=1024)
+    write_quantised(tmp_path / "m", gptq(4, 32), {"quant_method": "gptq", "bits": 4, "group_size": 32})
+    assert cli("models", "show", "m", "--json").records[0]["quantised"] == "gptq"
+    record = cli("models", "check", "m", "--json").records[0]
+    assert record["passed"]
+    assert 0 < record["transformers"] <= record["limit"]
+
+
+def test_a_model_with_an_adapter_is_described_and_passes(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "lora", model, ("q_proj", "v_proj"))
+    told = cli("models", "show", str(model), "--lora", "lora", "--json").records[0]
+    assert (told["adapter"], told["adapter_ranks"]) == ("lora", "4")
+    assert told["adapter_weights"] > 1
+    record = cli("models", "check", str(model), "--lora", "lora", "--json").records[0]
+    assert record["passed"]
+    without = cli("models", "check", str(model), "--json").records[0]
+    assert record["transformers"] != without["transformers"]
+    write_checkpoint(tmp_path / "other", "llama-gqa", hidden_size=32)
+    assert cli("models", "show", "other", "--lora", "lora").code == 2
 
 
 def test_one_that_is_computed_wrongly_does_not(
