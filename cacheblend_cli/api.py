@@ -18,7 +18,8 @@ from cacheblend_cli.collect.precompute import (
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.model.text_stream import token_texts
+from cacheblend_cli.runtime.answer import Answer, TokenUse
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.generate import Listener
@@ -43,6 +44,7 @@ __all__ = [
     "Question",
     "RecheckReport",
     "SamplingParams",
+    "TokenUse",
 ]
 
 
@@ -149,6 +151,15 @@ class Engine:
     def remarks(self) -> list[str]:
         """What there is to say of how the model is computed, whatever is asked."""
         return [GENERIC_PATH] if self.model.spec.generic else []
+
+    def token_uses(self, answer: Answer) -> list[list[TokenUse]]:
+        """The tokens of each of the answer's chunks, whose texts together are the chunk's."""
+        found = []
+        for chunk in answer.chunks:
+            ids = answer.prompt_ids[chunk.start : chunk.start + chunk.tokens]
+            texts = token_texts(self.model.tokenizer, ids)
+            found.append([TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)])
+        return found
 
     def prompt_differences(self, store: ChunkStore, question: Question, answer: Answer) -> list[str]:
         """Where the ids of an answer's prompt say other text than the template renders with the chunks in it, in words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,19 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import ExitCode
 
+_MOST_SOURCES = 8
+_SHOWN = 600  # characters of a chunk
+_MARKS = {
+    "exact": ("36", ("", "")),
+    "reused": ("2", ("", "")),
+    "recomputed": ("1;4;33", ("[", "]")),
+    "computed": ("1;35", ("{", "}")),
+}
+"""How a token's KV came: the terminal's style, and what stands around it without colours."""
+
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.runtime.answer import ChunkUse, Confirmation
+    from cacheblend_cli.runtime.answer import ChunkUse, Confirmation, TokenUse
     from cacheblend_cli.runtime.controller import AutoReport
 
 
@@ -42,19 +53,27 @@ class Streams:
             self._in_reasoning = False
 
 
+@dataclass(frozen=True)
+class Explained:
+    """What --explain adds. differences: what is to be said of the prompt's text; tokens: of each chunk."""
+
+    differences: Sequence[str]
+    tokens: Sequence[Sequence[TokenUse]]
+
+
 def show_answer(
     answer: Answer,
     output: Output,
     *,
     json: bool,
     ids: bool,
-    explain: Sequence[str] | None,
+    explain: Explained | None,
     extra: dict[str, Any],
     by: str = "",
 ) -> None:
     """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before.
 
-    explain: what to tell of the prompt's text when layers and chunks are told of, None to tell of none of it. by: who
+    explain: None to tell nothing of layers, chunks and tokens. by: who
     answered, where that was somebody else.
     """
     if not json:
@@ -63,12 +82,15 @@ def show_answer(
         output.warn(note)
     if json:
         record = answer.to_dict(ids=ids, explain=explain is not None)
-        output.json({**extra, **record, "notes": [*answer.notes, *(explain or ())]})
+        output.json({**extra, **record, "notes": [*answer.notes, *(explain.differences if explain else ())]})
         return
     if explain is not None:
         _explain(answer, output)
-        for line in explain:
+        _show_tokens(answer, explain.tokens, output)
+        for line in explain.differences:
             output.note(line)
+    for line in source_lines(answer):
+        output.note(line)
     output.note(summary_line(answer) + by)
     if answer.confirmation:
         output.note(_confirmation_line(answer.confirmation))
@@ -110,6 +132,39 @@ def _confirmation_line(found: Confirmation) -> str:
         else "changed: the answer is a full prefill's"
     )
     return f"{how}; {found.seconds * 1000:.0f} ms, {found.full_ttft_s * 1000:.0f} of them the full prefill"
+
+
+def source_lines(answer: Answer) -> list[str]:
+    """A line for each chunk: its share of the answer's attention, source, place. The most looked at first."""
+    chunks = sorted(answer.chunks, key=lambda chunk: -(chunk.attention or 0))
+    lines = []
+    for chunk in chunks[:_MOST_SOURCES]:
+        where = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
+        lines.append(f"{'' if chunk.attention is None else f'{chunk.attention:.0%}':>4}  {where}")
+    if len(chunks) > _MOST_SOURCES:
+        lines.append(f"      and {len(chunks) - _MOST_SOURCES} more")
+    return lines
+
+
+def _show_tokens(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
+    """The beginning of each chunk's text on stderr, its tokens marked by how they got their KV; the rest is in --html."""
+    legend = [_marked(kind, kind, output) for kind in _MARKS]
+    output.styled([piece for one in legend for piece in (one, ("  ", ""))])
+    for chunk, used in zip(answer.chunks, tokens, strict=True):
+        output.note(f"{chunk.source}, chunk {chunk.id[:12]}")
+        pieces, left = [], _SHOWN
+        for kind, run in groupby(used, key=lambda token: token.kind):
+            text = "".join(token.text for token in run).replace("\n", " ")[:left]
+            left -= len(text)
+            if text:
+                pieces.append(_marked(kind, text, output))
+        output.styled(pieces if left else [*pieces, (" ...", "")])
+
+
+def _marked(kind: str, text: str, output: Output) -> tuple[str, str]:
+    """The text and its style; brackets tell where there are no colours."""
+    style, (opening, closing) = _MARKS[kind]
+    return (text, style) if output.color else (f"{opening}{text}{closing}", "")
 
 
 def summary_line(answer: Answer) -> str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.answers import Streams, changed, show_answer, show_plan
+from cacheblend_cli.cli.answers import Explained, Streams, changed, show_answer, show_plan
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.pages import answer_page, write_page
 from cacheblend_cli.cli.warm import Flags, WarmAsk
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.settings import Resolved
@@ -77,7 +78,11 @@ def ask(
             "--confirm", help="Answer at once, then check with a full prefill and correct; exit code 6 if changed."
         ),
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each layer and chunk did.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each layer, chunk and token did.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the answer, its sources and how each token got its KV as a page.", show_default=False),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")] = False,
     ids: Annotated[
         bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel="The answer")
@@ -109,7 +114,9 @@ def ask(
     output, settings = Output(quiet=quiet), resolved.settings
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
-    if batch is None and not local:
+    if html and (batch or dry_run):
+        raise UsageError("--html is of one answer", "leave --batch and --dry-run out")
+    if batch is None and not local and html is None:
         flags = Flags(
             source, everywhere, tuple(stop or ()), logprobs, verify, confirm, explain, dry_run, ids, save, json
         )
@@ -152,7 +159,12 @@ def ask(
         )
         if streams is not None:
             streams.end_reasoning()
-        told = [*engine.remarks, *engine.prompt_differences(kv_store, what, found)] if explain else None
+        tokens = engine.token_uses(found) if html or explain else []
+        if html:
+            write_page(html, answer_page(item.question, found, tokens))
+        told = None
+        if explain:
+            told = Explained([*engine.remarks, *engine.prompt_differences(kv_store, what, found)], tokens)
         show_answer(found, output, json=json, ids=ids, explain=told, extra=extra)
         sources.extend(chunk.source for chunk in found.chunks)
         return changed(found)

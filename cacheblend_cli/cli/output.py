@@ -58,6 +58,14 @@ class Output:
             self.err.write(f"\x1b[2m{piece}\x1b[0m" if self.color else piece)
             self.err.flush()
 
+    def styled(self, pieces: Sequence[tuple[str, str]]) -> None:
+        """A message of pieces, each with an SGR style ("" for none) that a terminal with colours shows."""
+        if not self.quiet:
+            self._erase_bar(True)
+            shown = [(visible_line(text) if self.err_tty else text, style) for text, style in pieces]
+            self.err.write("".join(f"\x1b[{s}m{t}\x1b[0m" if self.color and s else t for t, s in shown).rstrip() + "\n")
+            self.err.flush()
+
     def warn(self, text: str) -> None:
         self._message(f"warning: {text}", "33")
 

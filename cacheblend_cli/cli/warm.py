@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import Streams, changed, show_answer, show_plan
+from cacheblend_cli.cli.answers import Explained, Streams, changed, show_answer, show_plan
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import ExitCode
 from cacheblend_cli.runtime.clock import since_process_start
@@ -99,7 +99,10 @@ class WarmAsk:
     def _show(self, store: ChunkStore, event: dict[str, Any]) -> list[str]:
         flags, answer = self._flags, answer_of(store, event, self._first_at)
         by = f", by the engine of process {event['pid']}"
-        show_answer(answer, self._output, json=flags.json, ids=flags.ids, explain=event["differences"], extra={}, by=by)
+        told = None
+        if event["differences"] is not None:
+            told = Explained(event["differences"], [[named(token) for token in chunk] for chunk in event["tokens"]])
+        show_answer(answer, self._output, json=flags.json, ids=flags.ids, explain=told, extra={}, by=by)
         self.exit_code = changed(answer)
         return [chunk.source for chunk in answer.chunks]
 

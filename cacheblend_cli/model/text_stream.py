@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.tokenizer_json import is_local
 
@@ -48,3 +50,12 @@ class TextStream:
         """What is held, at the end of the text."""
         text, self._ids, self._shown = self.held(), [], 0
         return text
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """What each id adds to the text of them all: nothing where only a later one ends a character."""
+    stream = TextStream(tokenizer)
+    texts = [stream.push(token_id) for token_id in ids]
+    if texts:
+        texts[-1] += stream.flush()
+    return texts

@@ -14,13 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers."""
+    """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers. start: its
+    first position. place, headings: where in the source a reader finds it, see the store's Locator. attention: its share
+    of what the answer looked at in all chunks, None where that was not watched (see runtime/attention.py)."""
 
     id: str
     source: str
     tokens: int
     status: str
     recomputed: int
+    start: int = 0
+    place: str = ""
+    headings: tuple[str, ...] = ()
+    attention: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenUse:
+    """A token of a chunk: its text, and its KV's kind: "exact", "reused", "recomputed" or "computed"."""
+
+    text: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class Checks:
 class Answer:
     """text is what was streamed of the answer; reasoning what stood between think tags before it. notes are messages for people; layers is the per-layer report; auto:
     what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning of the prompt whose KV the
-    engine still held from another one."""
+    engine still held from another one. chosen: positions of the prompt whose stored KV was computed again."""
 
     text: str
     finish_reason: str
@@ -104,6 +118,15 @@ class Answer:
     reasoning: str = ""
     reasoning_tokens: int = 0
     hot_tokens: int = 0
+    chosen: list[int] = field(default_factory=list)
+
+    def kinds(self, chunk: ChunkUse) -> list[str]:
+        """Of each token of one of the chunks, see TokenUse."""
+        if chunk.status != "blended":
+            return [chunk.status] * chunk.tokens
+        chosen = set(self.chosen)
+        places = range(chunk.start, chunk.start + chunk.tokens)
+        return ["recomputed" if place in chosen else "reused" for place in places]
 
     def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
         """The JSON object of `ask --json`."""

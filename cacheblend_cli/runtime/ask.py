@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.runtime.answer import Answer, Checks, ChunkUse, Timing
+from cacheblend_cli.runtime.attention import AttentionShares, Watch
 from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.controller import AutoReport, Observed, controller_of, decided
+from cacheblend_cli.runtime.decode import EagerRunner
 from cacheblend_cli.runtime.generate import NOBODY, Continuation, Generation, Listener, generate
 from cacheblend_cli.runtime.holes import store_holes
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.request import Request, chunk_of
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.verify import verify
 
@@ -41,7 +42,11 @@ def ask(
     done = prefill(runtime, asking.request, room=runtime.room(request.sampling))
     try:
         first_logits = done.logits.clone() if checked else None
-        generation = generate(runtime, Continuation.of(done), asking.request.sampling, listener)
+        runner, shares = runtime.decode_runner(done.pool), AttentionShares(runtime.decoder, done.plan)
+        if isinstance(runner, EagerRunner):
+            runner = EagerRunner(runtime.decoder, done.pool, Watch([(shares, done.sequence)]))
+        generation = generate(runtime, Continuation.of(done), asking.request.sampling, listener, runner=runner)
+        generation.attention = shares.of_chunks()
         confirmation = None
         if confirmed:
             generation, confirmation = confirm(runtime, done, generation)
@@ -135,7 +140,7 @@ def _answer(
         hot_tokens=done.hot_tokens,
         recomputed_tokens=len(done.result.chosen),
         recompute_fraction=done.recompute_fraction,
-        chunks=_chunk_uses(plan, done.result.chosen),
+        chunks=_chunk_uses(done, generation.attention or [None] * len(plan.chunks)),
         timing=Timing(
             process_s=since_process_start(generation.first_token_at),
             model_load_s=runtime.load_s,
@@ -153,17 +158,27 @@ def _answer(
         logprobs=generation.logprobs,
         notes=request.notes,
         layers=done.result.layers,
+        chosen=done.result.chosen.tolist(),
         auto=None if report is None else replace(report, ttft_s=ttft_s),
     )
 
 
-def _chunk_uses(plan: PromptPlan, chosen: Tensor) -> list[ChunkUse]:
-    positions = chosen.tolist()
+def _chunk_uses(done: Prefilled, attention: Sequence[float | None]) -> list[ChunkUse]:
+    positions = done.result.chosen.tolist()
+    store = done.request.store
+    citations = None if store is None else Citations(store)
     out = []
-    for segment in plan.chunks:
+    for segment, share in zip(done.plan.chunks, attention, strict=True):
         count = sum(segment.start <= p < segment.end for p in positions)
         if segment.status == "computed":
             count = len(segment.token_ids)
         key = segment.key.hex() if segment.key else ""
-        out.append(ChunkUse(key, segment.source, len(segment.token_ids), segment.status, count))
+        use = ChunkUse(key, segment.source, len(segment.token_ids), segment.status, count, start=segment.start)
+        if share is not None:
+            use = replace(use, attention=round(share, 4))
+        manifest = None if store is None or not segment.key else chunk_of(store, segment.key)
+        if citations is not None and manifest is not None:
+            cited = citations.of(manifest)
+            use = replace(use, place=cited.locator.text, headings=cited.locator.headings)
+        out.append(use)
     return out

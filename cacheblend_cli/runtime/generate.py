@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 @dataclass
 class Generation:
     """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used up.
-    first_token_at: perf_counter when it was sampled."""
+    first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see runtime/attention.py."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -35,6 +35,7 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0
     decode_s: float = 0.0
+    attention: list[float] | None = None
 
     @property
     def mean_logprob(self) -> float:

@@ -13,6 +13,7 @@ from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.swap import SwappedKV
 from cacheblend_cli.runtime.answer import Checks
 from cacheblend_cli.runtime.ask import Asking
+from cacheblend_cli.runtime.attention import AttentionShares
 from cacheblend_cli.runtime.generate import Generation, Utterance
 from cacheblend_cli.runtime.jobs import Ticket
 from cacheblend_cli.runtime.prefill import Prefilled, Prefilling
@@ -31,7 +32,7 @@ class Sequence:
     """One answer of a job. The first one prefills the prompt; the others begin as its copies.
 
     paged: its blocks while it runs; they hold kv_len tokens, all but the newest of what was drawn. swapped: its KV while
-    it is swapped, None where it is to be computed again. generation: what came of it, in the end.
+    it is swapped, None where it is to be computed again. generation: what came of it, in the end. watch: sees what it attends to.
     """
 
     run: Run
@@ -42,6 +43,7 @@ class Sequence:
     utterance: Utterance | None = None
     swapped: SwappedKV | None = None
     generation: Generation | None = None
+    watch: AttentionShares | None = None
 
     def __lt__(self, other: Sequence) -> bool:
         """Whether it comes first: by priority, then by arrival."""

@@ -21,8 +21,10 @@ from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.kv.swap import copy_of
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.ask import Asking
+from cacheblend_cli.runtime.attention import AttentionShares, Watch
 from cacheblend_cli.runtime.block_manager import BlockManager, Found
 from cacheblend_cli.runtime.confirm import confirm, seeded
+from cacheblend_cli.runtime.decode import EagerRunner
 from cacheblend_cli.runtime.generate import NOBODY, FinishReason, Listener, Utterance
 from cacheblend_cli.runtime.jobs import Done, Event, Failed, Limits, Reasoning, Started, Text, Ticket
 from cacheblend_cli.runtime.memory import DeviceMemory, lasting_pool, out_of_memory
@@ -230,6 +232,7 @@ class Stepper:
                 params, listener = replace(params, logprobs=sampling.logprobs or 0), NOBODY
             sequence.utterance = Utterance(self._runtime, params, plan.token_ids, listener)
             sequence.kv_len = run.num_tokens
+            sequence.watch = AttentionShares(self._runtime.decoder, plan)
         logits = done.logits
         drawn = [(s, s.utterance.draw(logits)) for s in run.sequences if s.utterance is not None]
         for sequence, draw in drawn:
@@ -275,7 +278,11 @@ class Stepper:
         parts = [(s, s.paged, s.utterance) for s in sequences if s.paged is not None and s.utterance is not None]
         tokens = upload([u.out.token_ids[-1] for _, _, u in parts], self._runtime.decoder.device)
         self._runner.begin([p for _, p, _ in parts], [s.kv_len for s, _, _ in parts], 1)
+        if isinstance(self._runner, EagerRunner):
+            self._runner.observer = Watch([(s.watch, p) for s, p, _ in parts])
         logits = self._runner.step(tokens)
+        if isinstance(self._runner, EagerRunner):
+            self._runner.observer = None
         drawn = [(s, u, u.draw(row)) for (s, _, u), row in zip(parts, logits, strict=True)]
         for sequence, utterance, draw in drawn:
             sequence.kv_len += 1
@@ -291,6 +298,7 @@ class Stepper:
         generation = utterance.end()
         if reason is not None:
             generation.finish_reason = reason
+        generation.attention = sequence.watch.of_chunks() if sequence.watch is not None else None
         sequence.generation = generation
         self.counts.generated += len(generation.token_ids)
         if sequence.paged is not None:

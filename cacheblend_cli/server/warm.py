@@ -165,16 +165,22 @@ class WarmSocket:
     async def _ended(self, done: Done, question: Question, request: Request) -> dict[str, Any]:
         [answer] = done.answers
         differences: list[str] | None = None
+        tokens: list[list[dict[str, str]]] = []
         if request["explain"]:
             run = self._host.service.run
-            differences = await asyncio.wrap_future(
-                run(lambda runtime: Engine(runtime).prompt_differences(self._host.store, question, answer))
-            )
+
+            def told(runtime: Runtime) -> tuple[list[str], list[list[dict[str, str]]]]:
+                engine = Engine(runtime)
+                uses = [[vars(token) for token in chunk] for chunk in engine.token_uses(answer)]
+                return [*engine.remarks, *engine.prompt_differences(self._host.store, question, answer)], uses
+
+            differences, tokens = await asyncio.wrap_future(run(told))
         return {
             "record": answer.to_dict(ids=request["ids"], explain=request["explain"]),
             "answer": shown(answer),
             "keys": [key.hex() for key in question.keys],
             "differences": differences,
+            "tokens": tokens,
             "pid": os.getpid(),
         }
 

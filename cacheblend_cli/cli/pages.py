@@ -1,0 +1,100 @@
+"""`ask --html`: an answer and what it was made from as one page, without scripts and with nothing to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_cli.cli.output import visible
+from cacheblend_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from cacheblend_cli.api import Answer
+    from cacheblend_cli.runtime.answer import ChunkUse, TokenUse
+
+KINDS = {
+    "exact": "from the store, exact here",
+    "reused": "from the store, as it was computed elsewhere",
+    "recomputed": "from the store, computed again",
+    "computed": "not in the store, computed",
+}
+# The colours are of Okabe and Ito's palette, which differ for colour-blind readers; the underline tells without colour.
+_STYLE = """
+:root{color-scheme:light dark;--exact:#cfe6f5;--reused:#fbeec2;--recomputed:#f6c9a8;--computed:#e6cfe0;--line:#8884;--soft:#666}
+@media(prefers-color-scheme:dark){:root{--exact:#0b4a6e;--reused:#5c4a05;--recomputed:#7a3500;--computed:#5c2f4d;--soft:#aaa}}
+*{box-sizing:border-box}
+body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:48rem;padding:1rem;overflow-wrap:anywhere}
+h1{font-size:1.25rem;margin:.5rem 0}
+h2{font-size:1rem;margin:1.5rem 0 .5rem}
+.answer{font-size:1.1rem;white-space:pre-wrap;border-left:4px solid #0072b2;padding-left:.75rem}
+.soft{color:var(--soft);font-size:.875rem}
+details{border:1px solid var(--line);border-radius:.5rem;margin:.5rem 0;padding:.5rem .75rem}
+summary{cursor:pointer}
+.bar{height:.375rem;background:var(--line);border-radius:.2rem;margin:.35rem 0}
+.bar i{display:block;height:100%;background:#0072b2;border-radius:.2rem}
+.text{white-space:pre-wrap;font-size:.9rem;margin:.5rem 0 0}
+mark{color:inherit;border-radius:.15rem;padding:.05rem 0}
+.exact{background:var(--exact)}
+.reused{background:var(--reused);text-decoration:underline dotted 1px}
+.recomputed{background:var(--recomputed);text-decoration:underline solid 2px}
+.computed{background:var(--computed);text-decoration:underline double 1px}
+ul{list-style:none;padding:0;margin:.5rem 0}
+li{margin:.15rem 0}
+"""
+
+
+def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUse]]) -> str:
+    """tokens: of each of the answer's chunks, in order."""
+    legend = "".join(f'<li><mark class="{kind}">{kind}</mark> {text}</li>' for kind, text in KINDS.items())
+    sources = "".join(_source(chunk, used) for chunk, used in zip(answer.chunks, tokens, strict=True))
+    facts = (
+        f"{answer.model}, {answer.mode}, ratio {answer.ratio:.2g}; {answer.prompt_tokens} prompt tokens, {answer.cached_tokens} from "
+        f"the store, {answer.exact_tokens} of them exact, {answer.recomputed_tokens} computed again"
+    )
+    notes = "".join(f'<p class="soft">{_text(note)}</p>' for note in answer.notes)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{_text(question)}</title><style>{_STYLE}</style></head>
+<body><h1>{_text(question)}</h1>
+<div class="answer">{_text(answer.text.strip()) or "(no text)"}</div>
+{notes}<h2>Sources</h2>
+{sources or '<p class="soft">none</p>'}
+<h2>Colours</h2><ul class="soft">{legend}</ul>
+<p class="soft">The bars are the share of the answer's attention among the sources.<br>{_text(facts)}</p>
+</body></html>
+"""
+
+
+def write_page(path: Path, page: str) -> None:
+    """Raises UsageError where it cannot be written."""
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", "choose another place for --html") from error
+
+
+def _source(chunk: ChunkUse, tokens: Sequence[TokenUse]) -> str:
+    where = ", ".join(filter(None, (chunk.place, " / ".join(chunk.headings))))
+    share, bar = "", ""
+    if chunk.attention is not None:
+        share = f"<b>{chunk.attention:.0%}</b> "
+        bar = f'<div class="bar"><i style="width:{chunk.attention:.1%}"></i></div>'
+    runs = [
+        f'<mark class="{kind}">{_text("".join(t.text for t in run))}</mark>'
+        for kind, run in groupby(tokens, key=lambda token: token.kind)
+    ]
+    count = f"{chunk.tokens} tokens, {chunk.recomputed} computed" + (" again" if chunk.status != "computed" else "")
+    return (
+        f"<details open><summary>{share}{_text(chunk.source)}"
+        f' <span class="soft">{_text(where)}</span></summary>{bar}'
+        f'<div class="soft">chunk {chunk.id[:12]}, {chunk.status}: {count}</div><p class="text">{"".join(runs)}</p></details>'
+    )
+
+
+def _text(text: str) -> str:
+    """As a page shows it: nothing in it is markup, and no control character or change of direction takes effect."""
+    return escape(visible(text))

@@ -1,0 +1,98 @@
+"""An answer's sources: their shares of its attention, where they stand, and the page and the terminal that show them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+
+
+class Page(HTMLParser):
+    """The texts by class, and every tag and attribute."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: dict[str, list[str]] = {}
+        self.marked: list[tuple[str, str]] = []
+        self._class = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+        if tag == "mark":
+            self._class = dict(attrs)["class"] or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "mark":
+            self._class = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._class:
+            self.marked.append((self._class, data))
+
+
+def test_sources_are_named_with_their_lines_and_shares_of_the_attention(cli: Cli, stored: list[str]) -> None:
+    asked = ("ask", "who leads?", "--chunks", f"{stored[0]},{stored[-1]}", "--max-tokens", "8")
+    [record] = cli(*asked, "--json").records
+    shares = [chunk["attention"] for chunk in record["chunks"]]
+    assert sum(shares) == pytest.approx(1, abs=1e-3)
+    assert all(share > 0 for share in shares)
+    told = cli(*asked)
+    for chunk in record["chunks"]:
+        assert chunk["place"].startswith("line")
+        assert f"{chunk['attention']:.0%}  {chunk['source']}, {chunk['place']}" in told.err
+    assert told.out.count("\n") == 1
+    assert cli(*asked, "--quiet").err == ""
+
+
+def test_an_answer_of_one_token_has_no_shares(cli: Cli, stored: list[str]) -> None:
+    [record] = cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "1", "--json").records
+    assert [chunk["attention"] for chunk in record["chunks"]] == [None]
+
+
+def test_the_page_shows_every_token_by_how_it_got_its_kv(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    chosen = ",".join(stored[:3])
+    asked = ("ask", "who leads <b>?", "--chunks", chosen, "--max-tokens", "4", "--ratio", "0.3")
+    [record] = cli(*asked, "--html", "answer.html", "--json").records
+    text = (tmp_path / "answer.html").read_text(encoding="utf-8")
+    page = Page(text)
+    shown = "".join(data for _, data in page.marked[: -len(("exact", "reused", "recomputed", "computed"))])
+    texts = "".join(cli("chunks", "show", name, "--json").records[0]["text"] for name in stored[:3])
+    assert "".join(shown.split()) == "".join(texts.split())
+    assert {kind for kind, _ in page.marked} == {"exact", "reused", "recomputed", "computed"}
+    assert sum(c["recomputed"] for c in record["chunks"]) > 0
+    assert "who leads &lt;b&gt;?" in text
+    assert not page.tags & {"script", "img", "link", "iframe"}
+    assert not {"src", "href"} & page.attributes.keys()
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://|url\(", text)
+
+
+def test_what_a_document_says_is_no_markup(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    (docs / "alpha.md").write_text("parrot <script>alert(1)</script> \x1b[31m at home\n")
+    assert cli("precompute", "docs/alpha.md").code == 0
+    assert cli("ask", "parrot?", "--html", "answer.html", "--max-tokens", "2").code == 0
+    text = (tmp_path / "answer.html").read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert "\x1b" not in text
+
+
+def test_a_page_is_of_one_answer_and_has_a_place(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+    (tmp_path / "batch.jsonl").write_text('{"question": "who?"}\n')
+    assert cli("ask", "--batch", "batch.jsonl", "--html", "x.html").code == 2
+    assert cli("ask", "who?", "--chunks", stored[0], "--html", "nowhere/x.html", "--max-tokens", "1").code == 2
+
+
+def test_explain_marks_the_tokens(cli: Cli, stored: list[str]) -> None:
+    told = cli("ask", "who?", "--chunks", ",".join(stored[:3]), "--max-tokens", "2", "--explain", "--ratio", "0.3").err
+    assert "exact  reused  [recomputed]  {computed}" in told
+    assert re.search(r"\[[^\]]+\]", told.split("{computed}")[1])
