@@ -16,6 +16,7 @@ from cacheblend_cli.collect.precompute import (
     precompute,
 )
 from cacheblend_cli.collect.recheck import RecheckReport, recheck
+from cacheblend_cli.collect.roots import Roots
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
@@ -90,6 +91,10 @@ class Engine:
             self.runtime.use_date(options.day)
         paths = paths if isinstance(paths, Paths) else Paths(paths)
         return precompute(self.runtime.collection(options.salt), store, paths, options, on_event, confirm)
+
+    def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
+        """The paths that the store remembers for this model and salt, as real ones."""
+        return Roots(self.runtime.collection(salt), store).paths
 
     def recheck(
         self,

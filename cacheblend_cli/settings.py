@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -185,6 +185,28 @@ def resolve(flags: Mapping[str, Any]) -> Resolved:
             _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
     _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
     return Resolved(Settings(**values), origin)
+
+
+def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
+    """The name of a setting as a file has it, and the value that was typed for it. Raises UsageError."""
+    name = key.replace("-", "_")
+    if name not in _FIELDS:
+        raise UsageError(f"unknown setting {key!r}", f"known: {', '.join(_FIELDS)}")
+    if _FIELDS[name] is tuple:
+        return name, list(texts)
+    if len(texts) != 1:
+        raise UsageError(f"{key} takes one value, and {len(texts)} were given", "put text with blanks into quotes")
+    return name, _convert(name, _Text(texts[0]), "flag")
+
+
+def setting_fields() -> list[tuple[str, Any, str]]:
+    """Each setting's name, default and help."""
+    return [(f.name, f.default, f.metadata.get("help", "")) for f in fields(Settings)]
+
+
+def is_path_setting(name: str) -> bool:
+    """Whether a file's value is meant from that file on."""
+    return name in _PATHS
 
 
 def config_files() -> list[Path]:

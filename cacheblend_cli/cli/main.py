@@ -17,6 +17,8 @@ from cacheblend_cli.errors import ExitCode
 
 _HOMES = {
     "precompute": "precompute:precompute",
+    "sync": "sync:sync",
+    "watch": "sync:watch",
     "ask": "ask:ask",
     "search": "search:search",
     "chat": "chat:chat",

@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend_store import ChunkStore, Memo
 
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.places import is_below, is_within
+from cacheblend_cli.corpus.places import is_below, is_settled, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.prompt.collection import Collection
@@ -68,6 +68,12 @@ class Roots:
         self._model, self._salt = collection.model.fingerprint, collection.salt_digest
         found = map(DocumentRoot.of_memo, store.memos(ROOTS) if store is not None else ())
         self._known = [root for root in found if root is not None and root.salt == self._salt]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that were given for this model."""
+        own = {r.path for r in self._known if r.model == self._model and is_settled(r.path) and not is_stdin(r.path)}
+        return sorted(own)
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """The root that a document, or another root, is at or below."""

@@ -1,0 +1,77 @@
+"""config init, set and unset: a file that reads back as what was meant."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_cli.settings import Settings, resolve
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def file(cli: Cli, tmp_path: Path) -> Path:
+    return tmp_path / "cacheblend.toml"
+
+
+def test_init_writes_every_setting_as_a_comment(cli: Cli, file: Path) -> None:
+    assert cli("config", "init").code == 0
+    text = file.read_text()
+    assert tomllib.loads(text) == {}
+    lines = [line.removeprefix("# ") for line in text.split("\n") if " = " in line]
+    read = tomllib.loads("\n".join(lines))
+    for name, default in vars(Settings()).items():
+        assert read[name] == ("" if default is None else list(default) if isinstance(default, tuple) else default)
+    assert cli("config", "init").code == 2
+    file.write_text("top_k = 3\n")
+    assert cli("config", "init", "--force").code == 0
+    assert tomllib.loads(file.read_text()) == {}
+
+
+def test_set_keeps_the_rest_of_the_file(cli: Cli, file: Path) -> None:
+    file.write_text("# mine\ntop-k = 3  # few\nsystem = 'x'\n")
+    assert cli("config", "set", "top_k", "7").code == 0
+    assert cli("config", "set", "ratio", "auto").code == 0
+    assert cli("config", "set", "template-var", "a=1", "b=x y").code == 0
+    assert cli("config", "set", "mean_shift", "yes").code == 0
+    text = file.read_text()
+    assert text.startswith("# mine\n")
+    assert tomllib.loads(text) == {
+        "top_k": 7, "system": "x", "ratio": "auto", "template_var": ["a=1", "b=x y"], "mean_shift": True,
+    }  # fmt: skip
+    settings = resolve({}).settings
+    assert (settings.top_k, settings.ratio, settings.template_var) == (7, "auto", ("a=1", "b=x y"))
+    assert cli("config", "unset", "top-k").code == 0
+    assert resolve({}).settings.top_k == Settings().top_k
+    assert cli("config", "unset", "top-k").code == 3
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nothing", "1"), ("top_k", "many"), ("top_k", "0"), ("top_k", "1", "2"), ("mean_shift", "maybe")]
+)
+def test_what_is_no_setting_or_no_value_is_refused(cli: Cli, file: Path, arguments: tuple[str, ...]) -> None:
+    assert cli("config", "set", *arguments).code == 2
+    assert not file.exists()
+
+
+def test_the_projects_file_is_found_from_below_and_paths_are_meant_from_it(
+    cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text("")
+    (tmp_path / "sub/kv").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "sub")
+    monkeypatch.delenv("CACHEBLEND_STORE")
+    assert cli("config", "set", "store", "kv").code == 0
+    assert tomllib.loads(file.read_text()) == {"store": "sub/kv"}
+    assert resolve({}).settings.store_path == tmp_path / "sub/kv"
+
+
+def test_a_file_that_is_no_toml_stays(cli: Cli, file: Path) -> None:
+    file.write_text("= nonsense\n")
+    assert cli("config", "set", "top_k", "7").code == 2
+    assert file.read_text() == "= nonsense\n"
