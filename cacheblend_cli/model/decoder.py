@@ -15,6 +15,8 @@ from cacheblend_cli.model.norm import Norm, add_and_norm
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 
+SMALL_HEAD = 64 << 20  # bytes of a tied head that may be held twice: packed, decoding takes less time
+
 
 class DecoderLayer:
     """One transformer layer with fused QKV and gate-up projections.
@@ -119,10 +121,12 @@ class Decoder:
         self.spec, self.kernels = spec, kernels
         self.embedding = weights["embed"]
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
+        dtype = weights["lm_head"].dtype
         tied = weights["lm_head"].data_ptr() == self.embedding.data_ptr()
-        # a packed copy of the embedding would be a second one; one in int8 is small
-        self._head = linear(weights["lm_head"], weight_dtype=weight_dtype, pack=not tied)
-        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        # where the embedding is not its file's mapping, a packed copy of it is a second one
+        small = weights["lm_head"].numel() * dtype.itemsize <= SMALL_HEAD
+        self._head = linear(weights["lm_head"], weight_dtype=weight_dtype, pack=small or not tied)
+        self.device, self.dtype = self.embedding.device, dtype
         self.rope = LayerRotations(spec, self.device)
         self.layers = [
             DecoderLayer(i, spec, weights, kernels, rope, weight_dtype) for i, rope in enumerate(self.rope.of_layer)
@@ -131,7 +135,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_rows] int64 -> [num_rows, hidden_size]."""
-        h = F.embedding(token_ids, self.embedding)
+        h = F.embedding(token_ids, self.embedding).to(self.dtype)
         return h if self.spec.embedding_scale == 1 else h * _rounded(self.spec.embedding_scale, self.dtype)
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,10 @@ class SafetensorsFiles:
             rows: Tensor = handle.get_slice(name)[start:stop]
             return rows
 
+    def mapped(self, name: str) -> Tensor | None:
+        """The whole tensor in the file's dtype, its pages read when they are looked at."""
+        return self.whole(name)
+
     def columns(self, name: str, start: int, stop: int) -> Tensor:
         """Columns `start` to `stop` of a matrix."""
         with safe_open(self._file_of[name], framework="pt") as handle:

@@ -29,6 +29,10 @@ class TensorSource(Protocol):
         """Rows `start` to `stop` of a tensor."""
         ...
 
+    def mapped(self, name: str) -> Tensor | None:
+        """The whole tensor as a mapping of its file, in the file's dtype; None where it is not there as plain numbers."""
+        ...
+
 
 def tensor_source(model_dir: Path) -> TensorSource:
     """The weights of a model directory. Raises as `checkpoint_files`."""

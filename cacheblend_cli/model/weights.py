@@ -49,7 +49,8 @@ def load_weights(
 
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `folding`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
-    added to each block, in float32, on the way.
+    added to each block, in float32, on the way. The embedding, of which a prompt needs few rows, stays in its file on a CPU
+    where that has plain numbers, in the file's dtype: a tied head is then a copy that can be packed.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
@@ -60,6 +61,7 @@ def load_weights(
     deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
+    mapped: Tensor | None = None
     source = tensor_source(model_dir)
     for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
@@ -88,6 +90,12 @@ def load_weights(
                 f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
+        if name == EMBEDDING and device.type == "cpu" and EMBEDDING not in deltas:
+            mapped = source.mapped(stored)
+            if mapped is not None and not spec.tied:
+                weights[target] = mapped
+                seen.add(name)
+                continue
         if target not in weights:
             weights[target] = _room(full_shape, dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
@@ -95,6 +103,8 @@ def load_weights(
     if spec.tied and (EMBEDDING in seen or HEAD in seen):
         _tie(weights)
         seen |= {EMBEDDING, HEAD}
+        if mapped is not None:
+            weights["embed"] = mapped
     missing = sorted(set(shapes) - seen)
     if missing:
         raise UsageError(

@@ -67,6 +67,10 @@ class GGUFTensors:
         for name, tensor in self.index.items():
             yield name, "F32", tuple(tensor.shape)
 
+    def mapped(self, name: str) -> Tensor | None:
+        """None: what a file of this kind has is of types and an order of its own."""
+        return None
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, float32."""
         tensor = self.index[name]

@@ -51,6 +51,9 @@ class DequantisedTensors:
                 if part == "weight" or "weight" not in parts:
                     yield f"{module}.{part}", kind, shape
 
+    def mapped(self, name: str) -> Tensor | None:
+        return None if name in self._rows else self._files.mapped(name)
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         rows = self._rows.get(name)
         return self._files.read(name, start, stop) if rows is None else rows.read(start, stop)
