@@ -13,7 +13,7 @@ from cacheblend_cli.cli.conversation import Conversation
 from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import Flags, answer_of, request_of
-from cacheblend_cli.errors import PromptTooLong
+from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong
 from cacheblend_cli.server.client import Connection, EngineLost
 from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.settings import Resolved
@@ -52,31 +52,41 @@ class Answering:
 
     def ask(self, question: str, talk: Conversation, streams: Streams) -> tuple[str, Any]:
         """The answer's text, and what is known of it. What was said first is forgotten where all of it is too long."""
+        named = self._named
         while True:
             try:
-                return self._ask(question, talk.history, streams)
+                return self._ask(question, talk.history, named, streams)
             except PromptTooLong:
                 if not talk.turns:
                     raise
                 del talk.turns[0]
                 self._output.note("the conversation is too long: its first turn is forgotten")
+            except CacheBlendError as error:  # a question such as "why?": it is about what the last one was about
+                if error.exit_code != ExitCode.NOT_FOUND or named is not None or talk.last is None:
+                    raise
+                named = [chunk.id for chunk in talk.last.chunks]
 
-    def _ask(self, question: str, history: list[str], streams: Streams) -> tuple[str, Any]:
+    def _ask(self, question: str, history: list[str], named: Sequence[str] | None, streams: Streams) -> tuple[str, Any]:
         connection = None if self._local or self._engine else Connection.to(socket_of(self._resolved.settings))
         if connection is not None:
             with connection:
-                told = self._warm(connection, question, history, streams)
+                told = self._warm(connection, question, history, named, streams)
             if told is not None:
                 return told
-        return self._cold(question, history, streams)
+        return self._cold(question, history, named, streams)
 
     def _warm(
-        self, connection: Connection, question: str, history: list[str], streams: Streams
+        self,
+        connection: Connection,
+        question: str,
+        history: list[str],
+        named: Sequence[str] | None,
+        streams: Streams,
     ) -> tuple[str, Any] | None:
         """None when the engine is gone before it said anything."""
         pieces: list[str] = []
         first_at: float | None = None
-        request = request_of(self._resolved, Flags(), question, self._named, self._scope, history)
+        request = request_of(self._resolved, Flags(), question, named, self._scope, history)
         try:
             for event in connection.request(request):
                 if event["event"] == "done":
@@ -93,7 +103,9 @@ class Answering:
                 raise
         return None
 
-    def _cold(self, question: str, history: list[str], streams: Streams) -> tuple[str, Any]:
+    def _cold(
+        self, question: str, history: list[str], named: Sequence[str] | None, streams: Streams
+    ) -> tuple[str, Any]:
         from cacheblend_cli.api import Lookup, Question
         from cacheblend_cli.runtime.config import BlendConfig
         from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
@@ -104,9 +116,9 @@ class Answering:
             self._engine = options.load_engine(settings, self._output)
         engine = self._engine
         sampling = as_the_model(sampling, self._resolved, engine.model)
-        keys = [bytes.fromhex(key) for key in self._named or ()]
+        keys = [bytes.fromhex(key) for key in named or ()]
         asked = Question(question, keys, blend, sampling, settings.salt, history=tuple(history))
-        if self._named is None:
+        if named is None:
             asked = engine.search(self._store, asked, Lookup.of(settings, self._scope))
         self.by = ""
         auto = settings.ratio == "auto"

@@ -8,10 +8,11 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -41,6 +42,7 @@ def make_app(host: Host, runtime: Runtime) -> FastAPI:
     _asking_routes(app, host, runtime)
     _document_routes(app, host)
     _plain_routes(app, host)
+    _page_routes(app)
     return app
 
 
@@ -96,6 +98,24 @@ def _plain_routes(app: FastAPI, host: Host) -> None:
         return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def _page_routes(app: FastAPI) -> None:
+    folder = Path(__file__).parent / "page"
+    own = {
+        "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+        "Cache-Control": "no-cache",
+    }
+
+    @app.get("/")
+    async def page() -> Response:
+        return FileResponse(folder / "index.html", headers=own)
+
+    @app.get("/page.{kind}")
+    async def part(kind: str) -> Response:
+        if kind not in ("css", "js"):
+            raise HTTPException(404)
+        return FileResponse(folder / f"page.{kind}", headers=own)
+
+
 async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
     body = parse(ChatBody, await _json(request))
     _check_model(host, body)
@@ -127,7 +147,7 @@ async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wan
     prepared = [await in_engine(host, partial(prepare, host=host, wanted=one)) for one in wanted]
     if not wanted[0].body.stream:
         ends = await _unless_left(request, _ends(host, prepared))
-        return JSONResponse(reply.whole(ends, [one.origins for one in prepared]))
+        return JSONResponse(reply.whole(ends, prepared))
     stack = AsyncExitStack()
     asking = await stack.enter_async_context(Asking(host, prepared[0].job))
     try:
@@ -160,7 +180,7 @@ async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
 async def _written(reply: Reply, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[bytes]:
     """Server-sent events. What fails after the beginning is told in the stream."""
     try:
-        async for record in reply.stream(events, prepared.origins):
+        async for record in reply.stream(events, prepared):
             yield _event(record)
     except Exception as error:
         yield _event(_logged(error).body)

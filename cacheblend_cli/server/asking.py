@@ -16,7 +16,8 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
 from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.request import Question, chunk_of
+from cacheblend_cli.runtime.plan import plan
+from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.search import Lookup, with_chunks
@@ -55,10 +56,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job over chunks, and where each of them is from, in order."""
+    """A job over chunks, and where each of them is from, in order. full_ttft_s: what a full prefill is estimated to take,
+    where that was asked for."""
 
     job: Job
     origins: tuple[Origin, ...]
+    full_ttft_s: float | None = None
 
 
 def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
@@ -94,7 +97,15 @@ def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
         priority=body.priority,
         deadline_s=body.timeout_s,
     )
-    return Prepared(job, origins)
+    return Prepared(job, origins, _estimate(runtime, host, job) if body.explain else None)
+
+
+def _estimate(runtime: Runtime, host: Host, job: Job) -> float | None:
+    """By what this machine was measured to do, once; None where the question reuses nothing."""
+    if job.question.blend.mode != "blend":
+        return None
+    told = plan(runtime, resolve(runtime, host.store, job.question), auto=True).auto
+    return None if told is None else float(told["predicted_full_ttft_s"])
 
 
 def _blending(settings: Settings, body: Asked) -> Settings:

@@ -16,11 +16,11 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import cut
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
 from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.server.errors import bad
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings, of_settings
 
@@ -41,11 +41,11 @@ class Listed:
 def document_of(name: str, text: str, title: str | None) -> Document:
     """As `read_documents` makes one of a file: line ends are "\\n", and the text ends with one. The title is its heading.
 
-    Raises ApiError for a text without any word.
+    Raises UsageError for a text without any word.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise bad("the text of a document is empty", "documents")
+        raise UsageError("the text of a document is empty", "leave the document out")
     if title and title.strip() and not text.lstrip("# ").startswith(title.strip()):
         text = f"# {title.strip()}\n\n{text}"
     return Document(name, text if text.endswith("\n") else text + "\n")

@@ -6,18 +6,20 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.answer import Answer, ChunkUse
 from cacheblend_cli.runtime.sampling import TokenLogprob
 from cacheblend_cli.runtime.service import Done, Event, Reasoning, Text
-from cacheblend_cli.server.asking import Origin, checked
+from cacheblend_cli.server.asking import Prepared, checked
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How the answers to one request are written. chat: as messages, else as text. usage: in a stream, too."""
+    """How the answers to one request are written. chat: as messages, else as text. usage: in a stream, too. explain: tell
+    what became of every token."""
 
     chat: bool
     model: str
@@ -32,12 +34,12 @@ class Reply:
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         return cls(chat, model, tokenizer, usage, explain, name, int(time.time()))
 
-    def whole(self, ends: Sequence[Done], origins: Sequence[Sequence[Origin]]) -> dict[str, Any]:
-        """One object. ends: of every prompt, with the origins of its chunks."""
+    def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
+        """One object. ends: of every prompt, with what was prepared for it."""
         choices: list[dict[str, Any]] = []
         for done in ends:
             choices += [self._choice(len(choices) + i, answer) for i, answer in enumerate(done.answers)]
-        blends = [self.blend(done, of) for done, of in zip(ends, origins, strict=True)]
+        blends = [self.blend(done, of) for done, of in zip(ends, prepared, strict=True)]
         answers = [answer for done in ends for answer in done.answers]
         firsts = [done.answers[0] for done in ends]
         kind = "chat.completion" if self.chat else "text_completion"
@@ -48,7 +50,7 @@ class Reply:
             "blend": blends[0] if len(blends) == 1 else {"prompts": blends},
         }
 
-    async def stream(self, events: AsyncIterator[Event], origins: Sequence[Origin]) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
         """Objects of a stream. The last one with a choice has "blend"."""
         begun: set[int] = set()
         async for event in events:
@@ -63,7 +65,7 @@ class Reply:
             elif isinstance(event, Done):
                 last = len(checked(event).answers) - 1
                 for i, answer in enumerate(event.answers):
-                    extra = {"blend": self.blend(event, origins)} if i == last else {}
+                    extra = {"blend": self.blend(event, prepared)} if i == last else {}
                     yield {**self._chunk(i, {}, finish_reason(answer)), **extra}
                 if self.usage:
                     yield {
@@ -72,24 +74,44 @@ class Reply:
                         "usage": usage(event.answers[:1], event.answers),
                     }
 
-    def blend(self, done: Done, origins: Sequence[Origin]) -> dict[str, Any]:
+    def blend(self, done: Done, prepared: Prepared) -> dict[str, Any]:
         """What became of the chunks, and how long it took."""
         answer = done.answers[0]
         told = answer.to_dict(explain=self.explain)
-        chunks = [
+        chunks: list[dict[str, Any]] = [
             {
                 "id": c.id, "document": of.document, "title": of.title, "tokens": c.tokens, "status": c.status,
                 "recomputed": c.recomputed,
             }
-            for c, of in zip(answer.chunks, origins, strict=True)
+            for c, of in zip(answer.chunks, prepared.origins, strict=True)
         ]  # fmt: skip
+        if self.explain:
+            for record, chunk in zip(chunks, answer.chunks, strict=True):
+                record["pieces"] = self._pieces(answer, chunk)
         timing = {name: value for name, value in told["timing"].items() if name not in ("process_s", "model_load_s")}
         names = (
             "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "kv_bytes_loaded", "notes",
         )  # fmt: skip
+        estimated = {} if prepared.full_ttft_s is None else {"full_ttft_s": round(prepared.full_ttft_s, 6)}
         rest: dict[str, Any] = {name: told[name] for name in ("hot_tokens", "verify", "layers", "auto") if name in told}
-        return {**{name: told[name] for name in names}, "chunks": chunks, "timing": timing, "ended": done.ended, **rest}
+        return {
+            **{name: told[name] for name in names},
+            "chunks": chunks,
+            "timing": timing,
+            "ended": done.ended,
+            **rest,
+            **estimated,
+        }
+
+    def _pieces(self, answer: Answer, chunk: ChunkUse) -> list[tuple[str, str]]:
+        """The chunk's text in runs of tokens whose KV came to be in one way: exact, reused, recomputed or computed."""
+        at, pieces = chunk.start, list[tuple[str, str]]()
+        for how, run in groupby(answer.kinds(chunk)):
+            end = at + len(list(run))
+            pieces.append((self.tokenizer.decode(answer.prompt_ids[at:end], skip_special_tokens=False), how))
+            at = end
+        return pieces
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

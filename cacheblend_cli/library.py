@@ -1,0 +1,228 @@
+"""What Python programs import: a model that is loaded once and asked by any number of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli import api
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.request import Question
+from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.search import Lookup, with_chunks
+from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Limits, Service, Text
+from cacheblend_cli.server import documents as documents_of
+from cacheblend_cli.server.tenants import Tenant
+from cacheblend_cli.settings import Settings, of_settings
+
+__all__ = ["Added", "Asked", "Engine"]
+
+
+@dataclass(frozen=True)
+class Added:
+    """A document in the store: its id, and the ids of its chunks in order."""
+
+    id: str
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question. documents: texts it is over, cut and collected when they are first seen. chunks: ids of stored chunks.
+    search: how many more to search for. history: what was said before, by the user and the model in turn. settings: over the
+    engine's, as ratio=0.3 or max_tokens=20."""
+
+    question: str
+    documents: Sequence[str] = ()
+    chunks: Sequence[str] = ()
+    search: int = 0
+    history: Sequence[str] = ()
+    verify: bool = False
+    settings: dict[str, Any] | None = None
+
+
+class Engine:
+    """A loaded model. Its methods may be called from any thread; questions that are asked together are answered together.
+
+    Use as a context manager, or close it: a thread of its own runs the model.
+    """
+
+    def __init__(self, loaded: api.Engine, settings: Settings, limits: Limits | None = None) -> None:
+        self._loaded, self._settings, self._limits = loaded, settings, limits
+        self._service: Service | None = None
+        self._store: ChunkStore | None = None
+
+    @classmethod
+    def load(cls, model: str | None = None, **settings: Any) -> Engine:
+        """Load a model: a directory, a .gguf file, a hub id, "smollm2" or "handbook". settings: as `cacheblend config show`
+        names them (device, dtype, threads, ratio, max_tokens, ...); files and variables are not read.
+
+        Raises NotFoundError, UsageError or DeviceError.
+        """
+        made = _with(Settings(), {"model": model or "", **settings})
+        config = of_settings(EngineConfig, made, model=made.model or None, lora=made.lora or None)
+        return cls(api.Engine.load(config), made)
+
+    @property
+    def model(self) -> str:
+        return self._loaded.model.name
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine's thread. What is being answered is cancelled."""
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+    def use(self, store: ChunkStore | None) -> None:
+        """Take chunks from this store from now on; `add` does so, too. No question may be running."""
+        if self._service is None or store is not self._store:
+            self.close()
+            self._store = store
+            self._service = Service(self._loaded.runtime, store, self._limits)
+
+    def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[Added]:
+        """Store documents, (id, text) each, in place of what was stored under the same ids; their KV is computed now.
+
+        Raises UsageError for an empty text, and StoreErrors.
+        """
+        self.use(store)
+        added = []
+        for document_id, text in texts:
+            document = documents_of.document_of(documents_of.put_name(_OWN, document_id), text, None)
+
+            def put(runtime: Runtime, document: Any = document) -> documents_of.Putting:
+                putting = documents_of.Putting(runtime, store, document, self._settings, self._settings.salt)
+                while putting.collect(runtime):
+                    pass
+                return putting
+
+            putting = self._run().run(put).result()
+            added.append(Added(document_id, tuple(planned.key.hex() for planned in putting.chunks)))
+        return added
+
+    def ask(self, question: str | Asked, **about: Any) -> Answer:
+        """The answer to a question. about: fields of Asked, and settings over the engine's.
+
+        Raises NotFoundError, UsageError, StoreErrors and DeviceError.
+        """
+        return self._submit(_asked(question, about)).result()
+
+    def stream(self, question: str | Asked, **about: Any) -> Iterator[str]:
+        """The pieces of the answer as they are made. Leaving the loop early ends the answer."""
+        pieces: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        service = self._run()
+        ticket = service.submit(self._job(_asked(question, about)), pieces.put)
+        ended = False
+        try:
+            while not ended:
+                event = pieces.get()
+                ended = isinstance(event, Done | Failed)
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Text):
+                    yield event.text
+        finally:
+            if not ended:
+                service.cancel(ticket)
+
+    def ask_many(self, questions: Iterable[str | Asked], **about: Any) -> list[Answer]:
+        """The answers in order; the questions are answered together. Raises what the first of them fails of."""
+        futures = [self._submit(_asked(question, about)) for question in questions]
+        return [future.result() for future in futures]
+
+    async def ask_async(self, question: str | Asked, **about: Any) -> Answer:
+        """As `ask`, without holding up the event loop."""
+        future = await asyncio.to_thread(self._submit, _asked(question, about))
+        return await asyncio.wrap_future(future)
+
+    async def stream_async(self, question: str | Asked, **about: Any) -> AsyncIterator[str]:
+        """As `stream`, without holding up the event loop."""
+        pieces = self.stream(question, **about)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            await asyncio.to_thread(pieces.close)  # type: ignore[attr-defined]
+
+    def _run(self) -> Service:
+        if self._service is None:
+            self.use(self._store)
+        assert self._service is not None
+        return self._service
+
+    def _submit(self, asked: Asked) -> Future[Answer]:
+        future: Future[Answer] = Future()
+
+        def tell(event: Event) -> None:
+            if isinstance(event, Failed):
+                future.set_exception(event.error)
+            elif isinstance(event, Done):
+                if event.answers:
+                    future.set_result(event.answers[0])
+                else:
+                    future.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
+
+        self._run().submit(self._job(asked), tell)
+        return future
+
+    def _job(self, asked: Asked) -> Job:
+        settings = _with(self._settings, asked.settings or {})
+        return self._run().run(lambda runtime: _job_of(runtime, self._store, settings, asked)).result()
+
+
+_OWN = Tenant("", "")
+
+
+def _job_of(runtime: Runtime, store: ChunkStore | None, settings: Settings, asked: Asked) -> Job:
+    """In the engine's thread: documents first, then named chunks, then those that are found."""
+    sampling = of_settings(SamplingParams, settings, top_k=settings.sample_top_k)
+    question = Question(
+        asked.question, (), BlendConfig.of(settings), sampling, settings.salt, history=tuple(asked.history)
+    )
+    keys: list[bytes] = []
+    if asked.documents or asked.chunks or asked.search:
+        if store is None:
+            raise UsageError("documents and chunks need a store", "engine.use(ChunkStore.open(path, mode='write'))")
+        runtime.take_date(store, settings.salt)
+        given = [documents_of.sent(text, None, _OWN) for text in asked.documents]
+        collection = runtime.collection(settings.salt)
+        planned = [chunk for _, own in documents_of.plan(collection, given, settings) for chunk in own]
+        documents_of.note_texts(collection, store, planned)
+        keys = [chunk.key for chunk in planned] + [store.resolve(name) for name in asked.chunks]
+        if asked.search:
+            lookup = Lookup.of(replace(settings, top_k=asked.search))
+            keys += with_chunks(runtime, store, question, lookup).keys
+    auto = settings.ratio == "auto"
+    return Job(replace(question, keys=list(dict.fromkeys(keys))), verify=asked.verify, auto=auto)
+
+
+def _asked(question: str | Asked, about: dict[str, Any]) -> Asked:
+    """about: fields of Asked by their names; what is none of them is a setting."""
+    fields = {name: about[name] for name in about.keys() & Asked.__dataclass_fields__.keys()}
+    settings = {name: value for name, value in about.items() if name not in fields}
+    asked = replace(question, **fields) if isinstance(question, Asked) else Asked(question, **fields)
+    return replace(asked, settings={**(asked.settings or {}), **settings})
+
+
+def _with(settings: Settings, given: dict[str, Any]) -> Settings:
+    """Raises UsageError for a setting there is none of."""
+    unknown = given.keys() - vars(settings).keys()
+    if unknown:
+        raise UsageError(f"unknown setting {min(unknown)!r}", f"known: {', '.join(vars(settings))}")
+    return replace(settings, **given)

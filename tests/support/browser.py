@@ -1,0 +1,104 @@
+"""Chromium, headless, by its DevTools protocol: what a test of a page needs of it."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import pytest
+
+
+def chromium() -> str:
+    """Its path. Skips the test where there is none."""
+    found = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+    if found is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    return found
+
+
+class Page:
+    """A page of a browser of its own, which ends with it."""
+
+    def __init__(self, url: str, folder: Path, width: int = 1000, height: int = 1400) -> None:
+        from websockets.sync.client import connect
+
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-port=0",
+        ]
+        self._process = subprocess.Popen(
+            [chromium(), *flags, f"--user-data-dir={folder}", "about:blank"], stderr=subprocess.PIPE, text=True
+        )
+        assert self._process.stderr is not None
+        line = next(line for line in self._process.stderr if "DevTools listening on" in line)
+        address = line.split("ws://")[1].split("/")[0]
+        [target] = [t for t in httpx.get(f"http://{address}/json").json() if t["type"] == "page"]
+        self._socket = connect(target["webSocketDebuggerUrl"], max_size=None)
+        self._numbers = itertools.count(1)
+        self.size(width, height)
+        self._do("Page.enable")
+        self._do("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._socket.close()
+        self._process.terminate()
+        self._process.wait(10)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def size(self, width: int, height: int) -> None:
+        self._do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def js(self, expression: str) -> Any:
+        """The value of an expression."""
+        result = self._do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def until(self, expression: str, timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.js(expression):
+            assert time.monotonic() < deadline, f"never: {expression}"
+
+    def type(self, text: str) -> None:
+        """Into what has the focus."""
+        self._do("Input.insertText", text=text)
+
+    def press(self, key: str) -> None:
+        text = {"Enter": "\r", " ": " "}.get(key, "")
+        codes = {"Enter": 13, "Tab": 9, " ": 32}
+        same = {"key": key, "code": {" ": "Space"}.get(key, key), "windowsVirtualKeyCode": codes[key]}
+        self._do("Input.dispatchKeyEvent", type="keyDown", **same, **({"text": text} if text else {}))
+        self._do("Input.dispatchKeyEvent", type="keyUp", **same)
+
+    def shot(self, path: Path) -> None:
+        """A picture of all of the page."""
+        image = self._do("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(image["data"]))
+
+    def _do(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            answer = json.loads(self._socket.recv(60))
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result

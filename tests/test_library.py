@@ -1,0 +1,98 @@
+"""The Python library: the example of the documents, and what it promises beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint
+
+from cacheblend_cli import Asked, ChunkStore, Engine
+from cacheblend_cli.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+PAGES = [("a", "the lead of billing is Mara and she works in Bergen"), ("b", "Jonas keeps a parrot at home")]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    path = tmp_path_factory.mktemp("library") / "tiny"
+    write_checkpoint(path, "llama-gqa", max_position_embeddings=1024)
+    with Engine.load(str(path), threads=1, max_tokens=5, chunk_tokens=40, search="words") as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def store(tmp_path: Path, engine: Engine) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path / "store", mode="write") as opened:
+        engine.use(opened)
+        yield opened
+        engine.close()
+
+
+def test_the_example_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    [code, *_] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    monkeypatch.chdir(tmp_path)
+    import runpy
+
+    runpy.run_path(str(script))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith((" exact", " blended")) for line in lines) >= 1
+    assert any(line.isdigit() and int(line) > 0 for line in lines)
+
+
+def test_what_is_added_is_found_and_replaced(engine: Engine, store: ChunkStore) -> None:
+    added = engine.add(store, texts=PAGES)
+    assert [a.id for a in added] == ["a", "b"]
+    answer = engine.ask("who?", chunks=[c for a in added for c in a.chunks])
+    assert [c.status for c in answer.chunks] == ["exact", "blended"]
+    assert [c.id for c in engine.ask("parrot", search=3).chunks] == list(added[1].chunks)
+    engine.add(store, texts=[("b", "Jonas keeps a cat")])
+    assert not store.has_chunk(bytes.fromhex(added[1].chunks[0]))
+
+
+def test_together_and_one_by_one_say_the_same(engine: Engine, store: ChunkStore) -> None:
+    engine.add(store, texts=PAGES)
+    asked = [Asked(f"who is it {i}?", documents=[PAGES[i % 2][1]], settings={"max_tokens": 3 + i}) for i in range(4)]
+    alone = [engine.ask(one).text for one in asked]
+    assert [a.text for a in engine.ask_many(asked)] == alone
+    assert ["".join(engine.stream(one)) for one in asked] == alone
+
+    async def both() -> tuple[list[str], str]:
+        answers = await asyncio.gather(*(engine.ask_async(one) for one in asked))
+        return [a.text for a in answers], "".join([piece async for piece in engine.stream_async(asked[0])])
+
+    assert asyncio.run(both()) == (alone, alone[0])
+
+
+def test_settings_and_errors(engine: Engine, store: ChunkStore) -> None:
+    assert len(engine.ask("who?", max_tokens=2).generated_ids) <= 2
+    for wrong in ({"max_token": 3}, {"selector": "magic"}, {"documents": [" "]}):
+        with pytest.raises(Exception, match=r"max_token|magic|empty"):
+            engine.ask("who?", **wrong)
+    with pytest.raises(UsageError):
+        Engine.load("handbook", colour="red")
+    engine.use(None)
+    with pytest.raises(UsageError, match="store"):
+        engine.ask("who?", documents=["a"])
+
+
+def test_leaving_a_stream_ends_the_answer(engine: Engine, store: ChunkStore) -> None:
+    pieces = engine.stream("who?", max_tokens=900, temperature=3.0, seed=1)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert engine.ask("who?", max_tokens=2).generated_ids
+
+
+def test_the_names_cost_nothing_until_they_are_used() -> None:
+    code = "import sys, cacheblend_cli; print('torch' in sys.modules, 'Engine' in dir(cacheblend_cli) or cacheblend_cli.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False")
