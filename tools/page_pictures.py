@@ -18,7 +18,9 @@ def main(url: str, folder: Path) -> None:
         with tempfile.TemporaryDirectory() as profile, Page(url, Path(profile), width, height) as page:
             page.type(QUESTION)
             page.press("Enter")
-            page.until("document.querySelectorAll('#sources li').length > 0 && !document.getElementById('verify').disabled")
+            page.until(
+                "document.querySelectorAll('#sources li').length > 0 && !document.getElementById('verify').disabled"
+            )
             page.js("document.querySelectorAll('details').forEach((d, i) => { d.open = i < 2; })")
             page.shot(folder / f"{name}.png")
 
