@@ -77,6 +77,10 @@ class Tokenizer:
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
+    def to_json(self) -> str:
+        """As tokenizers writes it."""
+        return str(self._tokenizer.to_str())
+
     @property
     def has_template(self) -> bool:
         return self._template_source is not None

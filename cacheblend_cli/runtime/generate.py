@@ -11,8 +11,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.runtime.decode import DecodeRunner
+from cacheblend_cli.runtime.grammar import Grammar
 from cacheblend_cli.runtime.prefill import Prefilled
 from cacheblend_cli.runtime.reasoning import Speech
 from cacheblend_cli.runtime.runtime import Runtime
@@ -94,7 +96,8 @@ class Utterance:
         self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
     ) -> None:
         self._params, self._listener = params, listener
-        self._sampler = Sampler(params, runtime.decoder.device, prompt_ids)
+        self._grammar = _grammar(runtime, params)
+        self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         self._speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
         self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._speech.closing)
@@ -132,12 +135,17 @@ class Utterance:
         answered = 0 if reasoning.undecided else len(out.token_ids) - out.reasoning_tokens
         if len(out.token_ids) == self.room or answered >= self._params.max_tokens:
             return False
+        if self._grammar is not None and self._grammar.complete:
+            out.finish_reason = "stop"
+            return False
         self._close_when_used_up()
         return True
 
     def knows_next(self) -> bool:
         """Whether one more token can be drawn before the newest was heard: it cannot use the reasoning's tokens up."""
         open_or_opens = self._speech.reasoning.open or self._speech.reasoning.may_open
+        if self._grammar is not None:
+            return False
         free = self._budget is None or self.out.reasoning_cut or not open_or_opens or self._thought + 1 < self._budget
         return free and bool(self.out.token_ids) and self.num_drawn < self.room
 
@@ -161,6 +169,18 @@ class Utterance:
         if used_up and self._speech.reasoning.open and not self.out.reasoning_cut:
             self._closing.extend(self._closing_ids())
             self.out.reasoning_cut = True
+
+
+def _grammar(runtime: Runtime, params: SamplingParams) -> Grammar | None:
+    """The form that is asked for. Raises UsageError for one that cannot be followed."""
+    if params.json_schema is None and params.regex is None:
+        return None
+    if runtime.template.opens_reasoning:
+        raise UsageError(
+            f"{runtime.model.name} reasons before it answers, and that has no form",
+            "leave --json-schema and --regex out",
+        )
+    return runtime.grammars.of_params(params)
 
 
 def generate(

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.runtime.grammar import Grammars
 from cacheblend_cli.runtime.memory import DeviceMemory, reserve, sequence_of_its_own
 from cacheblend_cli.runtime.reasoning import CLOSING_ROOM
 from cacheblend_cli.runtime.sampling import SamplingParams
@@ -127,6 +129,11 @@ class Runtime:
                 self._templates.pop(next(iter(self._templates)))
             self._templates[key] = split_template(self.model.tokenizer, wording, self.template.day)
         return self._templates[key]
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes answers of a form. Raises UsageError where that is not installed."""
+        return Grammars.of(self)
 
     def collection(self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None) -> Collection:
         """What the keys of chunks are made of. kv_dtype, wording: None for the engine's."""

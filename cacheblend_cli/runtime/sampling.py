@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.runtime.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class SamplingParams:
     logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
     a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
     give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
-    given; 0: just n. stop_ids: tokens that end the answer as its end does.
+    given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token, what is added to its logit).
+    json_schema, regex: the form of the answer, which then has no reasoning before it.
     """
 
     max_tokens: int = 128
@@ -38,6 +40,9 @@ class SamplingParams:
     n: int = 1
     best_of: int = 0
     stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         for ok, what in (
@@ -50,6 +55,7 @@ class SamplingParams:
             (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
+            (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
             (1 <= self.n <= 64, "n is from 1 to 64"),
             (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
         ):
@@ -107,9 +113,16 @@ def _to_host(tensor: Tensor) -> Tensor:
 class Sampler:
     """Draws tokens with a generator of its own, so that a seed gives the same answer whatever else runs."""
 
-    def __init__(self, params: SamplingParams, device: torch.device, prompt_ids: Sequence[int] = ()) -> None:
-        """prompt_ids: what a repetition penalty counts beside what is drawn."""
-        self.params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        device: torch.device,
+        prompt_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        """prompt_ids: what a repetition penalty counts beside what is drawn. grammar: the form of the answer."""
+        self.params, self.grammar = params, grammar
+        self._bias = tuple(zip(*params.logit_bias, strict=True))
         self._penalties = Penalties(params, prompt_ids) if params.penalises else None
         self._generator = torch.Generator(device=device)
         if params.seed is not None:
@@ -119,11 +132,20 @@ class Sampler:
 
     def draw(self, logits: Tensor, forced: int | None = None) -> Draw:
         """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards.
-        forced: take this token instead."""
+        forced: take this token instead. With a grammar the token is waited for."""
         penalised = logits if self._penalties is None else self._penalties.applied(logits)
+        if self._bias:
+            ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
+            if not 0 <= min(self._bias[0]) <= max(self._bias[0]) < len(logits):
+                raise UsageError("logit_bias names a token that is not there", f"tokens are 0 to {len(logits) - 1}")
+            penalised = penalised.index_add(0, ids, values.to(penalised.dtype))
+        if self.grammar is not None:
+            penalised = self.grammar.allowed(penalised)
         token = self._token(penalised) if forced is None else torch.full((1,), forced, device=logits.device)
         if self._penalties is not None:
             self._penalties.note(token)
+        if self.grammar is not None:
+            self.grammar.take(int(token))
         if self.params.logprobs is None:
             return Draw(token)
         logprobs = torch.log_softmax(logits, dim=-1)
