@@ -24,9 +24,17 @@ class Found:
 
 class BlockManager:
     """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
-    such as the spare one that decoding fills its batches with."""
+    such as the spare one that decoding fills its batches with. hot, hot_blended: see `Limits`."""
 
-    def __init__(self, pool: KVPool, kernels: KernelBackend, watermark: float = 0.02, hot: bool = True) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        kernels: KernelBackend,
+        watermark: float = 0.02,
+        hot: bool = True,
+        hot_blended: bool = True,
+    ) -> None:
+        self._hot_blended = hot_blended
         self.pool, self._hot = pool, HotBlocks(pool, kernels) if hot else None
         self._reserve = int(watermark * pool.allocator.num_blocks)
         self._in_use = pool.allocator.num_used
@@ -79,7 +87,8 @@ class BlockManager:
     def keep(self, sequence: PagedSequence, token_ids: list[int], origin: Origin) -> None:
         """What stands in the sequence's full blocks is final: whoever asks the like of it finds it."""
         if self._hot is not None:
-            self._hot.keep(sequence, token_ids, origin)
+            last = len(token_ids) if self._hot_blended or not origin.blended else origin.exact_until
+            self._hot.keep(sequence, token_ids[:last], origin)
 
     def swap_out(self, sequence: PagedSequence) -> SwappedKV:
         return swap_out(sequence)

@@ -102,7 +102,8 @@ class Limits:
     """max_waiting: jobs in the queue before more are refused. max_sequences: answers that are made at once. max_rows: tokens
     of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
     watermark: share of the pool that is kept free for answers that grow. hot: keep KV in the pool after its answer, for who
-    asks the like of it."""
+    asks the like of it; hot_blended: blended KV too, though the tokens that were repaired were chosen for another question over
+    the same chunks."""
 
     max_waiting: int = 256
     max_sequences: int = 16
@@ -110,6 +111,7 @@ class Limits:
     pool_tokens: int | None = None
     watermark: float = 0.02
     hot: bool = True
+    hot_blended: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):

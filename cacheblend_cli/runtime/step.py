@@ -70,7 +70,7 @@ class Stepper:
         memory: DeviceMemory = lasting_pool(runtime, limits)
         self._runner, decoder = memory.runner, runtime.decoder
         hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
-        self.blocks = BlockManager(memory.pool, decoder.kernels, limits.watermark, hot)
+        self.blocks = BlockManager(memory.pool, decoder.kernels, limits.watermark, hot, limits.hot_blended)
         self.scheduler = Scheduler(
             self.blocks,
             limits.max_sequences,
