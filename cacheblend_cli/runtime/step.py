@@ -286,8 +286,12 @@ class Stepper:
         drawn = [(s, u, u.draw(row)) for (s, _, u), row in zip(parts, logits, strict=True)]
         for sequence, utterance, draw in drawn:
             sequence.kv_len += 1
-            if not utterance.hear(draw):
+            if utterance.hear(draw):
+                continue
+            try:
                 self._finish(sequence)
+            except Exception as error:  # in what is done once it is complete: the others go on
+                self._fail(sequence.run, error)
 
     # the end of an answer, and of a job
 
