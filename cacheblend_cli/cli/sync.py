@@ -115,7 +115,10 @@ class _Syncing:
     """Runs of an engine over the paths a store remembers."""
 
     def __init__(self, engine: Engine, settings: Settings, output: Output) -> None:
+        from cacheblend_cli.corpus.conversions import Conversions
+
         self._engine, self._settings, self._output = engine, settings, output
+        self._conversions = Conversions()
 
     def paths(self, given: list[str] | None) -> list[str]:
         """Those, or what the store remembers and is still on disk. Raises NotFoundError where that is nothing."""
@@ -136,11 +139,11 @@ class _Syncing:
         return found
 
     def sync(self, paths: list[str]) -> PrecomputeReport:
-        from cacheblend_cli.api import PrecomputeOptions
+        from cacheblend_cli.api import Paths, PrecomputeOptions
 
         wanted = PrecomputeOptions(salt=self._settings.salt)
         with options.open_store(self._settings, write=True) as store:
-            return self._engine.precompute(store, paths, wanted, self._tell)
+            return self._engine.precompute(store, Paths(paths, conversions=self._conversions), wanted, self._tell)
 
     def _tell(self, event: PrecomputeEvent) -> None:
         if event.kind == "removed":

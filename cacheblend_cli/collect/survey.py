@@ -145,7 +145,9 @@ def survey(
     roots = Roots(collection, store)
     selections = {name: replace(roots.selection_of(name), **paths.select) for name in names}
     found, kept, no_documents = list[Document](), dict[str, str](), set[str]()
-    for document in read_documents(paths.named, paths.listed, lambda path: selections[place_of(path)]):
+    for document in read_documents(
+        paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions
+    ):
         if isinstance(document, Document):
             found.append(document)
             kept[document.source] = document.digest

@@ -6,14 +6,15 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import Converter
 from cacheblend_cli.corpus.converters.text import MARKDOWN, PLAIN
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
-from cacheblend_cli.corpus.layout import Layout
+from cacheblend_cli.corpus.layout import Converted, Layout
 from cacheblend_cli.corpus.no_document import NoDocument
 from cacheblend_cli.corpus.places import STDIN, place_of, text_of
 from cacheblend_cli.corpus.selection import ALL, Selection
@@ -56,16 +57,20 @@ class Skipped:
 
 
 def read_documents(
-    paths: Sequence[str], listed: Sequence[str] = (), select: Callable[[str], Selection] = lambda path: ALL
+    paths: Sequence[str],
+    listed: Sequence[str] = (),
+    select: Callable[[str], Selection] = lambda path: ALL,
+    conversions: Conversions | None = None,
 ) -> Iterator[Document | Skipped]:
     """The documents under `paths` in sorted order, then the `listed` files. "-" is stdin. Of directories and of
     what is listed is read what a converter knows; hidden names, ignored ones and what select(path) leaves out of a directory
-    are not. A file that is named is read in any case.
+    are not. A file that is named is read in any case. conversions: what is known from before.
 
     A file reached twice is read once. Raises NotFoundError for a path that is not there, before anything is read, and
     UsageError for a directory that cannot be listed.
     """
     check_paths((*paths, *listed))
+    conversions = conversions or Conversions()
     seen: set[str] = set()
     for name in (*paths, *listed):
         root, is_listed = place_of(name), name not in paths
@@ -77,7 +82,8 @@ def read_documents(
             seen.add(source)
             named = found.named and not is_listed
             try:
-                yield _read(found, source, root, None if named else selection)
+                converted = _converted(found, None if named else selection, conversions)
+                yield Document(source, converted.text, root, converted.layout)
             except NoDocument as why:
                 typed = text_of(str(found.file))
                 yield Skipped(source, why.reason, typed, why.unread, why.group, named, why.by_rule)
@@ -97,23 +103,24 @@ def _found(name: str, selection: Selection) -> Iterator[Found]:
         yield Found(Path(name), named=True)
 
 
-def _read(found: Found, source: str, root: str, selection: Selection | None) -> Document:
+def _converted(found: Found, selection: Selection | None, conversions: Conversions) -> Converted:
     """selection: None for a file that was named. Raises NoDocument."""
     file, by_name = found.file, converter_of(found.file.name)
     if found.passed_over is not None:
         raise found.passed_over
-    converter: Converter = by_name or PLAIN
     if str(file) == STDIN:
-        data, converter = sys.stdin.buffer.read(), MARKDOWN
-    elif found.named and selection is not None and (why := unwanted(file, selection)) is not None:
+        return _ended(MARKDOWN.convert(sys.stdin.buffer.read()))
+    if found.named and selection is not None and (why := unwanted(file, selection)) is not None:
         raise why
-    else:
-        data = _bytes(file)
-    converted = converter.convert(data)
+    converter: Converter = by_name or PLAIN
+    return conversions.of(file, lambda: _ended(converter.convert(_bytes(file))))
+
+
+def _ended(converted: Converted) -> Converted:
+    """With a line end at its end. Raises NoDocument for what has no text."""
     if not converted.text.strip():
         raise NoDocument("empty")
-    text = converted.text
-    return Document(source, text if text.endswith("\n") else text + "\n", root, converted.layout)
+    return converted if converted.text.endswith("\n") else replace(converted, text=converted.text + "\n")
 
 
 def _bytes(file: Path) -> bytes:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cacheblend_cli.corpus import documents
+from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.layout import Layout
 from cacheblend_cli.corpus.places import place_of, shown
@@ -143,3 +145,20 @@ def test_a_missing_path_is_found_before_anything_is_read(here: Path) -> None:
     (here / "a.md").write_text("a\n")
     with pytest.raises(NotFoundError, match="nowhere"):
         next(read_documents(["a.md", "nowhere"]))
+
+
+def test_a_file_that_is_as_it_was_is_not_converted_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "a.html").write_text("<p>one</p>")
+    (here / "b.html").write_text("<p>two</p>")
+    known, converted = Conversions(), list[str]()
+    real = documents._bytes
+    monkeypatch.setattr(documents, "_bytes", lambda file: (converted.append(file.name), real(file))[1])
+
+    def texts() -> list[str]:
+        return [d.text for d in read_documents(["."], conversions=known) if isinstance(d, Document)]
+
+    assert texts() == texts() == ["one\n", "two\n"]
+    assert converted == ["a.html", "b.html"]
+    (here / "a.html").write_text("<p>six</p>")
+    assert texts() == ["six\n", "two\n"]
+    assert converted == ["a.html", "b.html", "a.html"]
