@@ -81,20 +81,24 @@ def _transformers(engine: Engine, ids: list[int]) -> Tensor:
 
 def _their_model(engine: Engine) -> Any:
     """transformers' model of the same weights: quantised ones as we read them, what an adapter adds added to them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     path, dtype = engine.model.path, engine.runtime.decoder.dtype
+    auto: Any = AutoModelForImageTextToText if engine.model.spec.other_parts else AutoModelForCausalLM
     model: Any
-    if quantisation_of(path) is None:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    quantisation = quantisation_of(path)
+    if quantisation is None:
+        model = auto.from_pretrained(path, dtype=dtype)
+    elif quantisation.method == "mxfp4":  # of experts that are one tensor, which we take apart
+        model = auto.from_pretrained(path, dtype=dtype, quantization_config=Mxfp4Config(dequantize=True))
     else:
         config, source = AutoConfig.from_pretrained(path), tensor_source(path)
         del config.quantization_config
         weights = {name: source.read(name, 0, shape[0] if shape else 0) for name, _, shape in source.headers()}
         with torch.device("meta"):
-            kind: Any = type(AutoModelForCausalLM.from_config(config))
+            kind: Any = type(auto.from_config(config))
         model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
     if engine.model.lora is not None:
         for name, delta in LoraAdapter.read(engine.model.lora).deltas.items():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hub_families
 import pytest
 import torch
 from adapters import write_adapter
@@ -93,6 +95,16 @@ def test_a_quantised_model_is_described_and_passes(cli: Callable[..., Any], tmp_
     write_checkpoint(tmp_path / "m", "qwen3", max_position_embeddings=1024)
     write_quantised(tmp_path / "m", gptq(4, 32), {"quant_method": "gptq", "bits": 4, "group_size": 32})
     assert cli("models", "show", "m", "--json").records[0]["quantised"] == "gptq"
+    record = cli("models", "check", "m", "--json").records[0]
+    assert record["passed"]
+    assert 0 < record["transformers"] <= record["limit"]
+
+
+@pytest.mark.parametrize("name", ["mistral-small-3", "gpt-oss, mxfp4"])
+def test_what_transformers_has_a_way_of_its_own_for_passes(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """A language model inside another, and weights that it dequantises itself."""
+    found = next(model for model in hub_families.RUN if model.name == name)
+    replace(found, shape=found.shape | {"max_position_embeddings": 1024}).write(tmp_path / "m")
     record = cli("models", "check", "m", "--json").records[0]
     assert record["passed"]
     assert 0 < record["transformers"] <= record["limit"]
