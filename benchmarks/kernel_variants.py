@@ -103,6 +103,12 @@ def all_variants(arch: int) -> Iterator[KernelVariant]:
     yield from _row_kernels()
 
 
+SINKS: dict[str, dict[str, Any]] = {  # as gpt-oss has them
+    "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
+    "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
+}
+
+
 def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, Any]) -> dict[str, Any]:
     defaults = {
         "GROUP": GROUP,
@@ -157,8 +163,6 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
         "paged group7": {"GROUP": 7},
         "paged window": {"WINDOW": True},
         "paged window cap": {"WINDOW": True, "SOFT_CAP": True},
-        "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
-        "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
         "paged fp8": {"FP8": True},
     }
     for dtype in SIZES:
@@ -168,6 +172,7 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
                 cases = {"contiguous": {"CONTIGUOUS": True}, "paged": {}}
                 cases |= special if head_dim in (64, 128, 256) else {"paged split": {"SPLITS": 8}}
                 cases |= _pool_cases() if head_dim == 128 else {}
+                cases |= SINKS if head_dim == 64 else {}
             for label, options in cases.items():
                 for config in prefill_configs(arch, head_dim, SIZES[dtype], bool(options.get("FP8"))):
                     core = dtype == "bf16" and head_dim == 128 and label == "paged"
@@ -193,8 +198,6 @@ def _decode() -> Iterator[KernelVariant]:
         "paged split": {"SPLITS": 8},
         "contiguous split": {"CONTIGUOUS": True, "SPLITS": 8},
         "paged window cap split": {"WINDOW": True, "SOFT_CAP": True, "SPLITS": 8},
-        "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
-        "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
         "paged fp8 split": {"FP8": True, "SPLITS": 8},
     }
     for dtype in SIZES:
@@ -202,6 +205,8 @@ def _decode() -> Iterator[KernelVariant]:
             these = cases if dtype == "bf16" else {"paged split": {"SPLITS": 8}}
             if dtype == "bf16" and head_dim == 128:
                 these = these | _pool_cases()
+            if dtype == "bf16" and head_dim == 64:
+                these = these | SINKS
             for label, options in these.items():
                 core = dtype == "bf16" and head_dim == 128 and label == "paged split"
                 config = decode_config(head_dim, GROUP, SIZES[dtype])
