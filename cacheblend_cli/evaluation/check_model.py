@@ -81,8 +81,9 @@ def _transformers(engine: Engine, ids: list[int]) -> Tensor:
 
 def _their_model(engine: Engine) -> Any:
     """transformers' model of the same weights: quantised ones as we read them, what an adapter adds added to them."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
+    from transformers.utils.quantization_config import Mxfp4Config
 
     logging.disable_progress_bar()
     path, dtype = engine.model.path, engine.runtime.decoder.dtype
