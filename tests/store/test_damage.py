@@ -244,3 +244,24 @@ def test_a_bad_page_costs_what_is_below_it(tmp_path: Path, database: str, level:
     assert found.items() <= dict.fromkeys(seeds, 0).items()
     least, most = ((0, 0), (1, len(seeds) - 31), (len(seeds) - 30, len(seeds) - 1))[level]
     assert least <= len(found) <= most
+
+
+def test_a_rescue_from_the_commit_before_names_what_that_had_not_computed_yet(tmp_path: Path) -> None:
+    """Texts are stored before their KV: what the last commit added is lost with it, and its documents are named."""
+    path, (manifest, blobs), (evicted, more) = tmp_path / "store", make_chunk(1), make_chunk(2)
+    with ChunkStore.open(path, mode="write") as store:
+        Operation("document", (1,), source="0/a.md").perform(store)
+        store.put_chunk(evicted, more)
+        store.evict_chunks([evicted.key])
+        store.put_records([manifest])
+        store.put_chunk(manifest, blobs)
+    levels, page_size = pages_by_level(path / "data.mdb", "blobs")
+    with (path / "data.mdb").open("r+b") as stream:
+        stream.seek(levels[0][0] * page_size)
+        stream.write(bytes(page_size))
+    report = salvage(path)
+    assert (report.chunks, report.lost) == (2, 1)
+    assert [Path(source).name for source in report.sources] == ["a.md"]
+    with ChunkStore.open(path, mode="write") as store:
+        assert {m.id: m.has_kv for m in store.chunks()} == {manifest.id: False, evicted.id: False}
+        assert verify(store).ok

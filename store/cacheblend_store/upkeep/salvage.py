@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """chunks, documents: whose records were kept. lost: chunks that are named and whose KV did not read. sources: where they
-    stand, which is to be precomputed again."""
+    """chunks, documents: whose records were kept. lost: chunks that are named and have no KV now, but for what was evicted.
+    sources: where they stand, which is to be precomputed again."""
 
     chunks: int
     documents: int
@@ -61,7 +61,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
         with suppress(BadBlob, StoreCorrupt):
             manifest = source.manifest(key)
             if manifest is not None and not _copy_chunk(source, target, manifest):
-                lost[key] = manifest.source
+                lost[key] = manifest.source if manifest.context != "prefix" else ""  # any run computes that
         if progress is not None:
             progress(done, len(keys))
     documents = list(_readable(source, "documents", source.document))
@@ -74,11 +74,12 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
         kept = set(reader.keys_from(b""))
     for document in documents:  # which know better than a chunk where it stands now
         lost |= {c.key: document.source for c in document.chunks if c.key in lost or c.key not in kept}
-    return SalvageReport(len(kept), len(documents), len(lost), tuple(sorted(set(lost.values()))))
+    return SalvageReport(len(kept), len(documents), len(lost), tuple(sorted(set(filter(None, lost.values())))))
 
 
 def _copy_chunk(source: StoreReader, target: ChunkStore, manifest: ChunkManifest) -> bool:
-    """Whether all that the chunk had was there. Of one whose KV does not read the text is kept."""
+    """Whether all that the chunk is to have was there. Of one whose KV does not read, or was not computed yet in the commit
+    that is left, the text is kept."""
     with suppress(BadBlob, StoreCorrupt):
         if manifest.has_kv:
             for layer in range(manifest.num_layers):
@@ -86,7 +87,7 @@ def _copy_chunk(source: StoreReader, target: ChunkStore, manifest: ChunkManifest
             target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_layers)])
             return True
     target.put_records([manifest])
-    return not manifest.has_kv
+    return manifest.evicted
 
 
 def _memo(source: StoreReader, key: bytes) -> Memo | None:
