@@ -134,7 +134,10 @@ def _unsupported() -> str:
     for model_type, reason in UNSUPPORTED.items():
         reasons[reason].append(f"`{model_type}`")
     lines = [f"- {reason}: {', '.join(sorted(types))}\n" for reason, types in reasons.items()]
-    return "## Refused by name\n\nA model_type that is neither here nor above, and that transformers does not know, is unknown, and said to be.\n\n" + "".join(lines)
+    return (
+        "## Refused by name\n\nA model_type that is neither here nor above, and that transformers does not know, is unknown, and said to be.\n\n"
+        + "".join(lines)
+    )
 
 
 if __name__ == "__main__":
