@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -42,11 +43,13 @@ difference is the largest of any logit.
 - blend .15: blending with a ratio of .15 (`hkvd`) and a second implementation on transformers' own layers, over the question,
   which recomputes the same tokens;
 - repair: how far that is from a full prefill, at least: what a difference is to be held against;
-- decoding: greedy tokens are those of transformers' `generate`.
-
-| model_type | configurations | full | blend 1.0 | blend .15 | repair | decoding |
-|---|---|---|---|---|---|---|
+- decoding: greedy tokens are those of transformers' `generate`;
+- time: of a full prefill, of what transformers takes for it (below 1 is faster), both in float32 at a common small shape.
+{speed}
+| model_type | configurations | full | blend 1.0 | blend .15 | repair | decoding | time |
+|---|---|---|---|---|---|---|---|
 """
+SPEED = ROOT / "benchmarks" / "results" / "model_speed.json"
 
 
 GENERIC = """## Any other decoder: the generic path
@@ -91,7 +94,8 @@ def main() -> None:
             print(f"{model.name}: {parity}", file=sys.stderr)
     missing = {*FAMILIES, *WRAPPERS} - set(found)
     assert {f"{name}_text" for name in WRAPPERS} >= missing, f"no configuration of {missing}"
-    text = HEAD.format(tokens=f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))}")
+    tokens = f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))}"
+    text = HEAD.format(tokens=tokens, speed=_speed_told())
     generic = {name for name in found if name not in FAMILIES and name not in WRAPPERS}
     text += "".join(_row(name, found[name]) for name in sorted(set(found) - generic))
     text += "".join(_row(name, found[name], "generic path") for name in sorted(generic))
@@ -121,8 +125,30 @@ def _row(name: str, family: list[Parity], path: str = "") -> str:
         f"{max(p.some for p in family):.1e}" + ("" if chosen == len(family) else f" ({chosen} chose the same)"),
         f"{min(p.repair for p in family):.1e}",
         "all" if decoded == len(family) else f"{decoded} of {len(family)}",
+        _time(name),
     ]
     return f"| {' | '.join(cells)} |\n"
+
+
+def _time(name: str) -> str:
+    """Of the runs of benchmarks/model_speed.py; empty where there is none."""
+    measured = _speeds().get("models", {}).get(name)
+    return f"{measured['ours_s'] / measured['theirs_s']:.2f}" if measured else ""
+
+
+def _speed_told() -> str:
+    speeds = _speeds()
+    if not speeds:
+        return ""
+    h, shape = speeds["hardware"], speeds["shape"]
+    return (
+        f"  {speeds['tokens']} tokens, {shape['hidden_size']} wide, {h['cpu']}, {h['threads']} threads; "
+        "`python benchmarks/model_speed.py`.\n"
+    )
+
+
+def _speeds() -> dict[str, Any]:
+    return json.loads(SPEED.read_text(encoding="utf-8")) if SPEED.is_file() else {}
 
 
 def _all(found: dict[str, list[Parity]], name: str) -> list[int]:
