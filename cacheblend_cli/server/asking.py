@@ -29,6 +29,10 @@ from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings
 
+_SAMPLED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
+    "ignore_eos", "regex",
+)  # fmt: skip
 PLAIN = CHUNKS + QUESTION
 """The wording of a prompt without any chunk."""
 
@@ -235,11 +239,9 @@ def sampling_of(base: SamplingParams, body: Asked, max_tokens: int | None, logpr
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "stop": body.stops or None,
-        **{
-            name: getattr(body, name)
-            for name in (
-                "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n",
-            )
-        },
-    }  # fmt: skip
+        "stop_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        "logit_bias": None if body.logit_bias is None else tuple(body.logit_bias.items()),
+        "json_schema": None if body.response_format is None else body.response_format.schema_text,
+        **{name: getattr(body, name) for name in _SAMPLED},
+    }
     return replace(base, **{name: value for name, value in given.items() if value is not None})

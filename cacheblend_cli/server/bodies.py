@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import json
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,9 +16,8 @@ _IGNORED = {
 }  # fmt: skip
 """Change no answer of ours, as long as there are no tools."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "functions": ([],), "logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "audio": (), "reasoning_effort": (), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
-    "echo": (False,), "suffix": ("",), "best_of": (1,),
+    "tools": ([],), "functions": ([],), "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
+    "web_search_options": (), "moderation": (), "echo": (False,), "suffix": ("",),
 }  # fmt: skip
 """Fields of OpenAI's that are not done here, and the values that ask for nothing (None always does)."""
 
@@ -57,6 +57,32 @@ class BlendIn(BaseModel):
     mean_shift: bool | None = None
 
 
+class SchemaIn(BaseModel):
+    """A JSON schema in OpenAI's form."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class FormatIn(BaseModel):
+    """What form the answer has: text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaIn | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """None for text. Raises ApiError where there is to be a schema and is none."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        if self.json_schema is None:
+            raise bad("response_format.json_schema is missing", "response_format")
+        return json.dumps(self.json_schema.schema_)
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
@@ -81,6 +107,12 @@ class Asked(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    best_of: int | None = Field(None, ge=1, le=64)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: FormatIn | None = None
+    regex: str | None = None
     documents: list[DocumentIn] | None = Field(None, max_length=MAX_DOCUMENTS)
     chunks: list[str] | None = Field(None, max_length=MAX_DOCUMENTS)
     search: SearchIn | None = None

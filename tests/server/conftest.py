@@ -39,6 +39,7 @@ class Server:
     socket: Path
     host: Host
     client: httpx.Client
+    end: Callable[[], None]
 
     def ask(self, key: str = "", **body: Any) -> httpx.Response:
         body.setdefault("messages", [{"role": "user", "content": "who works in Bergen?"}])
@@ -110,7 +111,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
         running.append((lambda: loop.call_soon_threadsafe(serving._server.end), thread, service, store, client))
-        return Server(f"{url}/v1", unix, host, client)
+        return Server(f"{url}/v1", unix, host, client, running[-1][0])
 
     yield run
     for end, thread, service, store, client in running:

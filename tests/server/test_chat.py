@@ -110,7 +110,9 @@ def test_logprobs_of_a_chat(server: Any) -> None:
     ("field", "value"),
     [
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "yaml"}),
+        ("response_format", {"type": "json_schema"}),
+        ("logit_bias", {"99999": 1}),
         ("reasoning_effort", "high"),
         ("temprature", 1),
         ("temperature", -1),
@@ -138,6 +140,27 @@ def test_what_cannot_be_done_is_refused(server: Any, field: str, value: Any) -> 
         reply = server.ask(**{field: value, "stream": stream})
         assert reply.status_code in (400, 404), reply.text
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_answers_have_a_form(server: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for stream in (False, True):
+        reply = server.ask(response_format=form, stream=stream, max_tokens=40)
+        parts = events(reply.text) if stream else [reply.json()]
+        choices = [c for part in parts for c in part["choices"]]
+        text = "".join((c["delta"] if stream else c["message"]).get("content", "") for c in choices)
+        assert json.loads(text) == {"n": 7}
+    assert server.ask(regex="(ja|nein)", max_tokens=9).json()["choices"][0]["message"]["content"] in ("ja", "nein")
+
+
+def test_a_token_is_forced_and_one_ends_the_answer(server: Any, engine: Engine) -> None:
+    token = engine.model.tokenizer.encode_text("x")[-1]
+    forced = server.ask(logit_bias={str(token): 100}, max_tokens=3).json()
+    assert forced["choices"][0]["message"]["content"] == "xxx"
+    ended = server.ask(logit_bias={str(token): 100}, stop_token_ids=[token], max_tokens=3).json()
+    assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"]) == ("stop", 1)
 
 
 def test_what_asks_for_nothing_is_taken(server: Any) -> None:

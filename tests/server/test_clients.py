@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -58,6 +61,17 @@ def test_langchain(server: Any) -> None:
     assert streamed == reply.content
     assert reply.usage_metadata["input_tokens"] > 0
     assert made.invoke("who?").usage_metadata["input_token_details"]["cache_read"] >= 0
+
+
+def test_the_example_with_langchain_runs(server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("langchain_openai")
+    server.client.put("/v1/documents/offices", json={"text": "The office in Bergen is near the harbor. Mara leads it."})
+    text = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "langchain" in block]
+    assert code.count("http://127.0.0.1:8321/v1") == 1
+    (tmp_path / "example.py").write_text(code.replace("http://127.0.0.1:8321/v1", server.url))
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert "'cache_read': " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("over", ["tcp", "socket"])

@@ -121,6 +121,18 @@ def test_a_client_that_leaves_is_cancelled(server: Any) -> None:
     assert stats.cancelled == 1
 
 
+def test_an_answer_finishes_when_the_server_ends(server: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 60, "stream": True, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.end()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason": "length"' in rest[-2]
+    assert server.host.draining
+
+
 def test_metrics_count(server: Any) -> None:
     server.ask(documents=PAGE)
     server.ask(documents=PAGE)
