@@ -144,14 +144,14 @@ def test_what_cannot_be_done_is_refused(server: Any, field: str, value: Any) -> 
 
 def test_answers_have_a_form(server: Any) -> None:
     pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    schema = {"enum": ["ja", "nein"]}  # a random model fills all room that a form leaves it with white space
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     for stream in (False, True):
         reply = server.ask(response_format=form, stream=stream, max_tokens=40)
         parts = events(reply.text) if stream else [reply.json()]
         choices = [c for part in parts for c in part["choices"]]
         text = "".join((c["delta"] if stream else c["message"]).get("content", "") for c in choices)
-        assert json.loads(text) == {"n": 7}
+        assert json.loads(text) in ("ja", "nein")
     assert server.ask(regex="(ja|nein)", max_tokens=9).json()["choices"][0]["message"]["content"] in ("ja", "nein")
 
 
