@@ -232,7 +232,7 @@ class Stepper:
                 params, listener = replace(params, logprobs=sampling.logprobs or 0), NOBODY
             sequence.utterance = Utterance(self._runtime, params, plan.token_ids, listener)
             sequence.kv_len = run.num_tokens
-            sequence.watch = AttentionShares(self._runtime.decoder, plan)
+            sequence.watch = AttentionShares(self._runtime.decoder, run.request.plan)
         logits = done.logits
         drawn = [(s, s.utterance.draw(logits)) for s in run.sequences if s.utterance is not None]
         for sequence, draw in drawn:
@@ -346,13 +346,20 @@ class Stepper:
         assert reason is not None
         self._runs.remove(run)
         run.stop_prefilling()
-        for sequence in list(run.unfinished):
-            if sequence.utterance is None:
+        try:
+            for sequence in list(run.unfinished):
+                if sequence.utterance is None:
+                    self._leave(sequence)
+                else:
+                    self._finish(sequence, reason)
+            answers = self._answers(run) if run.done is not None else []
+        except Exception as error:
+            for sequence in list(run.unfinished):
                 self._leave(sequence)
-            else:
-                self._finish(sequence, reason)
+            self._failed(run.ticket, error)
+            return
         self.counts.cancelled += 1
-        self._tell(run.ticket, Done(self._answers(run) if run.done is not None else [], reason))
+        self._tell(run.ticket, Done(answers, reason))
 
     def _answers(self, run: Run) -> list[Answer]:
         assert run.done is not None

@@ -150,3 +150,12 @@ def test_a_verified_answer_leaves_hot_kv_as_it_was(house: House) -> None:
     assert answer.verify is not None
     assert answer.verify.kl < 1e-6
     assert answer_of(bench, question).generated_ids == answer.generated_ids
+
+
+def test_a_chunk_that_is_hot_in_part_is_one_chunk(house: House) -> None:
+    """Where what is hot ends within a chunk that is computed, the answer tells of it once."""
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
+    answer_of(bench, replace(question, keys=[*house.keys[:2], house.keys[3]]))
+    then = answer_of(bench, question)
+    assert house.engine.ask(house.store, question).prompt_tokens > then.hot_tokens > 16
+    assert [c.tokens for c in then.chunks] == [c.tokens for c in cold(house, question).chunks]
