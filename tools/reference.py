@@ -1,0 +1,70 @@
+"""Write docs/reference.md and the manual page from what --help says: `python -m tools.reference`, `--check` to compare."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+REFERENCE, MANUAL = ROOT / "docs" / "reference.md", ROOT / "docs" / "cacheblend.1"
+_COLUMNS = "100"
+_TITLE = """# Reference
+
+What `--help` says of each command, written by `python -m tools.reference`.
+"""
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """(name, help) of the tool and each of its commands, in their order."""
+    os.environ["COLUMNS"] = _COLUMNS
+    import typer
+
+    from cacheblend_cli.cli.main import app
+
+    yield from _of(typer.main.get_command(app), "cacheblend", None)
+
+
+def _of(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
+    # what cannot be the same on every machine, such as the shell that runs this, is no part of a command's help
+    with command.make_context(name.split()[-1], [], parent=parent, resilient_parsing=True) as context:
+        text = command.get_help(context).rstrip()
+        yield name, text
+        for below in command.list_commands(context) if hasattr(command, "list_commands") else ():
+            part = command.get_command(context, below)
+            if not part.hidden:
+                yield from _of(part, f"{name} {below}", context)
+
+
+def reference() -> str:
+    parts = [f"## {name}\n\n{_indented(text)}\n" for name, text in helps()]
+    return "\n".join((_TITLE, *parts))
+
+
+def manual() -> str:
+    """roff: every command's help as it is, under its name."""
+    parts = []
+    for name, text in helps():
+        body = text.replace("\\", "\\e").replace("-", "\\-")
+        lines = [("\\&" + line) if line.startswith((".", "'")) else line for line in body.splitlines()]
+        parts.append("\n".join((f'.SH "{name.upper()}"', ".nf", *lines, ".fi")))
+    head = ".TH CACHEBLEND 1\n.SH NAME\ncacheblend \\- ask over documents whose KV cache is computed once\n"
+    return head + "\n".join(parts) + "\n"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+
+
+def main() -> None:
+    for path, text in ((REFERENCE, reference()), (MANUAL, manual())):
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.name} is not what --help says: python -m tools.reference")
+
+
+if __name__ == "__main__":
+    main()
