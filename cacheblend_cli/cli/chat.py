@@ -147,5 +147,6 @@ def _reader() -> Callable[[], str]:
         history=FileHistory(str(file)),
         completer=WordCompleter(list(COMMANDS), sentence=True),
         complete_while_typing=False,
+        reserve_space_for_menu=0,
     )
     return lambda: str(session.prompt("> "))
