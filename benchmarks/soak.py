@@ -147,6 +147,8 @@ class Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.told.append(record.getMessage())
+        if record.getMessage() != "a job's listener failed":
+            logging.lastResort.emit(record)  # type: ignore[union-attr]
 
 
 def resident() -> int:

@@ -51,10 +51,12 @@ class BlockManager:
         if size(num_tokens + room) > self._total - self._reserve:
             return Allocation.NEVER
         allocator = self.pool.allocator
-        shared = sum(map(allocator.is_used, found.hit.blocks[: found.hit.num_tokens // self.pool.block_size]))
         reserve = self._reserve if allocator.num_used > self._in_use else 0
-        missing = size(num_tokens + 1) - shared
-        return Allocation.OK if missing <= allocator.num_free - reserve else Allocation.LATER
+        return (
+            Allocation.OK
+            if self._taken(num_tokens + 1, found.hit) <= allocator.num_free - reserve
+            else Allocation.LATER
+        )
 
     def can_append(self, sequences: Collection[tuple[PagedSequence, int]]) -> bool:
         """Whether each of the (sequence, tokens it holds) can take one more token."""
@@ -67,16 +69,29 @@ class BlockManager:
         one of the same origin, if all that is blended is there."""
         if self._hot is None:
             return Found(Hit(), origin)
+        found = self._find(self._hot, plan, origin)
+        if self._taken(plan.num_tokens + 1, found.hit) <= self.pool.allocator.num_free:
+            return found
+        return Found(Hit(), origin)  # with a copy of a block that is used in part it may take one more than without
+
+    def _find(self, hot: HotBlocks, plan: PromptPlan, origin: Origin) -> Found:
         token_ids, size = plan.token_ids, self.pool.block_size
         repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
         exact = replace(origin, exact_until=plan.num_tokens, blended=b"")
-        hit = self._hot.find(token_ids, exact)
+        hit = hot.find(token_ids, exact)
         if hit.num_tokens >= repaired:
             return Found(hit.cut(plan.cut_for(hit.num_tokens), size), exact)
-        blended = self._hot.find(token_ids, origin)
+        blended = hot.find(token_ids, origin)
         if blended.num_tokens >= repaired:
             return Found(blended.cut(plan.cut_for(blended.num_tokens), size), origin)
         return Found(hit.cut(plan.cut_for(min(hit.num_tokens, origin.exact_until)), size), origin)
+
+    def _taken(self, num_tokens: int, hit: Hit) -> int:
+        """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, those of the hit that
+        nobody else uses, and while it is copied the one that is used in part."""
+        used, whole = self.pool.allocator.is_used, hit.num_tokens // self.pool.block_size
+        part = sum(not used(block) for block in hit.blocks[whole:])
+        return self.pool.blocks_for(num_tokens) - sum(map(used, hit.blocks[:whole])) + part
 
     def allocate(self, num_tokens: int, room: int, hit: Hit) -> PagedSequence:
         """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""

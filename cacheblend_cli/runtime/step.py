@@ -125,13 +125,13 @@ class Stepper:
         """Blocks, and its KV begins to load."""
         run = sequence.run
         found = self.blocks.find(run.request.plan, run.origin)
-        sequence.paged = self.blocks.allocate(run.num_tokens, run.room, found.hit)
         sequence.status = Status.RUNNING
         run.origin = found.origin
         if not run.begun:
             run.begun = True
             self._tell(run.ticket, Started())
         try:
+            sequence.paged = self.blocks.allocate(run.num_tokens, run.room, found.hit)
             run.prefilling = Prefilling(self._runtime, run.request, sequence.paged, found.hit.num_tokens)
             run.prefilling.__enter__()
         except BadChunk as bad:
@@ -177,9 +177,14 @@ class Stepper:
         """The prompt as it was prefilled, and the answer token by token: the KV is the same to the bit."""
         run, end = sequence.run, sequence.kv_len
         sequence.paged = self.blocks.allocate(run.num_tokens, run.room, Hit())
-        with Prefilling(self._runtime, run.request, sequence.paged) as prefilling:
-            while prefilling.advance(self._limits.max_rows) is None:
-                pass
+        while True:
+            try:
+                with Prefilling(self._runtime, run.request, sequence.paged) as prefilling:
+                    while prefilling.advance(self._limits.max_rows) is None:
+                        pass
+                break
+            except BadChunk as bad:  # it went meanwhile: the answer goes on over KV that is computed
+                run.request = run.request.without(bad.key, bad.reason)
         ids = sequence.token_ids
         for position in range(run.num_tokens, end):
             self._runner.begin([sequence.paged], [position], 1)

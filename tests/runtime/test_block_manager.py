@@ -162,3 +162,18 @@ def test_a_prompt_waits_for_room_or_never_fits() -> None:
     first.release()
     assert blocks.can_allocate(40, 4, none) is Allocation.OK
     blocks.check_idle()
+
+
+def test_a_block_used_in_part_needs_room_for_its_copy() -> None:
+    """A prompt as large as the pool may begin, though what is hot of it cannot be copied."""
+    blocks = BlockManager(OneLayerPool(), TorchBackend(), watermark=0.0)
+    first = plan_prompt([], [], [1] * (BLOCKS * SIZE - 4))
+    sequence = blocks.allocate(first.num_tokens, 0, Hit())
+    blocks.keep(sequence, first.token_ids, Origin(b"root", first.num_tokens))
+    sequence.release()
+    for plan in (plan_prompt([], [], [1] * (BLOCKS * SIZE - 6) + [2] * 5), plan_prompt([], [], [1, 1, 2])):
+        found = blocks.find(plan, Origin(b"root", plan.num_tokens))
+        assert blocks.can_allocate(plan.num_tokens, 0, found) is Allocation.OK
+        sequence = blocks.allocate(plan.num_tokens, 0, found.hit)
+        sequence.release()
+    blocks.check_idle()
