@@ -136,5 +136,9 @@ def answering_of(
     settings = resolved.settings
     with options.store_in_use(settings) as store:
         named = None if chunks is None else [store.resolve(name).hex() for name in read_ids(chunks)]
-        scope = EVERYTHING if named is not None else options.scope_of(store, source, everywhere, output)
+        scope = (
+            EVERYTHING
+            if named is not None
+            else options.scope_of(store, source, everywhere, output, settings.collection)
+        )
         yield Answering(resolved, output, store, scope, named, local=local)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 @options.with_settings(
     *options.SEARCHING,
+    "collection",
     "order",
     "mode",
     *options.BLENDING,
@@ -217,7 +218,7 @@ def ask(
     differing: list[int] = []
     with options.store_in_use(settings, write=not dry_run) as kv_store:
         searched = any(item.chunks is None for item in asked)
-        scope = options.scope_of(kv_store, source, everywhere, output) if searched else EVERYTHING
+        scope = options.scope_of(kv_store, source, everywhere, output, settings.collection) if searched else EVERYTHING
         lookup = Lookup.of(settings, scope, output.note) if searched else Lookup()
         if batch is None or dry_run:
             failed = [code for item in asked if (code := _guarded(answer, item, batch is not None, output, json))]

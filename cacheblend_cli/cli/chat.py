@@ -20,6 +20,7 @@ from cacheblend_cli.settings import Resolved
 
 @options.with_settings(
     *options.SEARCHING,
+    "collection",
     "mode",
     *options.BLENDING,
     *options.SAMPLING,

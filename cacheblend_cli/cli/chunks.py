@@ -111,8 +111,10 @@ def show(
     if json:
         output.json({**record, "text": manifest.text, "token_ids": list(manifest.token_ids)})
         return
-    for name, value in record.items():
-        output.line(f"{name:<14}{value}")
+    shown = {**record, "lines": citation.locator.text, "headings": " > ".join(citation.locator.headings)}
+    for name, value in shown.items():
+        if name != "part" and value != "":
+            output.line(f"{'place' if name == 'lines' else name:<14}{value}")
     output.text("\n" + manifest.text)
 
 

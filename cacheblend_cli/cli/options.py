@@ -132,12 +132,13 @@ def _flag(name: str, help_text: str | None) -> Any:
     ]
 
 
-def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Output) -> Scope:
-    """Which documents a search takes: what --source and --all say, else the current project's, which it says.
+def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Output, collection: str = "") -> Scope:
+    """Which documents a search takes: what --source and --all say, else the collection's, else the current project's, which
+    it says.
 
-    Raises NotFoundError when --source matches nothing that is stored.
+    Raises NotFoundError when --source matches nothing that is stored, and for a collection that nothing is of.
     """
-    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope, scope_here
+    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope, collection_scope, scope_here
     from cacheblend_cli.corpus.search import searchable
 
     names = searchable(store)
@@ -146,8 +147,10 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
         if not any(map(scope.holds, names)):
             raise NotFoundError(f"no stored document is at, below or like {source}", "list them: cacheblend chunks ls")
         return scope
-    if everywhere or not names:
+    if everywhere or not (names or collection):
         return EVERYTHING
+    if collection:
+        return collection_scope(store, collection)
     scope, told = scope_here(store, names)
     output.note(told)
     return scope

@@ -38,6 +38,8 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
     "salt",
     "max_size",
     "lock_timeout",
+    "collection",
+    collection="Call these documents together so, for --collection of ask, search and chat.",
     context="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
 )
 def precompute(
@@ -90,7 +92,8 @@ def precompute(
     day = None if date is None else parse_day(date)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota, day=day)
-    given_paths = _paths(paths, files_from, folders.selected(include, exclude, no_ignore, follow, max_file_size))
+    select = folders.selected(include, exclude, no_ignore, follow, max_file_size)
+    given_paths = _paths(paths, files_from, select, settings.collection)
     engine = options.load_engine(settings, output)
     options.about_demo(settings, output, given_paths.all)
     opened = _store_there(settings) if dry_run else options.open_store(settings, write=True, max_bytes=quota)
@@ -109,7 +112,7 @@ def precompute(
     _check_named(report)
 
 
-def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any]) -> Paths:
+def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any], collection: str) -> Paths:
     """Raises UsageError where nothing is named, NotFoundError for a path that is not there."""
     from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.corpus.documents import check_paths
@@ -118,7 +121,7 @@ def _paths(named: list[str] | None, files_from: str | None, select: dict[str, An
         raise UsageError("no path was named", "cacheblend precompute docs/")
     if files_from == "-" and "-" in (named or ()):
         raise UsageError("stdin can be read once, and - was given twice", "write the paths to a file")
-    found = Paths(named or (), folders.read_list(files_from), select)
+    found = Paths(named or (), folders.read_list(files_from), select, collection)
     check_paths(found.all)
     return found
 

@@ -12,7 +12,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
 
-@options.with_settings(*options.SEARCHING, "store", top_k="How many chunks.")
+@options.with_settings(*options.SEARCHING, "collection", "store", top_k="How many chunks.")
 def search(
     settings: Settings,
     query: Annotated[str, typer.Argument(help="Words to look for.")],
@@ -35,7 +35,7 @@ def search(
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
     check_context(settings.context)
     with options.open_store(settings, write=False) as kv_store:
-        scope = options.scope_of(kv_store, source, everywhere, output)
+        scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
         how = how_of(settings, output.note)
         hits = find(kv_store, query, settings.top_k, context=settings.context, scope=scope, how=how)
         if not hits and find(kv_store, query, 1):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.api import Engine, PrecomputeEvent, PrecomputeReport
 
 _RULES = (".gitignore", ".ignore")
-_RETRY_MS = 5000
+_RETRY_MS = 2000
 _STAYS = "what was stored stays"
 Paths = Annotated[
     list[str] | None,
@@ -82,8 +82,8 @@ def watch(settings: Settings, paths: Paths = None, quiet: options.NoMessages = F
 
 
 def follow(changes: Iterable[Changes], sync: Callable[[], PrecomputeReport], output: Output, name: str) -> None:
-    """Sync now, then after each change; what failed is said, and tried again when the changes say that time has passed (an
-    empty set)."""
+    """Sync now, again once the watching has begun, then after each change; what failed is said, and tried again when the
+    changes say that time has passed (an empty set)."""
     from cacheblend_store import StoreError
 
     due = True
@@ -92,7 +92,7 @@ def follow(changes: Iterable[Changes], sync: Callable[[], PrecomputeReport], out
             continue
         try:
             report = sync()
-            due = False
+            due = changed is START  # what changed before the watching began is nobody else's to tell
             if changed is START or _is_news(report):
                 output.note(_told(report) + (f"; watching {name}, Ctrl-C ends it" if changed is START else ""))
         except (CacheBlendError, StoreError) as error:  # a store that is busy, a folder that is being moved

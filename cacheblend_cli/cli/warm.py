@@ -61,7 +61,7 @@ class WarmAsk:
         with self._connection, options.open_store(settings, write=False) as store:
             keys, scope = None, None
             if chunks is None:
-                scope = options.scope_of(store, flags.source, flags.everywhere, self._output)
+                scope = options.scope_of(store, flags.source, flags.everywhere, self._output, settings.collection)
             else:
                 keys = [store.resolve(name).hex() for name in chunks]
             request = request_of(self._resolved, flags, question, keys, scope)

@@ -20,7 +20,7 @@ from cacheblend_cli.prompt.collection import Collection
 class DocumentRoot:
     """A path that was given to precompute, for one model and salt, and how what is below it is cut and collected.
 
-    selection: what is taken of it where it is a folder. path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
+    selection: what is taken of it where it is a folder. collections: names of the collections it is of. path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
     that a link below them leads to it.
     """
 
@@ -32,6 +32,7 @@ class DocumentRoot:
     projects: frozenset[str] = frozenset()
     updated: float = field(default=0.0, compare=False)
     selection: Selection = ALL
+    collections: frozenset[str] = frozenset()
 
     def covers(self, name: str) -> bool:
         """Whether a document is at or below the path."""
@@ -42,6 +43,7 @@ class DocumentRoot:
             "path": self.path, "model": self.model, "salt": self.salt,
             "settings": vars(self.settings), "linked": sorted(self.linked),
             "projects": sorted(self.projects), "selection": self.selection.to_dict(),
+            "collections": sorted(self.collections),
         }  # fmt: skip
         return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
 
@@ -53,12 +55,13 @@ class DocumentRoot:
             path, model, salt = (str(value[name]) for name in ("path", "model", "salt"))
             linked, projects = (frozenset(map(str, value[name])) for name in ("linked", "projects"))
             settings = CollectSettings.remembered(value["settings"])
+            collections = frozenset(map(str, value.get("collections", ())))
             selection = Selection.from_dict(value.get("selection", {}))
         except (KeyError, TypeError, AttributeError):
             return None
         if settings is None:
             return None
-        return cls(path, model, salt, settings, linked, projects, memo.updated, selection)
+        return cls(path, model, salt, settings, linked, projects, memo.updated, selection, collections)
 
 
 class Roots:
@@ -112,12 +115,13 @@ class Roots:
             if old is not None:
                 linked = root.linked if done else root.linked | old.linked
                 root = replace(root, linked=linked, projects=root.projects | old.projects)
+                root = replace(root, collections=root.collections | old.collections)
             inherits = above is not None and (above.model, above.settings, above.selection) == (
                 self._model,
                 root.settings,
                 root.selection,
             )
-            if old is not None or root.linked or root.projects or not inherits:
+            if old is not None or root.linked or root.projects or root.collections or not inherits:
                 after[path] = replace(root, updated=now)
             for below in known.values():
                 if is_below(below.path, path) and below.path not in wanted:

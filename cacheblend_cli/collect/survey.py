@@ -35,7 +35,7 @@ class Survey:
     for any model or salt. others: records of other models, where the store is of a version that remembered no roots.
     codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
     latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
-    selections: what is taken of each of the paths.
+    selections: what is taken of each of the paths. name: of a collection that they are of.
     """
 
     collection: Collection
@@ -50,6 +50,7 @@ class Survey:
     earlier: dict[str, date]
     roots: Roots
     selections: dict[str, Selection]
+    name: str = ""
 
     @cached_property
     def linked(self) -> dict[str, set[str]]:
@@ -129,6 +130,7 @@ class Survey:
                 frozenset(self.linked.get(path, ())),
                 frozenset(filter(None, [project])),
                 selection=self.selections[path],
+                collections=frozenset(filter(None, [self.name])),
             )
             for path, project in self.paths.items()
         ]
@@ -170,7 +172,9 @@ def survey(
     gone = gone_documents(records, kept, no_documents, names)
     gone |= gone_documents(stored, kept, no_documents | roots.unlinked(names, kept.keys()), names)
     days = {of.id: day for of, day in earlier}
-    return Survey(collection, names, found, kept, stored, gone, others, codecs, worded, days, roots, selections)
+    return Survey(
+        collection, names, found, kept, stored, gone, others, codecs, worded, days, roots, selections, paths.collection
+    )
 
 
 def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:

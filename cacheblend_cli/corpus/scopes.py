@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.places import SENT, is_settled, is_within, place_of, project_folder, shown, with_parents
+from cacheblend_cli.errors import NotFoundError
 
 ROOTS = "root"
 """The kind of the store's memos of document roots, see collect/roots.py."""
@@ -53,6 +54,21 @@ class Scope:
 
 
 EVERYTHING = Scope()
+
+
+def collection_scope(store: ChunkStore, name: str) -> Scope:
+    """The paths that were precomputed as that collection. Raises NotFoundError, which names the known ones."""
+    paths, names = set[str](), set[str]()
+    for memo in store.memos(ROOTS):
+        with suppress(KeyError, TypeError):
+            names.update(memo.value["collections"])
+            if name in memo.value["collections"]:
+                paths |= {memo.value["path"], *memo.value["linked"]}
+    if not paths:
+        known = ", ".join(sorted(names)) or "none"
+        hint = f"known: {known}; cacheblend precompute --collection {name} docs/"
+        raise NotFoundError(f"the store has no collection {name}", hint)
+    return Scope(min(paths), linked=frozenset(paths))
 
 
 def project_scope(store: ChunkStore) -> Scope:

@@ -68,6 +68,7 @@ def watching(docs: Path, model: Path, tmp_path: Path) -> Iterator[subprocess.Pop
     process.communicate()
 
 
+@pytest.mark.timeout(60)
 def test_watch_stores_what_changes_and_ends_with_ctrl_c(
     cli: Cli, docs: Path, tmp_path: Path, watching: subprocess.Popen[str]
 ) -> None:
@@ -103,3 +104,6 @@ def test_what_fails_is_tried_again(cli: Cli) -> None:
 
     follow([set(), {"a change"}, set(), set(), set()], sync, Output(quiet=True), "docs")
     assert len(runs) == 4, "the start, the change, two tries more"
+    runs.clear()
+    follow([set(), set()], lambda: (runs.append("run"), PrecomputeReport())[1], Output(quiet=True), "docs")
+    assert len(runs) == 2, "what changed before the watching began is found"
