@@ -40,7 +40,7 @@ class Settings:
     lora: str = _setting("", "Directory of a LoRA adapter (peft's files), merged into the model.", shown=False)
     store: str = _setting("", "Directory of the store.", shown=False)
     chunk_tokens: int = _setting(512, "Tokens of a chunk at most.")
-    collection: str = _setting("", "Only the documents that precompute --collection gave this name.", shown=False)
+    collection: str = _setting("", "Only documents of this collection.", shown=False)
     overlap: int = _setting(0, "Tokens at most that a chunk repeats of the text before it.")
     context: str = _setting(
         "document",

@@ -56,7 +56,7 @@ _PANEL = {
     for panel, names in zip(
         PANELS,
         (
-            ("embeddings", "min_score", "expand", "context", "order"),
+            ("collection", "embeddings", "min_score", "expand", "context", "order"),
             SAMPLING[1:],
             ("prompt", "template_var"),
             (*MACHINE, "kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "lora", "salt", "lock_timeout"),
