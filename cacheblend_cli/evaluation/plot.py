@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".png", ".svg")
-_FULL, _REUSE = "#333333", "#b03a2e"
+_FULL, _REUSE = "#333333", "#d55e00"
+_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+"""Of the series: Okabe and Ito's palette, which colour-blind readers can tell apart, and a brown. There are no more than these."""
+_MARKERS = "os^Dvp"
+_APART = 0.055  # of an axis, between the labels of two series
 
 
 def check_plot(path: Path) -> None:
@@ -42,22 +46,31 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
     score = "f1" if any(s.f1 for s in summaries) else "f1_full"
     figure = Figure(figsize=(11, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.15))
     quality, time = figure.subplots(1, 2)
-    _levels(summaries, score, quality, time)
-    for name, series in _series(summaries).items():
+    labels = _levels(summaries, score, quality, time)
+    every = _series(summaries)
+    for (name, series), colour, marker in zip(every.items(), _COLOURS, _MARKERS, strict=False):
         ratios = [s.ratio for s in series]
         values: list[Interval | None] = [getattr(s, score) for s in series]
-        [line] = quality.plot(ratios, [v.value if v else None for v in values], marker="o", label=name)
+        middles = [v.value if v else 0.0 for v in values]
+        quality.plot(ratios, middles, marker=marker, color=colour, markersize=5)
         low, high = ([v.low if v else 0.0 for v in values], [v.high if v else 0.0 for v in values])
-        quality.fill_between(ratios, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-        time.plot(ratios, [1000 * s.ttft_s for s in series], marker="o", label=name)
+        quality.fill_between(ratios, low, high, color=colour, alpha=0.12, linewidth=0)
+        times = [1000 * s.ttft_s for s in series]
+        below = [max(0.0, t - 1000 * s.ttft_quartiles_s[0]) for t, s in zip(times, series, strict=True)]
+        above = [max(0.0, 1000 * s.ttft_quartiles_s[1] - t) for t, s in zip(times, series, strict=True)]
+        time.errorbar(ratios, times, yerr=[below, above], marker=marker, color=colour, markersize=5, capsize=2, lw=1.5)
+        labels.append((name, colour, middles[-1], times[-1]))
     quality.set_ylabel("F1" if score == "f1" else "F1 against full prefill's answers")
-    time.set_ylabel("time to the first token, ms (median)")
+    time.set_ylabel("time to the first token, ms (median and quartiles)")
+    quality.set_ylim(0, 1.03)
     time.set_ylim(bottom=0)
-    for axes in (quality, time):
+    for axes, which in ((quality, 2), (time, 3)):
         axes.set_xlabel("recompute ratio")
+        axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
-    handles, names = quality.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8, frameon=False)
+        _label(axes, [(label[0], label[1], float(label[which])) for label in labels])
+    if (more := len(every) - len(_COLOURS)) > 0:
+        title = f"{title}{'; ' if title else ''}{more} more series are in the table only"
     if title:
         figure.suptitle(title, fontsize=10)
     metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
@@ -70,17 +83,35 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
         ) from error
 
 
-def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes) -> None:
-    """Full prefill and each reuse as lines across."""
+def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes) -> list[tuple[str, str, float, float]]:
+    """Full prefill and each reuse as lines across; of each its label, colour, quality and time."""
+    labels = []
     for s in summaries:
         mode = s.setting["mode"]
         if s.label == NOISE_FLOOR.label or mode == "blend":
             continue
-        color, style = (_FULL, "--") if mode == "full" else (_REUSE, ":" if s.setting["context"] == "sink" else "-.")
+        colour, style = (_FULL, "--") if mode == "full" else (_REUSE, ":" if s.setting["context"] == "sink" else "-.")
         value = getattr(s, score)
         if value is not None:
-            quality.axhline(value.value, color=color, linestyle=style, label=s.label)
-        time.axhline(1000 * s.ttft_s, color=color, linestyle=style, label=s.label)
+            quality.axhline(value.value, color=colour, linestyle=style)
+        time.axhline(1000 * s.ttft_s, color=colour, linestyle=style)
+        labels.append((s.label, colour, value.value if value is not None else 1.0, 1000 * s.ttft_s))
+    return labels
+
+
+def _label(axes: Axes, labels: Sequence[tuple[str, str, float]]) -> None:
+    """Names beside the right edge, each as near to the height of what it names as leaves them apart and within the axes."""
+    bottom, top = axes.get_ylim()
+    ordered = sorted(labels, key=lambda label: label[2])
+    heights: list[float] = []
+    for _, _, value in ordered:
+        heights.append(max((value - bottom) / (top - bottom), heights[-1] + _APART if heights else 0.0))
+    most = 1.0
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], most)
+        most = heights[i] - _APART
+    for (name, colour, _), height in zip(ordered, heights, strict=True):
+        axes.text(1.02, height, name, color=colour, transform=axes.transAxes, va="center", fontsize=8)
 
 
 def _series(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:

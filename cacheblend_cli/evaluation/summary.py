@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, Interval, difference, mean, normalised, pooled
@@ -49,6 +49,7 @@ class Summary:
     budget: float
     ttft_s: float
     prefill_s: float
+    ttft_quartiles_s: tuple[float, float] = (0.0, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,7 +123,16 @@ def _summary(
         budget=fmean(r.recompute_fraction for r in records) if records else 0.0,
         ttft_s=median(r.ttft_s for r in records) if records else 0.0,
         prefill_s=median(r.prefill_s for r in records) if records else 0.0,
+        ttft_quartiles_s=_quartiles([r.ttft_s for r in records]),
     )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third; of one value it is both."""
+    if len(values) < 2:
+        return (values[0], values[0]) if values else (0.0, 0.0)
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 def _layers(errors: Sequence[Sequence[float]]) -> list[float]:
