@@ -19,8 +19,11 @@ from gpu_cost import Ceilings
 from gpu_model import RandomModel, transformers_model
 from torch import Tensor
 
+from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
+from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
@@ -155,6 +158,18 @@ class Bench:
         seconds = time.perf_counter() - start
         done.sequence.release()
         return seconds, done
+
+    @torch.inference_mode()
+    def run_in_pool(self, length: int, blend: BlendConfig) -> tuple[float, PrefillResult]:
+        """As `run`, with the stored KV in the pool already: what the computing takes alone."""
+        lossless = Request(self.collection, self.store, self.suffix, self.inputs(length), blend=blend).lossless
+        with Loaded(self, length) as loaded:
+            self.synchronize()
+            start = time.perf_counter()
+            prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
+            result = blended_prefill(prompt, blend.policy(self.model.spec.num_layers, lossless))
+            result.logits[-1].argmax().item()
+            return time.perf_counter() - start, result
 
     @torch.inference_mode()
     def run_theirs(self, length: int) -> tuple[float, Tensor]:

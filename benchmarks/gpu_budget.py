@@ -21,6 +21,11 @@ class Budget:
     def left(self) -> float:
         return self.seconds - self.used
 
+    def take_skipped(self) -> list[str]:
+        """What was left out since the last time this was asked."""
+        taken, self.skipped = self.skipped, []
+        return taken
+
     def allows(self, seconds: float, what: str) -> bool:
         """Whether there is time for something that takes about so long; if not, it is noted."""
         if seconds <= self.left:

@@ -1,12 +1,20 @@
-"""Everything that only a GPU can tell, in one command and less than eight minutes.
+"""Everything that only a GPU can tell, in three stages of less than ten minutes each.
 
-    python benchmarks/gpu_check.py [--wheels FOLDER] [--store-dir /dev/shm] [--out STEM]
+    python benchmarks/gpu_check.py [--stages 1,2,3] [--resume] [--wheels FOLDER] [--store-dir /dev/shm] [--out STEM]
     python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
 
 The machine needs Python, torch and triton; wheels of what else is missing (lmdb, xformers, platformdirs, ...) are installed
-from FOLDER into a temporary one. In this order: the ceilings (copy bandwidth, bf16 matrix product), every kernel's numbers
-against fp64, the two Llama shapes from question to answer, and each kernel's speed beside its ceiling. What --budget has no
-time for is left out and said. STEM.json and STEM.md are written after every step, by default to benchmarks/results/.
+from FOLDER into a temporary one.
+
+1. The ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape from
+   question to answer, and compute-sanitizer over small cases where the program is found.
+2. The 8B shape: full prefill, `hkvd` and `query` at .15, `hkvd` with its KV in the pool already, transformers, then the rest.
+3. Each kernel's speed beside its ceiling, and tiles and splits of prefill attention beside SDPA by cuDNN and by flash.
+
+Each step is a process of its own (`gpu_steps.py`); this one never touches the GPU. A process that raises, dies or hangs is
+followed by another that goes on at the next case. Every row is in STEM.jsonl as soon as it is there; STEM.json and STEM.md are
+made of it after every step, by default in benchmarks/results/. What a stage's --budget has no time for is left out and said.
+--resume goes on where a run with the same STEM stopped.
 
 Exit code: 0, or 1 when a number is wrong or a step failed.
 """
@@ -14,56 +22,78 @@ Exit code: 0, or 1 when a number is wrong or a step failed.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import math
 import os
-import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from gpu_budget import Budget
+from gpu_log import Log, assemble
+from gpu_report import markdown, targets
+from gpu_steps import HOPELESS, RESTART, Step, stage_steps
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "transformers", "xformers", "lmdb")
+STEPS = Path(__file__).with_name("gpu_steps.py")
+GRACE_S = 20.0  # beyond a stage's budget, for the case that runs when it ends
 
 
 def main() -> int:
     arguments = parse()
-    budget = Budget(arguments.budget)
+    stem = out_stem(arguments)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    log = Log(stem.with_name(stem.name + ".jsonl"))
+    if arguments.resume:
+        log.reopen()
+    else:
+        log.path.unlink(missing_ok=True)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=arguments.store_dir) as folder:
         if arguments.wheels is not None:
             install(arguments.wheels, Path(folder) / "site")
-        sys.path[:0] = [str(ROOT / part) for part in ("", "store", "kernels")]
-        result, stem = blank(arguments), out_stem(arguments)
-        for name, step in steps(arguments, result, budget, Path(folder)):
-            print(f"{name}, {budget.used:.0f} s of {budget.seconds:.0f} used", file=sys.stderr, flush=True)
-            try:
-                step()
-            except Exception as error:  # the other steps still have something to say
-                traceback.print_exc()
-                result["faults"].append(f"{name}: {type(error).__name__}: {error}")
-            result["skipped"], result["seconds"] = budget.skipped, budget.used
-            write(result, stem)
-    return summary(result, stem)
+        for stage in arguments.stages:
+            budget = Budget(arguments.budget)
+            steps = stage_steps(stage, arguments.tiny, processes_of(arguments))
+            for _, group in groupby(steps, key=lambda step: step.together or step.name):
+                together = list(group)
+                names = together[0].together or together[0].name
+                print(
+                    f"stage {stage}, {names}, {budget.used:.0f} s of {budget.seconds:.0f} used",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                with ThreadPoolExecutor(len(together)) as threads:
+                    list(threads.map(lambda step: follow(step, arguments, log, budget, Path(folder)), together))  # noqa: B023
+                write(log, stem, arguments.tiny, time.monotonic() - started)
+    return summary(write(log, stem, arguments.tiny, time.monotonic() - started), stem)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
+    parser.add_argument("--stages", type=stages, default=(1, 2, 3), help="which, for example 1,3 (all)")
+    parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out stopped")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
     parser.add_argument("--store-dir", type=Path, help="where temporary files and the store go; a tmpfs is best")
-    parser.add_argument("--budget", type=float, default=460.0, help="seconds for everything (460)")
+    parser.add_argument("--budget", type=float, default=550.0, help="seconds a stage (550)")
     parser.add_argument("--processes", type=int, help="for the kernel checks (half the cores, 8 at most)")
-    parser.add_argument("--out", type=Path, help="stem of the two files that are written")
+    parser.add_argument("--out", type=Path, help="stem of the files that are written")
     return parser.parse_args()
+
+
+def stages(text: str) -> tuple[int, ...]:
+    found = tuple(int(part) for part in text.split(",") if part)
+    if not found or set(found) - {1, 2, 3}:
+        raise argparse.ArgumentTypeError("1, 2 and 3 are the stages there are")
+    return found
 
 
 def install(wheels: Path, target: Path) -> None:
@@ -76,106 +106,95 @@ def install(wheels: Path, target: Path) -> None:
     sys.path.insert(0, str(target))
 
 
-def steps(
-    arguments: argparse.Namespace, result: dict[str, Any], budget: Budget, folder: Path
-) -> list[tuple[str, Callable[[], None]]]:
-    """What is done, in order. The imports are here: before `install` they may not be possible."""
-    import torch
-    from gpu_end_to_end import FULL, TINY, measure_end_to_end
-    from gpu_kernels import FAMILIES, measure_ceilings, measure_kernels
-    from gpu_shares import checks_in_processes
-
-    device, tiny = torch.device(arguments.device), arguments.tiny
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    result["hardware"] |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"}
-    scenario = TINY if tiny else FULL
-    processes = arguments.processes or max(1, min(8, (os.cpu_count() or 1) // 2))
-
-    def ceilings() -> None:
-        result["ceilings"] = measure_ceilings(device, tiny)
-
-    def checks() -> None:
-        seconds = budget.left if tiny else min(0.4 * budget.seconds, budget.left)
-        rows, faults = checks_in_processes(str(device), tiny, processes, seconds, folder)
-        result["checks"] += rows
-        result["faults"] += faults
-
-    def end_to_end(name: str) -> None:
-        if budget.allows(0 if tiny else 40, f"{name} from question to answer"):
-            found = measure_end_to_end(name, scenario, device, result["ceilings"], folder, budget, result["faults"])
-            result["end_to_end"].append(found)
-
-    def kernels(family: str) -> None:
-        if budget.allows(0 if tiny else 12, f"the speed of {family}"):
-            for row in measure_kernels(device, tiny, result["ceilings"], family):
-                if "message" in row:
-                    result["faults"].append(f"{row['kernel']} {row['case']}: {row['message']}")
-                else:
-                    result["kernels"].append(row)
-
-    return [
-        ("ceilings", ceilings),
-        ("kernel checks", checks),
-        *((name, lambda name=name: end_to_end(name)) for name in scenario.models),
-        *((f"speed of {family}", lambda family=family: kernels(family)) for family in FAMILIES),
-    ]
+def processes_of(arguments: argparse.Namespace) -> int:
+    return int(arguments.processes or max(1, min(8, (os.cpu_count() or 1) // 2)))
 
 
-def blank(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A result before anything was measured."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    parts: dict[str, Any] = {"skipped": [], "faults": [], "ceilings": {}, "checks": [], "end_to_end": [], "kernels": []}
-    return {"hardware": hardware(), "versions": versions, "tiny": arguments.tiny, "seconds": 0.0, **parts}
+def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, folder: Path) -> None:
+    """Run a step to its end, in as many processes as it takes: each new one stands behind at least one case more."""
+    while True:
+        if budget.left <= 0:
+            log.write(step.name, "", "skipped", message="no time was left")
+            return
+        before = len(log.over(step.name))
+        command = [
+            sys.executable,
+            str(STEPS),
+            "--step",
+            step.name,
+            "--device",
+            arguments.device,
+            "--log",
+            str(log.path),
+        ]
+        command += ["--folder", str(folder), "--seconds", f"{budget.left:.1f}"] + ["--tiny"] * arguments.tiny
+        code, ended = run_child(command, log.path, step.quiet_s, budget.left + GRACE_S)
+        unfinished = log.started(step.name) if code else []
+        for case in unfinished:
+            log.write(step.name, case, "fault", message=ended or f"the process ended with {code}")
+        if code and not unfinished and code not in (RESTART, HOPELESS) and before == len(log.over(step.name)):
+            log.write(step.name, "", "fault", message=ended or f"the process ended with {code} before its first case")
+        if not code or before == len(log.over(step.name)):
+            return
 
 
-def hardware() -> dict[str, Any]:
-    import torch
-
-    from cacheblend_cli.evaluation.speed import device_name
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": device_name(torch.device("cpu")), "cores": os.cpu_count(), "memory_gib": round(memory)}
+def run_child(command: list[str], log: Path, quiet_s: float, seconds: float) -> tuple[int, str]:
+    """(exit code, why it was ended or ""). It is ended after `seconds`, or after quiet_s in which the log did not grow."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    deadline, size, heard = time.monotonic() + seconds, -1, time.monotonic()
+    try:
+        while True:
+            try:
+                return child.wait(0.2), ""
+            except subprocess.TimeoutExpired:
+                now, grown = time.monotonic(), log.stat().st_size if log.exists() else 0
+            if grown != size:
+                size, heard = grown, now
+            if now > deadline:
+                return -9, "no time was left"
+            if now - heard > quiet_s:
+                return -9, f"nothing came for {quiet_s:.0f} s"
+    finally:
+        if child.poll() is None:  # and whatever it started
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def out_stem(arguments: argparse.Namespace) -> Path:
     """The stem that was asked for, or one that names the device."""
     if arguments.out is not None:
         return Path(arguments.out)
-    import torch
-
-    name = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name(arguments.device)
+    name = "cpu" if arguments.device == "cpu" else gpu_name()
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return ROOT / "benchmarks" / "results" / f"gpu-{slug}{'-tiny' * arguments.tiny}"
 
 
-def write(result: dict[str, Any], stem: Path) -> None:
-    from gpu_report import markdown, targets
+def gpu_name() -> str:
+    """As the driver's own program tells it: this process stays off the GPU."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        found = []
+    return found[0] if found else "cuda"
 
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    full = {**result, "targets": [] if result["tiny"] else targets(result)}
-    stem.with_name(stem.name + ".json").write_text(json.dumps(plain(full), indent=1) + "\n", encoding="utf-8")
+
+def write(log: Log, stem: Path, tiny: bool, seconds: float) -> dict[str, Any]:
+    result = assemble(log.lines(), tiny) | {"seconds": seconds}
+    full = {**result, "targets": [] if tiny else targets(result)}
+    stem.with_name(stem.name + ".json").write_text(json.dumps(full, indent=1) + "\n", encoding="utf-8")
     stem.with_name(stem.name + ".md").write_text(markdown(result), encoding="utf-8")
-
-
-def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return result
 
 
 def summary(result: dict[str, Any], stem: Path) -> int:
     print(stem.with_name(stem.name + ".md").read_text(encoding="utf-8"))
-    rows = [*result["checks"], *(row for model in result["end_to_end"] for row in model["checks"])]
+    rows = [
+        *result["checks"],
+        *result["sanitizer"],
+        *(row for model in result["end_to_end"] for row in model["checks"]),
+    ]
     wrong = sum(not row["ok"] for row in rows)
     print(
         f"{len(rows) - wrong} of {len(rows)} checks hold, {len(result['faults'])} steps failed, "

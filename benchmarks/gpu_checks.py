@@ -29,25 +29,36 @@ def run_kernel_checks(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     return list(kernel_checks(device, tiny))
 
 
-def kernel_checks(device: torch.device, tiny: bool, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
-    """The rows as they come; of `parts` equal shares of the cases only one."""
+def kernel_checks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
+    """The rows as they come."""
+    return (check() for _, check in checks_of(device, tiny))
+
+
+def checks_of(
+    device: torch.device, tiny: bool, part: int = 0, parts: int = 1
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name, what makes its row) of each case; of `parts` equal shares of the cases only one."""
     everything = (
         (backend, dtype, case)
         for backend in _backends(device)
         for dtype in (torch.float16, torch.bfloat16)
         for case in _cases(backend, device, dtype, tiny)
     )
-    for backend, dtype, (kernel, case, tolerance, run) in islice(everything, part, None, parts):
-        row: dict[str, Any] = {"kernel": kernel, "case": case, "dtype": str(dtype).removeprefix("torch.")}
-        row |= {"backend": backend.name, "tolerance": tolerance}
-        try:
-            with poisoned_outputs():
-                got, want = run()
-            error = row_error(got, want)
-        except Exception as fault:  # a failed launch is a result too: the rest still runs
-            yield {**row, "error": float("nan"), "ok": False, "message": f"{type(fault).__name__}: {fault}"}
-            continue
-        yield {**row, "error": error, "ok": error <= tolerance}
+    for backend, dtype, case in islice(everything, part, None, parts):
+        yield f"{case[0]} {case[1]} {dtype} {backend.name}", partial(_check, backend, dtype, case)
+
+
+def _check(backend: KernelBackend, dtype: torch.dtype, case: Case) -> dict[str, Any]:
+    kernel, name, tolerance, run = case
+    row: dict[str, Any] = {"kernel": kernel, "case": name, "dtype": str(dtype).removeprefix("torch.")}
+    row |= {"backend": backend.name, "tolerance": tolerance}
+    try:
+        with poisoned_outputs():
+            got, want = run()
+        error = row_error(got, want)
+    except Exception as fault:  # a failed launch is a result too: the rest still runs
+        return {**row, "error": float("nan"), "ok": False, "message": f"{type(fault).__name__}: {fault}"}
+    return {**row, "error": error, "ok": error <= tolerance}
 
 
 def row_error(got: Tensor, want: Tensor) -> float:

@@ -28,21 +28,57 @@ class Ceilings:
         )
 
 
-def prefill_flops(spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport]) -> float:
-    """What the layers of a prefill do at the least, head and norms left out."""
-    return sum(matmul + attention for matmul, attention, _ in _layers(spec, num_tokens, suffix, layers))
+@dataclass(frozen=True)
+class Work:
+    """One prefill of num_tokens, the last `suffix` of them fresh in any case. kv_bytes: to load, of all layers. probed: the
+    layers whose attention the fresh rows follow before tokens are chosen, () where nothing is probed."""
+
+    num_tokens: int
+    suffix: int
+    layers: Sequence[LayerReport]
+    kv_bytes: int = 0
+    probed: Sequence[int] = ()
 
 
-def prefill_floor(
-    spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport], kv_bytes: int, ceilings: Ceilings
-) -> float:
+def prefill_flops(spec: ModelSpec, work: Work) -> float:
+    """What the layers of a prefill do at the least, head, norms and probe left out."""
+    return sum(matmul + attention for matmul, attention, _ in _layers(spec, work.num_tokens, work.suffix, work.layers))
+
+
+def prefill_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
     """Seconds: each layer's matrix products, or the reading of its weights where its rows are few, and attention; all of
-    it hides the loading of kv_bytes, or the loading hides it."""
+    it hides the loading of the KV, or the loading hides it.
+
+    A probe stands before all that, and ends no sooner than the KV of the layers it runs through is there.
+    """
     compute = sum(
         max(matmul / ceilings.flops, weights / ceilings.memory) + attention / ceilings.flops
-        for matmul, attention, weights in _layers(spec, num_tokens, suffix, layers)
+        for matmul, attention, weights in _layers(spec, work.num_tokens, work.suffix, work.layers)
     )
-    return max(compute, kv_bytes / ceilings.bus)
+    load, probe = work.kv_bytes / ceilings.bus, 0.0
+    if work.probed:
+        awaited = load * (max(work.probed) + 1) / spec.num_layers
+        probe = max(probe_floor(spec, work, ceilings), awaited)
+    return max(probe + compute, load)
+
+
+def probe_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
+    """Seconds of the suffix's rows through the layers up to the last probed one, of which only queries, K and V are wanted,
+    and of their look at all keys. Keys and weights are read once a layer, and keys once more where attention is followed."""
+    last, rows, itemsize = max(work.probed), work.suffix, 2
+    q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
+    kv_size = 2 * spec.hidden_size * spec.kv_size
+    keys = itemsize * spec.kv_size * work.num_tokens
+    scores = 2.0 * spec.num_heads * spec.head_dim * rows * work.num_tokens
+    seconds = 0.0
+    for layer in range(last + 1):
+        params = q_size + kv_size + (q_size + mlp if layer < last else 0)
+        seconds += max(2.0 * rows * params / ceilings.flops, itemsize * params / ceilings.memory)
+        if layer < last:
+            seconds += max(2 * scores / ceilings.flops, 2 * keys / ceilings.memory)
+        if layer in work.probed:
+            seconds += max(scores / ceilings.flops, keys / ceilings.memory)
+    return seconds
 
 
 def decode_floor(spec: ModelSpec, weight_bytes: int, kv_len: float, itemsize: int, ceilings: Ceilings) -> float:

@@ -5,25 +5,27 @@ cost model's floor (`gpu_cost.py`).
 
 from __future__ import annotations
 
-import gc
+import shutil
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from cacheblend_store.format.codecs import decode_kv, view_kv
 from gpu_bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded, Scenario
-from gpu_budget import Budget
 from gpu_checks import TOLERANCE, rope_reference, row_error
-from gpu_cost import Ceilings, decode_floor, decode_weight_bytes, prefill_floor, prefill_flops
+from gpu_cost import Ceilings, Work, decode_floor, decode_weight_bytes, prefill_floor, prefill_flops
 from gpu_model import random_model, read_config
+from gpu_profile import profile
+from gpu_steps import Cases, Context, Rows
 from torch import Tensor
 
+from cacheblend_cli.blend.policy import LayerReport, Status
+from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.runtime.ask import Prefilled
 from cacheblend_cli.runtime.config import BlendConfig
 from cacheblend_cli.runtime.decode import DecodeRunner
@@ -31,130 +33,133 @@ from cacheblend_cli.runtime.generate import Continuation, Generation, generate
 from cacheblend_cli.runtime.memory import reserve
 from cacheblend_cli.runtime.sampling import SamplingParams
 
-__all__ = ["FULL", "TINY", "Scenario", "measure_end_to_end"]
-
-RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 1.0)
+IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
+FEW = ("full", "blend 0.15", "query 0.15", "transformers")
+FIRST = ("full", "blend 0.15", "query 0.15", IN_POOL, "transformers")
+REST = ("query 0.05", "blend 0.00", "blend 0.05", "blend 0.10", "blend 0.20", "blend 1.00")
+EVERY_CASE = ("llama-3.1-8b", "tiny, every case")  # the steps that measure REST, too
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def measure_end_to_end(
-    name: str,
-    scenario: Scenario,
-    device: torch.device,
-    measured: dict[str, Any],
-    folder: Path,
-    budget: Budget,
-    faults: list[str],
-) -> dict[str, Any]:
-    """One model: {model, times: [...], decode: [...], load: [...], checks: [...], ...}; rows are plain dicts.
+def cases(context: Context) -> Cases:
+    """One model. The first case gives {model, warm_up_s, ...}, the others rows of "times", "load", "decode" and "path"."""
+    scenario = TINY if context.tiny else FULL
+    bench = prepare(context, scenario)
+    every = context.step in EVERY_CASE
+    with bench.bench:
+        yield "preparation", lambda: iter([("model", bench.told)])
+        yield from bench_cases(bench.bench, FIRST if every else FEW, scenario.lengths)
+        for length in scenario.lengths:
+            for part, measure in (("path", checks), ("load", load), ("decode", decode)):
+                yield f"N={length} {part}", partial(_rows, part, measure, bench.bench, length)
+        if every:
+            yield from bench_cases(bench.bench, REST, scenario.lengths)
 
-    measured: what `measure_ceilings` returned. folder: where the store goes. What the budget has no time for is left out
-    and said there; what raises is left out and told in `faults`.
-    """
-    _free(device)  # what a model before this one left behind, had it failed
+
+@dataclass(frozen=True)
+class Prepared:
+    """told: the model's part of the result."""
+
+    bench: Bench
+    told: dict[str, Any]
+
+
+def prepare(context: Context, scenario: Scenario) -> Prepared:
+    """A model with random weights on the device, and a store with the KV of its prompts."""
+    device, name = context.device, "tiny" if context.tiny else context.step
     model = random_model(name, read_config(name), device, scenario.dtype)
     start = time.perf_counter()
     meter = None if device.type == "cuda" else HostMeter()
     memory = reserve(model.decoder, BLOCK_SIZE, scenario.utilization, eager=True, meter=meter)
     assert memory is not None
     warm_up = time.perf_counter() - start
-    with Bench(model, memory, scenario, Ceilings.of(measured), folder, budget) as bench:
-        result: dict[str, Any] = {
-            "model": name,
-            "dtype": str(scenario.dtype).removeprefix("torch."),
-            "backend": model.decoder.kernels.name,
-            "warm_up_s": warm_up,
-            "pool_tokens": memory.num_tokens,
-            "precompute": bench.fill(),
-            "times": [],
-            "load": [],
-            "decode": [],
-            "checks": [],
-        }
-        for length in scenario.lengths:
-            if not budget.allows(6 if device.type == "cuda" else 0, f"{name} at N={length}"):
-                continue
-            for measure in (checks, times, load, decode):
-                try:
-                    result[measure.__name__] += measure(bench, length)
-                except Exception as error:  # the others still have something to say
-                    traceback.print_exc()
-                    faults.append(f"{name} N={length}, {measure.__name__}: {type(error).__name__}: {error}")
-    del bench, memory, model
-    _free(device)
-    return result
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def times(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Time to the first token of every case, in turn, so that all see the same machine."""
-    cases: dict[str, Callable[[], tuple[float, Any]]] = {
-        "full": partial(bench.run, length, BlendConfig(mode="full")),
-        "transformers": partial(bench.run_theirs, length),
+    shutil.rmtree(context.folder / f"{name}-store", ignore_errors=True)  # of a process that did not come to its end
+    bench = Bench(model, memory, scenario, Ceilings.of(context.ceilings()), context.folder, context.budget)
+    told = {
+        "model": name,
+        "dtype": str(scenario.dtype).removeprefix("torch."),
+        "backend": model.decoder.kernels.name,
+        "warm_up_s": warm_up,
+        "pool_tokens": memory.num_tokens,
+        "precompute": bench.fill(),
     }
-    for ratio in RATIOS:
-        cases[f"blend {ratio:.2f}"] = partial(bench.run, length, BlendConfig(ratio=ratio, selector="hkvd"))
-    seconds: dict[str, list[float]] = {}
-    stalls: dict[str, list[tuple[float, float]]] = {}
-    done: dict[str, Prefilled] = {}
-    what = f"{bench.model.name} N={length}"
-    for name, case in cases.items():  # compiles kernels, and tells what a run takes
-        start = time.perf_counter()
-        case()
-        if bench.budget.allows(2 * (time.perf_counter() - start), f"{what} {name}"):
-            seconds[name], stalls[name] = [], []
+    return Prepared(bench, told)
+
+
+def bench_cases(bench: Bench, names: Sequence[str], lengths: Sequence[int]) -> Cases:
+    for length in lengths:
+        for name in names:
+            yield f"N={length} {name}", partial(_rows, "times", partial(times, name=name), bench, length)
+
+
+def _rows(part: str, measure: Callable[[Bench, int], list[dict[str, Any]]], bench: Bench, length: int) -> Rows:
+    for row in measure(bench, length):
+        yield part, row
+
+
+def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
+    """Time to the first token of one case, the median of several runs behind one that compiles."""
+    run = _case(bench, length, name)
+    start = time.perf_counter()
+    run()
+    once = time.perf_counter() - start
+    seconds: list[float] = []
+    stalls: list[tuple[float, float]] = []
+    done = None
     for _ in range(bench.scenario.reps):
-        round_s = sum(max(found, default=0.0) for found in seconds.values())
-        if not bench.budget.allows(round_s, f"one more round of {what}"):
+        if seconds and not bench.budget.allows(once, f"one more run of {bench.model.name} N={length} {name}"):
             break
-        for name in seconds:
-            taken, what_it_did = cases[name]()
-            seconds[name].append(taken)
-            if isinstance(what_it_did, Prefilled):
-                done[name] = what_it_did
-                stalls[name].append((what_it_did.loader.load_s, what_it_did.loader.stall_s))
-    rows = []
-    for name, found in seconds.items():
-        if found:
-            rows.append(_time_row(bench, length, name, found, stalls[name], done))
-    full = next((row for row in rows if row["case"] == "full"), None)
-    for row in rows:
-        if full is not None and row is not full:
-            row["speedup"] = full["seconds"] / row["seconds"]
-            row["speedup_ceiling"] = full["floor_s"] / row["floor_s"]
-    return rows
-
-
-def _time_row(
-    bench: Bench,
-    length: int,
-    name: str,
-    seconds: list[float],
-    stalls: list[tuple[float, float]],
-    done: dict[str, Prefilled],
-) -> dict[str, Any]:
-    """transformers does the work of our full prefill."""
-    median = statistics.median(seconds)
-    own = done.get(name, done.get("full"))
+        taken, done = run()
+        seconds.append(taken)
+        if isinstance(done, Prefilled):
+            stalls.append((done.loader.load_s, done.loader.stall_s))
+    median, spec = statistics.median(seconds), bench.model.spec
+    work = _work(bench, length, name, done)
     row: dict[str, Any] = {"length": length, "case": name, "seconds": median, "all_seconds": seconds}
-    if own is not None:
-        spec, size = bench.model.spec, bench.scenario.suffix
-        kv_bytes = own.loader.num_bytes
-        row["floor_s"] = prefill_floor(spec, length, size, own.result.layers, kv_bytes, bench.ceilings)
-        row["share"] = row["floor_s"] / median
-        row["tflop_s"] = prefill_flops(spec, length, size, own.result.layers) / median / 1e12
-        row["kv_bytes"] = kv_bytes
-        row["chosen"] = len(own.result.chosen)
-    if stalls and own is not None and own.loader.num_bytes:
+    row["floor_s"] = prefill_floor(spec, work, bench.ceilings)
+    row["share"] = row["floor_s"] / median
+    row["tflop_s"] = prefill_flops(spec, work) / median / 1e12
+    row["kv_bytes"] = work.kv_bytes
+    row["chosen"] = 0 if isinstance(done, Tensor) or done is None else len(_result(done).chosen)
+    if stalls and work.kv_bytes:
         row["load_s"] = statistics.median(load for load, _ in stalls)
-        row["load_gb_s"] = own.loader.num_bytes / row["load_s"] / 1e9
+        row["load_gb_s"] = work.kv_bytes / row["load_s"] / 1e9
         row["stall_s"] = statistics.median(stall for _, stall in stalls)
-    return row
+    if bench.device.type == "cuda":
+        row["profile"] = profile(run)
+    return [row]
+
+
+Done = Prefilled | PrefillResult | Tensor
+
+
+def _case(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Done]]:
+    if name == "full":
+        return partial(bench.run, length, BlendConfig(mode="full"))
+    if name == "transformers":
+        return partial(bench.run_theirs, length)
+    if name == IN_POOL:
+        return partial(bench.run_in_pool, length, _blend(name))
+    return partial(bench.run, length, _blend(name))
+
+
+def _blend(name: str) -> BlendConfig:
+    kind, ratio = name.split()[:2]
+    return BlendConfig(ratio=float(ratio), selector="hkvd" if kind == "blend" else kind)
+
+
+def _result(done: Prefilled | PrefillResult) -> PrefillResult:
+    return done.result if isinstance(done, Prefilled) else done
+
+
+def _work(bench: Bench, length: int, name: str, done: Done | None) -> Work:
+    """transformers does the work of our full prefill."""
+    spec, suffix = bench.model.spec, bench.scenario.suffix
+    if done is None or isinstance(done, Tensor):
+        return Work(length, suffix, [LayerReport(i, Status.AFTER_CHECK, length, 0) for i in range(spec.num_layers)])
+    kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
+    probed = _blend(name).policy(spec.num_layers, True).probe_layers if name.startswith("query") else ()
+    return Work(length, suffix, _result(done).layers, kv_bytes, probed)
 
 
 def load(bench: Bench, length: int) -> list[dict[str, Any]]:

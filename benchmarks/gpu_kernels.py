@@ -1,6 +1,6 @@
 """Each kernel's speed beside the ceiling of what it is bound by, and its numbers beside fp64, on one device.
 
-`gpu_check.py` imports `measure_ceilings` and `measure_kernels` from here; they return plain dicts. To run this file alone,
+`gpu_check.py` imports CEILINGS, `works` and `measure_work` from here. To run this file alone,
 with the checks of `gpu_checks.py`:
 
     python benchmarks/gpu_kernels.py [--device cuda] [--tiny] [--only prefill_attention]
@@ -48,56 +48,58 @@ class Work:
     flops: int = 0
 
 
-def measure_ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """What the device can do: device_copy_gb_s (bytes read + written), matmul_tflop_s (bf16), host_to_device_gb_s
-    (pinned memory)."""
+def _device_copy(device: torch.device, tiny: bool) -> float:
+    """Bytes read and written, GB/s."""
     size = 1 << (20 if tiny else 31)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255) for _ in range(2))
-    copy = median_seconds([partial(target.copy_, source)], device, reps=10)
+    return 2 * size / median_seconds([partial(target.copy_, source)], device, reps=10) / 1e9
+
+
+def _matmul(device: torch.device, tiny: bool) -> float:
+    """bf16, TFLOP/s."""
     n = 256 if tiny else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    matmul = median_seconds([partial(torch.matmul, a, b)], device, reps=10)
+    return 2 * n**3 / median_seconds([partial(torch.matmul, a, b)], device, reps=10) / 1e12
+
+
+def _host_to_device(device: torch.device, tiny: bool) -> float:
+    """From pinned memory, GB/s."""
     pinned = torch.empty(1 << (20 if tiny else 28), dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(pinned, device=device)
     up = median_seconds([partial(there.copy_, pinned, non_blocking=True)], device, reps=10, graph=False)
-    return {
-        "device_copy_gb_s": 2 * size / copy / 1e9,
-        "matmul_tflop_s": 2 * n**3 / matmul / 1e12,
-        "host_to_device_gb_s": pinned.numel() / up / 1e9,
-    }
+    return pinned.numel() / up / 1e9
 
 
-def measure_kernels(
-    device: torch.device, tiny: bool, ceilings: dict[str, Any], only: str | None = None
-) -> list[dict[str, Any]]:
-    """Rows {kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes are each input read and output written once.
-    A measurement that raised is a row {kernel, case, message}.
+CEILINGS: dict[str, Callable[[torch.device, bool], float]] = {
+    "device_copy_gb_s": _device_copy,
+    "matmul_tflop_s": _matmul,
+    "host_to_device_gb_s": _host_to_device,
+}
+"""What the device can do, each by a measurement of its own."""
 
-    ceilings: what `measure_ceilings` returned. only: one of FAMILIES. A backend that cannot run here is left out.
-    """
-    bounds = {"copy": "device_copy_gb_s", "matmul": "matmul_tflop_s"}
-    rows = []
-    for make in _WORK:
-        if only is not None and make.__name__ != f"_{only}":
-            continue
-        for work in make(device, tiny):
-            try:
-                seconds = median_seconds(work.calls, device, reps=3 if tiny else 20)
-            except Exception as error:  # one that does not run here leaves the others their turn
-                rows.append({"kernel": work.kernel, "case": work.case, "message": f"{type(error).__name__}: {error}"})
-                continue
-            unit, speed = (
-                ("tflop_s", work.flops / seconds / 1e12)
-                if work.bound == "matmul"
-                else ("gb_s", work.num_bytes / seconds / 1e9)
-            )
-            ceiling = ceilings[bounds[work.bound]]
-            row = {"kernel": work.kernel, "case": work.case, "seconds": seconds, unit: speed}
-            rows.append({**row, "ceiling": ceiling, "share": speed / ceiling})
-            del work
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return rows
+
+def works(family: str, device: torch.device, tiny: bool) -> Iterator[Work]:
+    """The measurements of one of FAMILIES; a backend that cannot run here is left out."""
+    return next(make for make in _WORK if make.__name__ == f"_{family}")(device, tiny)
+
+
+def measure_work(work: Work, device: torch.device, tiny: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
+    """{kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes are each input read and output written once. Of one
+    that raised {kernel, case, message}."""
+    try:
+        seconds = median_seconds(work.calls, device, reps=3 if tiny else 20)
+    except Exception as error:
+        return {"kernel": work.kernel, "case": work.case, "message": f"{type(error).__name__}: {error}"}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    unit, amount, ceiling = (
+        ("tflop_s", work.flops / 1e12, ceilings["matmul_tflop_s"])
+        if work.bound == "matmul"
+        else ("gb_s", work.num_bytes / 1e9, ceilings["device_copy_gb_s"])
+    )
+    speed = amount / seconds
+    row = {"kernel": work.kernel, "case": work.case, "seconds": seconds, unit: speed}
+    return {**row, "ceiling": ceiling, "share": speed / ceiling}
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
@@ -130,13 +132,13 @@ def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
                     yield Work(
                         "prefill_attention",
                         f"{shape.name} N={length} {kind}, torch SDPA",
-                        [_sdpa(inputs, length, params.scale)],
+                        [sdpa(inputs, length, params.scale)],
                         "matmul",
                         flops=flops,
                     )
 
 
-def _sdpa(inputs: Any, length: int, scale: float) -> Call:
+def sdpa(inputs: Any, length: int, scale: float) -> Call:
     """torch's own causal attention over the same keys, for comparison."""
     q = inputs.q.transpose(0, 1)[None]
     first = inputs.meta.contiguous_slot
@@ -313,8 +315,13 @@ def main() -> int:
     args = parser.parse_args()
     device = torch.device(args.device)
     checks = [] if args.only else run_kernel_checks(device, args.tiny)
-    ceilings = measure_ceilings(device, args.tiny)
-    kernels = measure_kernels(device, args.tiny, ceilings, args.only)
+    ceilings = {name: measure(device, args.tiny) for name, measure in CEILINGS.items()}
+    chosen = [args.only] if args.only else FAMILIES
+    kernels = [
+        measure_work(work, device, args.tiny, ceilings)
+        for family in chosen
+        for work in works(family, device, args.tiny)
+    ]
     for row in checks:
         print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['kernel']} {row['case']} {row['dtype']}: {row['error']:.2e}")
     print(json.dumps(ceilings))

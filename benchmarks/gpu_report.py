@@ -75,18 +75,27 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield from _table(("kernel", "backend", "dtype", "cases", "largest error", "tolerance"), _summary(checks))
     for row in bad:
         yield f"- {row['kernel']} {row['case']} {row['dtype']} {row['backend']}: {_cell(row.get('message') or _number(row['error']))}"
+    if result["sanitizer"]:
+        yield "\n## compute-sanitizer\n"
+        rows = ((s["tool"], s["cases"], _yes(s["ok"]), "; ".join(s["told"])) for s in result["sanitizer"])
+        yield from _table(("tool", "cases", "clean", "its last words"), rows)
     if result["ceilings"]:
         yield "\n## Ceilings\n"
-        yield from _table(("", ""), ((k, f"{v:.4g}") for k, v in result["ceilings"].items()))
+        assumed = result["assumed"]
+        yield from _table(
+            ("", "", ""),
+            ((k, f"{v:.4g}", "not measured: an H200's" * (k in assumed)) for k, v in result["ceilings"].items()),
+        )
     for model in result["end_to_end"]:
         yield from _model(model)
-    if result["kernels"]:
-        yield "\n## Kernels beside their ceilings\n"
-        rows = (
-            (k["kernel"], k["case"], f"{k['seconds'] * 1e6:.1f}", _speed(k), f"{k['share']:.0%}")
-            for k in result["kernels"]
-        )
-        yield from _table(("kernel", "case", "us", "speed", "of the ceiling"), rows)
+    for title, part in (("Kernels beside their ceilings", "kernels"), ("Tiles and splits", "sweep")):
+        if result[part]:
+            yield f"\n## {title}\n"
+            speeds = (
+                (k["kernel"], k["case"], f"{k['seconds'] * 1e6:.1f}", _speed(k), f"{k['share']:.0%}")
+                for k in result[part]
+            )
+            yield from _table(("kernel", "case", "us", "speed", "of the ceiling"), speeds)
 
 
 def _model(model: dict[str, Any]) -> Iterator[str]:
@@ -113,6 +122,13 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
             for r in model["times"]
         ),
     )
+    profiles = [(r["length"], r["case"], r["profile"]) for r in model["times"] if "profile" in r]
+    if profiles:
+        yield ""
+        yield from _table(
+            ("N", "one run under the profiler", "kernels", "copies", "GPU busy, ms", "wall, ms"),
+            ((n, c, p["kernels"], p["copies"], _number(p["busy_ms"]), _number(p["wall_ms"])) for n, c, p in profiles),
+        )
     yield ""
     yield from _table(
         ("N", "store to pool, MB", "ms", "GB/s", "of host to device"),
@@ -132,10 +148,7 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _table(
         ("N", "whole path", "error", "tolerance", "ok"),
-        (
-            (r["length"], r["case"], f"{r['error']:.1e}", f"{r['tolerance']:.0e}", _yes(r["ok"]))
-            for r in model["checks"]
-        ),
+        ((r["length"], r["case"], _error(r["error"]), f"{r['tolerance']:.0e}", _yes(r["ok"])) for r in model["checks"]),
     )
 
 
@@ -144,7 +157,7 @@ def _summary(checks: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for row in checks:
         groups.setdefault((row["kernel"], row["backend"], row["dtype"]), []).append(row)
     for key, rows in groups.items():
-        errors = [row["error"] for row in rows if row["error"] == row["error"]]
+        errors = [row["error"] for row in rows if row["error"] is not None]
         worst = f"{max(errors):.1e}" if errors else ""
         yield (*key, len(rows), worst, f"{max(row['tolerance'] for row in rows):.0e}")
 
@@ -182,6 +195,10 @@ def _number(value: float | None, factor: float = 1.0, unit: str = "") -> str:
         if abs(value * factor) < 1000
         else f"{value * factor:.0f}{unit}"
     )
+
+
+def _error(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.1e}"
 
 
 def _share(value: float | None) -> str:

@@ -157,7 +157,9 @@ def softmax_step(
 def softmax_step_pair(
     acc, total, peak, q, k0, v0, k1, v1, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`softmax_step` for two tiles of keys that every row sees: acc is rescaled once, products overlap exponentials."""
+    """`softmax_step` for two tiles of keys that every row sees: acc is rescaled once, and both
+    products of q with keys stand before the exponentials. (Triton's compiler does not run one tile's product beside the
+    other's exponentials: it waits for each product where it is used.)"""
     logits0 = score(q, k0, scale, soft_cap, SOFT_CAP, PRECISION)
     logits1 = score(q, k1, scale, soft_cap, SOFT_CAP, PRECISION)
     factor = score_factor(scale, SOFT_CAP)

@@ -1,0 +1,122 @@
+"""A run of `gpu_check.py` as a file of JSON lines, written as it goes, and the result that is made of them.
+
+A line is {step, case, event}. Events: "start"; "row", with `part` and `row`; "done"; "fault" and "skipped", with `message`. A
+case is over with "done", "fault" or "skipped". One without is run again by `--resume`, and what it had written does not count.
+Several processes append to one file: a line is one write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+OVER = ("done", "fault", "skipped")
+ASSUMED = {"device_copy_gb_s": 4300.0, "matmul_tflop_s": 790.0, "host_to_device_gb_s": 55.0}
+"""An H200's, where a ceiling could not be measured."""
+
+
+class Log:
+    """What has happened so far, and where the next lines go."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, step: str, case: str, event: str, **more: Any) -> None:
+        line = json.dumps(plain({"step": step, "case": case, "event": event, **more})) + "\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Whole lines: of one that was cut off nothing is known."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n") and line[0] == "{"]
+
+    def over(self, step: str) -> set[str]:
+        """Names of its cases. Of its preparation, which has no name, every process makes its own."""
+        return {n["case"] for n in self.lines() if n["step"] == step and n["event"] in OVER and n["case"]}
+
+    def started(self, step: str) -> list[str]:
+        """Cases of a step that were started and are not over."""
+        over, starts = self.over(step), (line for line in self.lines() if line["event"] == "start")
+        return list(dict.fromkeys(s["case"] for s in starts if s["step"] == step and s["case"] not in over))
+
+    def reopen(self) -> None:
+        """For a run that goes on: only what is done or failed stays. What was cut off or left out gets its turn again."""
+        lines = self.lines()
+        ended = {(n["step"], n["case"]) for n in lines if n["event"] in ("done", "fault") and n["case"]}
+        kept = [json.dumps(n) + "\n" for n in lines if (n["step"], n["case"]) in ended and n["event"] != "skipped"]
+        self.path.write_text("".join(kept), encoding="utf-8")
+
+
+def rows_of(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(step, part, row) in the order of the lines, of the last start of each case."""
+    cases: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {}
+    for line in lines:
+        key = line["step"], line["case"]
+        if line["event"] == "start":
+            cases[key] = []
+        elif line["event"] == "row":
+            cases.setdefault(key, []).append((line["step"], line["part"], line["row"]))
+    return [row for rows in cases.values() for row in rows]
+
+
+def assemble(lines: list[dict[str, Any]], tiny: bool) -> dict[str, Any]:
+    """The result that `gpu_report.py` prints."""
+    rows = rows_of(lines)
+    unknown = {"device": "device not known", "cpu": "CPU not known", "cores": "?", "memory_gib": "?"}
+    result: dict[str, Any] = {"hardware": unknown, "versions": {}, "tiny": tiny, "skipped": [], "faults": []}
+    result |= {"ceilings": {}, "checks": [], "end_to_end": [], "kernels": [], "sweep": [], "sanitizer": []}
+    models: dict[str, dict[str, Any]] = {}
+    for step, part, row in rows:
+        if part == "environment":
+            result["hardware"], result["versions"] = row["hardware"], row["versions"]
+        elif part == "ceilings":
+            result["ceilings"] |= row
+        elif part in ("model", "times", "load", "decode", "path"):
+            model = models.setdefault(step, {"times": [], "load": [], "decode": [], "checks": []})
+            if part == "model":
+                model.update(row)
+            else:
+                model["checks" if part == "path" else part].append(row)
+        elif part in ("kernels", "sweep") and "message" in row:
+            result["faults"].append(f"{row['kernel']} {row['case']}: {row['message']}")
+        else:
+            result[part].append(row)
+    result["end_to_end"] = [with_speedups(model) for model in models.values() if "model" in model]
+    for line in lines:
+        if line["event"] in ("fault", "skipped"):
+            told = (
+                f"{line['step']}, {line['case']}: {line['message']}"
+                if line["case"]
+                else f"{line['step']}: {line['message']}"
+            )
+            result["faults" if line["event"] == "fault" else "skipped"].append(told)
+    result["assumed"] = [name for name in ASSUMED if name not in result["ceilings"]]
+    result["ceilings"] = ASSUMED | result["ceilings"]
+    return result
+
+
+def with_speedups(model: dict[str, Any]) -> dict[str, Any]:
+    """Each time beside that of the full prefill of its length, where there is one."""
+    full = {row["length"]: row for row in model["times"] if row["case"] == "full"}
+    for row in model["times"]:
+        if row["case"] != "full" and (whole := full.get(row["length"])):
+            row["speedup"] = whole["seconds"] / row["seconds"]
+            row["speedup_ceiling"] = whole["floor_s"] / row["floor_s"]
+    return model
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

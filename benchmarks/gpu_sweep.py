@@ -1,0 +1,62 @@
+"""Prefill attention at every tile and number of splits it may use, beside torch's SDPA by cuDNN and by flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from cacheblend_kernels import AttentionParams
+from gpu_inputs import prefill_inputs
+from gpu_kernels import LLAMA_8B, SUFFIX, TINY, Work, sdpa
+from gpu_timing import Call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SPLITS = (1, 2, 4, 8)
+
+
+def sweep_works(device: torch.device, tiny: bool) -> Iterator[Work]:
+    """On a CPU the SDPA kernels that it has, and no tiles."""
+    shape, lengths = (TINY, (96,)) if tiny else (LLAMA_8B, (4096, 16384))
+    for length in lengths:
+        for kind in ("full", "scattered 5%", "scattered 15%", "suffix"):
+            inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
+            params = AttentionParams(shape.head_dim**-0.5)
+            flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
+            at = f"N={length} {kind}, {inputs.q.shape[0]} rows"
+            for name, call in _calls(kind, inputs, length, params, device):
+                yield Work("prefill_attention", f"{at}, {name}", [call], "matmul", flops=flops)
+
+
+def _calls(
+    kind: str, inputs: Any, length: int, params: AttentionParams, device: torch.device
+) -> Iterator[tuple[str, Call]]:
+    if kind == "full":
+        cpu = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+        cuda = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+        for name, backend in (cuda if device.type == "cuda" else cpu).items():
+            yield f"SDPA by {name}", partial(_by, backend, sdpa(inputs, length, params.scale))
+    if device.type == "cuda":
+        yield from _tiles(kind, inputs, params, device)
+
+
+def _by(backend: SDPBackend, call: Call) -> object:
+    with sdpa_kernel(backend):
+        return call()
+
+
+def _tiles(kind: str, inputs: Any, params: AttentionParams, device: torch.device) -> Iterator[tuple[str, Call]]:
+    from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of, prefill_configs
+    from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
+
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    q, cache, meta = inputs.q, inputs.cache, inputs.meta
+    group = q.shape[1] // cache.k.shape[2]
+    for config in prefill_configs(arch, q.shape[2], q.element_size()):
+        for splits in (1,) if kind == "full" else SPLITS:
+            if config.block_m >= group:
+                plan = LaunchPlan(arch, num_sms, config, splits)
+                name = f"{config.block_m} x {config.block_n}, {splits} splits"
+                yield name, partial(prefill_attention, q, cache, meta, params, plan)
