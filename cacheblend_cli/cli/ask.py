@@ -51,7 +51,7 @@ def ask(
     chunks: Annotated[
         str | None,
         typer.Option(
-            help="ID,ID or a file of ids or - for stdin. Without it, chunks are searched.",
+            help="ID,ID or a file of ids or - for stdin. Else they are searched.",
             show_default=False,
             autocompletion=completion.chunk_ids,
         ),
@@ -92,7 +92,7 @@ def ask(
     explain: Annotated[bool, typer.Option("--explain", help="Say what each layer, chunk and token did.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the answer, its sources and how each token got its KV as a page.", show_default=False),
+        typer.Option(help="Write the answer and its sources as a page.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")] = False,
     ids: Annotated[

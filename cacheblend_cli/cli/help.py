@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 PANELS = ("Finding chunks", "The answer", "The prompt", "This machine and the store", "Blending, for research")
 _COLUMN = 26  # of a flag; where it is longer its help begins on the next line
-_KINDS = {"<str>": "TEXT", "<int>": "N", "<float>": "X", "<path>": "PATH"}
+_KINDS = {"<str>": "TEXT", "<int>": "N", "<int range>": "N", "<float>": "X", "<float range>": "X", "<path>": "PATH"}
 _DEFAULT = re.compile(r"\s*\[default: \(?(.*?)\)?\]$")
 
 
