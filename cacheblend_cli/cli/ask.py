@@ -120,7 +120,7 @@ def ask(
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Answer a question over stored chunks: load their KV, repair what is wrong in the new context, decode.
+    """Answer a question over stored chunks: load their KV, repair it for the new context, decode.
 
     Without --chunks they are searched, by default below the current project: the nearest directory from here up that
     holds a cacheblend.toml or a .git.

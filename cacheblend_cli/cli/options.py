@@ -27,14 +27,14 @@ T = TypeVar("T")
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Only documents at, below or like this, from here on: docs, 'docs/*.md'. /*NAME* is anywhere.",
+        help="Only documents at, below or like this, from here on: docs, 'docs/*.md', /*NAME*.",
         metavar="GLOB",
         show_default=False,
         autocompletion=completion.sources,
     ),
 ]
 Everywhere = Annotated[
-    bool, typer.Option("--all", help="Search all documents of the store, not only those below the current project.")
+    bool, typer.Option("--all", help="Search all documents, not only those below the current project.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
