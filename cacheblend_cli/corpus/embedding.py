@@ -13,10 +13,30 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from tokenizers import Tokenizer
 
 INSTALL = "pip install 'cacheblend[meaning]'"
 _WORDLLAMA = ("weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json")
 _MOST_TOKENS = 2048  # of a text; a chunk is shorter
+
+
+class TokenMeans:
+    """What model2vec's StaticModel computes, for weights that are ready as they are stored: importing that takes longer than
+    these take to read. embedding: [num_tokens, dim]."""
+
+    def __init__(self, embedding: NDArray[Any], tokenizer: Tokenizer) -> None:
+        self.embedding, self._tokenizer = embedding, tokenizer
+        self._unknown = tokenizer.token_to_id("<unk>")
+
+    def encode(self, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
+        """[num_texts, dim] fp32; of a text without a known token, zeros. max_length: tokens of each that are read."""
+        import numpy as np
+
+        means = np.zeros((len(texts), self.embedding.shape[1]), np.float32)
+        for mean, encoding in zip(means, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            if ids := [i for i in encoding.ids[:max_length] if i != self._unknown]:
+                mean[:] = self.embedding[ids].mean(axis=0, dtype=np.float32)
+        return means
 
 
 class Embedder:
@@ -43,15 +63,16 @@ class Embedder:
 
 def find_embedder(name: str = "") -> Embedder | None:
     """The embeddings of this name: a model2vec directory or hub id. Without a name the small English ones that come with
-    the package wordllama, None where that, or model2vec, is not installed.
+    the package wordllama, None where that is not installed.
 
     Raises NotFoundError where a name leads to no weights, UsageError where it needs model2vec and that is not installed.
     """
+    if not name:
+        spec = find_spec("wordllama")
+        return None if spec is None else _bundled(next(iter(spec.submodule_search_locations or ()), ""))
     if find_spec("model2vec") is None:
-        if name:
-            raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
-        return None
-    return _named(name) if name else _bundled()
+        raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
+    return _named(name)
 
 
 @lru_cache(maxsize=2)
@@ -67,15 +88,12 @@ def _named(name: str) -> Embedder:
 
 
 @lru_cache(maxsize=1)
-def _bundled() -> Embedder | None:
-    spec = find_spec("wordllama")
-    folder = Path(next(iter((spec and spec.submodule_search_locations) or ()), ""))
-    weights, tokenizer = (folder / part for part in _WORDLLAMA)
-    if spec is None or not (weights.is_file() and tokenizer.is_file()):
+def _bundled(folder: str) -> Embedder | None:
+    weights, tokenizer = (Path(folder) / part for part in _WORDLLAMA)
+    if not (weights.is_file() and tokenizer.is_file()):
         return None
-    from model2vec import StaticModel
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
     [vectors] = load_file(weights).values()
-    return Embedder("wordllama", StaticModel(vectors, Tokenizer.from_file(str(tokenizer)), normalize=True))
+    return Embedder("wordllama", TokenMeans(vectors, Tokenizer.from_file(str(tokenizer))))

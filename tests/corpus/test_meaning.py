@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,3 +145,30 @@ def test_the_weights_of_the_extra_know_that_reimbursed_is_money_back(store: Chun
     put_document(store, "/docs/trips.md", "A lamp stands at the back of the long hall. ")
     how = how_of(Settings(search="meaning"))
     assert found(store, "How long until I get my money back for a trip?", how)[0] == "travel#0"
+
+
+@pytest.mark.skipif(find_spec("wordllama") is None or find_spec("model2vec") is None, reason="needs the extra")
+def test_the_weights_of_the_extra_give_the_vectors_of_model2vec() -> None:
+    from model2vec import StaticModel
+    from tokenizers import Tokenizer
+
+    own = find_embedder()
+    assert own is not None
+    spec = find_spec("wordllama")
+    assert spec is not None
+    [folder] = spec.submodule_search_locations or ()
+    tokenizer = Tokenizer.from_file(str(Path(folder) / embedding._WORDLLAMA[1]))
+    theirs = Embedder("wordllama", StaticModel(own._model.embedding, tokenizer, normalize=True))
+    texts = ["Money back for a trip?", "", "na\u00efve \u4f60\u597d \U0001f99c", "word " * 3000]
+    assert np.abs(own.embed(texts) - theirs.embed(texts)).max() < 1e-3
+    assert own.digest == theirs.digest  # vectors that were stored are of the same weights
+
+
+@pytest.mark.skipif(find_spec("wordllama") is None, reason="needs the weights of wordllama")
+def test_the_weights_of_the_extra_are_read_without_model2vec() -> None:
+    code = (
+        "import sys; from cacheblend_cli.corpus.embedding import find_embedder; find_embedder().embed(['trip']); "
+        "print({'model2vec', 'joblib', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
