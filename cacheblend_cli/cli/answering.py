@@ -106,6 +106,7 @@ class Answering:
     def _cold(
         self, question: str, history: list[str], named: Sequence[str] | None, streams: Streams
     ) -> tuple[str, Any]:
+        options.import_engine()
         from cacheblend_cli.api import Lookup, Question
         from cacheblend_cli.runtime.config import BlendConfig
         from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of

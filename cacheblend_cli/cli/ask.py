@@ -149,6 +149,7 @@ def ask(
             if warm.exit_code:
                 raise typer.Exit(warm.exit_code)
             return
+    options.import_engine()
     from cacheblend_cli.runtime.config import BlendConfig
     from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
 

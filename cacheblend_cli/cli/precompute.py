@@ -84,6 +84,7 @@ def precompute(
     side: ask --context chooses.
     """
     output = Output(quiet=quiet)
+    options.import_engine()
     from cacheblend_cli.api import PrecomputeOptions
     from cacheblend_cli.prompt.dates import parse_day
 
