@@ -22,7 +22,7 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.runtime.answer import Answer, TokenUse
 from cacheblend_cli.runtime.ask import ask
-from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.config import AskOptions, BlendConfig, EngineConfig
 from cacheblend_cli.runtime.generate import Listener
 from cacheblend_cli.runtime.plan import AskPlan, plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
@@ -31,22 +31,9 @@ from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.search import Lookup, with_chunks
 
 __all__ = [
-    "Answer",
-    "AskPlan",
-    "BlendConfig",
-    "Difference",
-    "Engine",
-    "EngineConfig",
-    "Lookup",
-    "Paths",
-    "PrecomputeEvent",
-    "PrecomputeOptions",
-    "PrecomputeReport",
-    "Question",
-    "RecheckReport",
-    "SamplingParams",
-    "TokenUse",
-]
+    "Answer", "AskPlan", "BlendConfig", "Difference", "Engine", "EngineConfig", "Lookup", "Paths", "PrecomputeEvent",
+    "PrecomputeOptions", "PrecomputeReport", "Question", "RecheckReport", "SamplingParams", "TokenUse",
+]  # fmt: skip
 
 
 class Engine:
@@ -124,22 +111,14 @@ class Engine:
         """Answer a question over its chunks. Blending never changes stored KV.
 
         Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
-        store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). auto: the
-        loading controller picks the ratio, the question's being its floor, or a full prefill; it measures this machine
-        when it is first needed. on_text and on_reasoning: told the answer, and what is said between think tags before it,
+        store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). verify, confirm,
+        save_holes, auto: see `AskOptions`. on_text and on_reasoning: told the answer, and what is said between think tags before it,
         piece by piece. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
         """
         self.runtime.memory()  # what is taken once is no part of an answer
         request = resolve(self.runtime, store, question)
-        return ask(
-            self.runtime,
-            request,
-            Listener(on_text, on_reasoning),
-            auto=auto,
-            checked=verify,
-            confirmed=confirm,
-            save_holes=save_holes,
-        )
+        wanted = AskOptions(auto, verify, confirm, save_holes)
+        return ask(self.runtime, request, Listener(on_text, on_reasoning), wanted)
 
     def plan(self, store: ChunkStore | None, question: Question, *, auto: bool = False) -> AskPlan:
         """What `ask` would do, without doing it. Raises as it does for what it would refuse."""

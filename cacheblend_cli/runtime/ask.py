@@ -10,6 +10,7 @@ from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.runtime.answer import Answer, Checks, ChunkUse, Timing
 from cacheblend_cli.runtime.attention import AttentionShares, Watch
 from cacheblend_cli.runtime.clock import since_process_start
+from cacheblend_cli.runtime.config import DEFAULT_OPTIONS, AskOptions
 from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.controller import AutoReport, Observed, controller_of, decided
 from cacheblend_cli.runtime.decode import EagerRunner
@@ -25,36 +26,26 @@ def ask(
     runtime: Runtime,
     request: Request,
     listener: Listener = NOBODY,
-    *,
-    auto: bool = False,
-    checked: bool = False,
-    confirmed: bool = False,
-    save_holes: bool = True,
+    wanted: AskOptions = DEFAULT_OPTIONS,
 ) -> Answer:
-    """Answer the request. Blending never changes stored KV.
-
-    auto: the loading controller picks the ratio, request.blend.ratio being its floor, or a full prefill; it measures
-    this machine when it is first needed. checked: compare with a full prefill. confirmed: the answer is a full prefill's,
-    after the listener has heard the blended one. save_holes: collect and store what had to be computed, where the store is
-    open for writing.
-    """
-    asking = Asking.of(runtime, seeded(request) if confirmed else request, auto)
+    """Answer the request. Blending never changes stored KV."""
+    asking = Asking.of(runtime, seeded(request) if wanted.confirm else request, wanted.auto)
     done = prefill(runtime, asking.request, room=runtime.room(request.sampling))
     try:
-        first_logits = done.logits.clone() if checked else None
+        first_logits = done.logits.clone() if wanted.verify else None
         runner, shares = runtime.decode_runner(done.pool), AttentionShares(runtime.decoder, done.plan)
         if isinstance(runner, EagerRunner):
             runner = EagerRunner(runtime.decoder, done.pool, Watch([(shares, done.sequence)]))
         generation = generate(runtime, Continuation.of(done), asking.request.sampling, listener, runner=runner)
-        generation.attention = shares.of_chunks()
         confirmation = None
-        if confirmed:
+        if wanted.confirm:
             generation, confirmation = confirm(runtime, done, generation)
+        generation.attention = shares.of_chunks()
         verification = verify(runtime, done, first_logits) if first_logits is not None else None
     finally:
         done.sequence.release()
     answer = asking.answer(done, generation, Checks(verification, confirmation))
-    asking.end(done, answer, save_holes=save_holes)
+    asking.end(done, answer, save_holes=wanted.save_holes)
     return answer
 
 
