@@ -207,7 +207,7 @@ def _mean_keys(spans: list[tuple[int, int]]) -> float:
     return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))
 
 
-@dataclass
+@dataclass(eq=False)
 class AutoPrefill:
     """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
 
