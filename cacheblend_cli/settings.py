@@ -58,7 +58,7 @@ class Settings:
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.", shown=False)
     weight_dtype: str = _setting(
         "auto",
-        "auto (as --dtype), or int8: faster on a CPU, a little less exact. KV belongs to the one it was made with.",
+        "auto, or int8: faster on a CPU, less exact.",
         shown=False,
     )
     attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)
