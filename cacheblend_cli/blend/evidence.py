@@ -15,6 +15,10 @@ from cacheblend_cli.kv.forward import FreshKV, Hidden, LayerStep, Observer, quer
 from cacheblend_cli.kv.rows import Rows, positions_of, rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
 
+LOGITS_AT_ONCE = 1 << 25
+"""Numbers of a probe layer that a GPU holds at once, 128 MiB: all its heads in one product where the prompt is not long. On
+a CPU heads take turns, and what one head makes stays in its cache."""
+
 
 class BeforeLayers:
     """Evidence there is before layer 0: what the question looks at when it runs alone over the stored KV.
@@ -157,15 +161,26 @@ def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Ten
 
     positions: of the rows, [num_rows] int64; keys: rotated, of positions 0 on, fp32 [kv_len, num_kv_heads, head_dim].
     """
-    spec = layer.spec
-    group = spec.num_heads // spec.num_kv_heads
-    found = torch.zeros(len(candidates), device=q.device)
-    for head in range(spec.num_kv_heads):
-        rows = q[:, head * group : (head + 1) * group].float().reshape(-1, spec.head_dim)
-        at = positions.repeat_interleave(group)
-        p = _probabilities(rows, keys[:, head], at, layer.attention, _sinks(layer, head))
-        found = torch.maximum(found, p[:, candidates.positions].amax(0))
-    return found
+    spec, params, kv_len = layer.spec, layer.attention, keys.shape[0]
+    rows = q.float().view(len(q), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)  # KV heads, group, rows
+    hidden = _hidden(positions, kv_len, params.sliding_window)
+    sinks = None if params.sinks is None else params.sinks.view(spec.num_kv_heads, -1, 1, 1)
+    at_once = heads_at_once(q.device, rows[0].shape[0] * len(q) * kv_len)
+    found = torch.full((kv_len,), float("-inf"), device=q.device)
+    for start in range(0, spec.num_kv_heads, at_once):
+        heads = slice(start, start + at_once)
+        logits = _capped(rows[heads].flatten(1, 2) @ keys[:, heads].permute(1, 2, 0), params)
+        logits = logits.view(*rows[heads].shape[:3], kv_len).masked_fill_(hidden, float("-inf"))
+        total = logits.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks[heads])
+        found = torch.maximum(found, logits.sub_(total).amax((0, 1, 2)))
+    return found[candidates.positions].exp()
+
+
+def heads_at_once(device: torch.device, numbers: int) -> int:
+    """KV heads in one product; numbers: of the logits of one of them."""
+    return max(1, LOGITS_AT_ONCE // numbers) if device.type == "cuda" else 1
 
 
 def _sinks(layer: DecoderLayer, kv_head: int) -> Tensor | None:
@@ -178,18 +193,27 @@ def _probabilities(
     q: Tensor, keys: Tensor, positions: Tensor, params: AttentionParams, sinks: Tensor | None = None
 ) -> Tensor:
     """[num_rows, kv_len] fp32, causal by position. sinks: of the heads that take turns in the rows."""
-    logits, window = (q @ keys.T) * params.scale, params.sliding_window
-    if params.soft_cap is not None:
-        logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
-    key_at = torch.arange(keys.shape[0], device=q.device)
-    hidden = key_at > positions[:, None]
-    if window is not None:
-        hidden |= key_at <= positions[:, None] - window
-    logits = logits.masked_fill_(hidden, float("-inf"))
+    hidden = _hidden(positions, keys.shape[0], params.sliding_window)
+    logits = _capped(q @ keys.T, params).masked_fill_(hidden, float("-inf"))
     if sinks is None:
         return logits.softmax(-1)
     sinks = sinks.repeat(len(logits) // len(sinks))
     return torch.cat((logits, sinks[:, None]), -1).softmax(-1)[:, : keys.shape[0]]
+
+
+def _capped(products: Tensor, params: AttentionParams) -> Tensor:
+    """Logits of products of q and k."""
+    logits = products.mul_(params.scale)
+    return logits if params.soft_cap is None else params.soft_cap * torch.tanh(logits / params.soft_cap)
+
+
+def _hidden(positions: Tensor, kv_len: int, window: int | None) -> Tensor:
+    """[num_rows, kv_len] bool: the keys that a row at its position does not see."""
+    key_at = torch.arange(kv_len, device=positions.device)
+    hidden = key_at > positions[:, None]
+    if window is not None:
+        hidden |= key_at <= positions[:, None] - window
+    return hidden
 
 
 def _keys(prompt: Prompt, layer: int, kv_len: int) -> Tensor:

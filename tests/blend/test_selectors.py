@@ -14,6 +14,7 @@ from checkpoints import WORDS, write_checkpoint
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.blend import evidence
 from cacheblend_cli.blend.corrections import MeanShift
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.prompt import Prompt
@@ -218,8 +219,10 @@ def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, m
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_look_at_keys_is_the_layers_own(window: int | None) -> None:
-    """With its sinks and within its window, a head's weight on each candidate."""
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_look_at_keys_is_the_layers_own(window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its sinks and within its window, a head's weight on each candidate, however many heads one product takes."""
+    monkeypatch.setattr(evidence, "heads_at_once", lambda device, numbers: at_once)
     torch.manual_seed(0)
     sinks, params = torch.tensor([3.0, -1.0, 0.5, 2.0]), AttentionParams(0.3, window)
     layer = SimpleNamespace(
@@ -234,6 +237,13 @@ def test_a_look_at_keys_is_the_layers_own(window: int | None) -> None:
     weights = logits.exp() * seen[:, None]
     weights = weights / (weights.sum(-1, keepdim=True) + sinks.exp()[:, None])
     torch.testing.assert_close(found, weights.amax((0, 1))[CANDIDATES.positions])
+
+
+def test_a_gpu_looks_with_all_heads_at_once_unless_the_prompt_is_long() -> None:
+    per_key = 4 * 64  # the heads of a group, the question's rows
+    assert evidence.heads_at_once(torch.device("cuda"), per_key * 4096) >= 8
+    assert evidence.heads_at_once(torch.device("cuda"), per_key * 131072) == 1
+    assert evidence.heads_at_once(torch.device("cpu"), per_key) == 1
 
 
 def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:
