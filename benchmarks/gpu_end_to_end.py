@@ -90,6 +90,11 @@ def bench_cases(bench: Bench, names: Sequence[str], lengths: Sequence[int]) -> C
     for length in lengths:
         for name in names:
             yield f"N={length} {name}", partial(_rows, "times", partial(times, name=name), bench, length)
+            if bench.device.type == "cuda":
+                yield (
+                    f"N={length} {name}, profiled",
+                    partial(_rows, "profiles", partial(profiled, name=name), bench, length),
+                )
 
 
 def _rows(part: str, measure: Callable[[Bench, int], list[dict[str, Any]]], bench: Bench, length: int) -> Rows:
@@ -125,9 +130,11 @@ def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
         row["load_s"] = statistics.median(load for load, _ in stalls)
         row["load_gb_s"] = work.kv_bytes / row["load_s"] / 1e9
         row["stall_s"] = statistics.median(stall for _, stall in stalls)
-    if bench.device.type == "cuda":
-        row["profile"] = profile(run)
     return [row]
+
+
+def profiled(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
+    return [{"length": length, "case": name, **profile(_case(bench, length, name))}]
 
 
 Done = Prefilled | PrefillResult | Tensor

@@ -79,8 +79,8 @@ def assemble(lines: list[dict[str, Any]], tiny: bool) -> dict[str, Any]:
             result["hardware"], result["versions"] = row["hardware"], row["versions"]
         elif part == "ceilings":
             result["ceilings"] |= row
-        elif part in ("model", "times", "load", "decode", "path"):
-            model = models.setdefault(step, {"times": [], "load": [], "decode": [], "checks": []})
+        elif part in ("model", "times", "profiles", "load", "decode", "path"):
+            model = models.setdefault(step, {"times": [], "profiles": [], "load": [], "decode": [], "checks": []})
             if part == "model":
                 model.update(row)
             else:

@@ -122,12 +122,14 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
             for r in model["times"]
         ),
     )
-    profiles = [(r["length"], r["case"], r["profile"]) for r in model["times"] if "profile" in r]
-    if profiles:
+    if model["profiles"]:
         yield ""
         yield from _table(
             ("N", "one run under the profiler", "kernels", "copies", "GPU busy, ms", "wall, ms"),
-            ((n, c, p["kernels"], p["copies"], _number(p["busy_ms"]), _number(p["wall_ms"])) for n, c, p in profiles),
+            (
+                (p["length"], p["case"], p["kernels"], p["copies"], _number(p["busy_ms"]), _number(p["wall_ms"]))
+                for p in model["profiles"]
+            ),
         )
     yield ""
     yield from _table(

@@ -208,6 +208,17 @@ def test_a_ceiling_that_is_not_there_is_assumed_and_said() -> None:
     assert "| matmul_tflop_s | 790 | not measured: an H200's |" in markdown(result)
 
 
+def test_a_profile_stands_with_its_model() -> None:
+    told = {"model": "m", "dtype": "d", "backend": "b", "warm_up_s": 1.0, "precompute": {"tokens": 1, "seconds": 1.0}}
+    profile = {"length": 4096, "case": "full", "kernels": 197, "copies": 3, "busy_ms": 14.5, "wall_ms": 20.0}
+    lines = [
+        {"step": "m", "case": "preparation", "event": "row", "part": "model", "row": told},
+        {"step": "m", "case": "N=4096 full, profiled", "event": "row", "part": "profiles", "row": profile},
+    ]
+    result = assemble(lines, tiny=False) | {"seconds": 1.0}
+    assert "| 4096 | full | 197 | 3 | 14.5 | 20 |" in markdown(result)
+
+
 def test_busy_time_counts_what_overlaps_once() -> None:
     events = [("gemm", 0.0, 1000.0), ("Memcpy HtoD", 500.0, 1500.0), ("rope", 2000.0, 2500.0), ("gemm", 2100.0, 2200.0)]
     assert summed(events) == {"kernels": 3, "copies": 1, "busy_ms": 2.0}
