@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from contexts import cell
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
 
 HEAD = (
     "| setting | ratio | budget | exact | F1 | NormF1 (95 %) | top-1 | KL | K error |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 LEVELS = ("full prefill", "noise floor", "reuse")
+ORDER = ("random", "first", "hkvd", "query", "draft")  # a colour each in every panel; the last is for one more
 SAME = ("model", "questions", "hardware")
 
 
@@ -88,32 +93,48 @@ def _layers(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _plot(result: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """NormF1 over the budget, one line a family of settings; left the selectors, right what corrects or avoids the error."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    """NormF1 over the budget, a line a selector: chunks collected alone, the same with the mean shift, behind their page."""
+    figure = Figure(figsize=(13, 4.4), layout=ConstrainedLayoutEngine(w_pad=0.15))
     labels = result["groups"]
-    _lines(left, rows, labels.get("selectors", []))
-    _lines(right, rows, labels.get("corrections", []), lambda label: "keys" not in label)
-    _lines(right, rows, labels.get("contexts", []), lambda label: "document" in label)
-    for axes, title in ((left, "selectors"), (right, "mean shift and document context")):
+    panels = (
+        ("chunks collected alone", labels.get("selectors", []), ""),
+        ("collected alone, with the mean shift", labels.get("corrections", []), ", shifted"),
+        ("collected behind their page", labels.get("contexts", []), ", document"),
+    )
+    for axes, (title, named, suffix) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+        found = _lines(axes, rows, named, suffix)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("budget: fresh token-layers over layers x reusable tokens")
+        axes.set_xlabel("budget: share of the work", fontsize=9)
         axes.axhline(1, color="#333333", linestyle="--", linewidth=1)
-        axes.axhline(0, color="#b03a2e", linestyle=":", linewidth=1)
+        axes.axhline(0, color="#d55e00", linestyle=":", linewidth=1)
         axes.grid(alpha=0.25)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7, frameon=False, loc="lower right")
-    left.set_ylabel("NormF1 (0: plain reuse, 1: full prefill)")
+        axes.set_xlim(left=0)
+        axes.set_ylim(-0.05, 1.08)
+        label_lines(axes, found)
+        if not suffix:
+            axes.set_ylabel("NormF1 (0: plain reuse, 1: full prefill)")
     figure.suptitle(f"{result['model']}, {result['questions']} questions", fontsize=10)
     figure.savefig(path, metadata={"Date": None})
 
 
-def _lines(axes: Any, rows: dict[str, dict[str, Any]], labels: list[str], keep: Any = lambda label: True) -> None:
+def _lines(
+    axes: Any, rows: dict[str, dict[str, Any]], labels: Iterable[str], suffix: str
+) -> list[tuple[str, str, float]]:
+    """Draw the settings whose names end so, each a line over its ratios; their names, colours and last values."""
     families: dict[str, list[dict[str, Any]]] = {}
-    for label in filter(keep, labels):
-        families.setdefault(label.rsplit(" ", 1)[0] if label[-1].isdigit() else label, []).append(rows[label])
+    for label in labels:
+        name = label.rpartition(" ")[0] if label[-1].isdigit() else label
+        if name.endswith(suffix) and "," not in name.removesuffix(suffix) and rows[label]["norm_f1"]:
+            families.setdefault(name.removesuffix(suffix), []).append(rows[label])
+    found = []
     for name, points in families.items():
-        points = sorted((p for p in points if p["norm_f1"]), key=lambda p: p["budget"])
+        place = ORDER.index(name) if name in ORDER else len(ORDER)
+        colour, marker = COLOURS[place], MARKERS[place]
+        points = sorted(points, key=lambda p: p["budget"])
         values = [p["norm_f1"]["value"] for p in points]
-        style = "--" if "document" in name else "-"
-        axes.plot([p["budget"] for p in points], values, linestyle=style, marker="o", markersize=4, label=name)
+        spread = [[max(0.0, v - p["norm_f1"]["low"]) for v, p in zip(values, points, strict=True)],
+                  [max(0.0, p["norm_f1"]["high"] - v) for v, p in zip(values, points, strict=True)]]  # fmt: skip
+        axes.errorbar([p["budget"] for p in points], values, yerr=spread, marker=marker, markersize=4, color=colour,
+                      capsize=2, linewidth=1.3)  # fmt: skip
+        found.append((name, colour, values[-1]))
+    return found

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 _FULL, _REUSE = "#333333", "#d55e00"
-_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 """Of the series: Okabe and Ito's palette, which colour-blind readers can tell apart, and a brown. There are no more than these."""
-_MARKERS = "os^Dvp"
+MARKERS = "os^Dvp"
 _APART = 0.055  # of an axis, between the labels of two series
 
 
@@ -48,7 +48,7 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
     quality, time = figure.subplots(1, 2)
     labels = _levels(summaries, score, quality, time)
     every = _series(summaries)
-    for (name, series), colour, marker in zip(every.items(), _COLOURS, _MARKERS, strict=False):
+    for (name, series), colour, marker in zip(every.items(), COLOURS, MARKERS, strict=False):
         ratios = [s.ratio for s in series]
         values: list[Interval | None] = [getattr(s, score) for s in series]
         middles = [v.value if v else 0.0 for v in values]
@@ -68,8 +68,8 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
         axes.set_xlabel("recompute ratio")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
-        _label(axes, [(label[0], label[1], float(label[which])) for label in labels])
-    if (more := len(every) - len(_COLOURS)) > 0:
+        label_lines(axes, [(label[0], label[1], float(label[which])) for label in labels])
+    if (more := len(every) - len(COLOURS)) > 0:
         title = f"{title}{'; ' if title else ''}{more} more series are in the table only"
     if title:
         figure.suptitle(title, fontsize=10)
@@ -99,7 +99,7 @@ def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes)
     return labels
 
 
-def _label(axes: Axes, labels: Sequence[tuple[str, str, float]]) -> None:
+def label_lines(axes: Axes, labels: Sequence[tuple[str, str, float]]) -> None:
     """Names beside the right edge, each as near to the height of what it names as leaves them apart and within the axes."""
     bottom, top = axes.get_ylim()
     ordered = sorted(labels, key=lambda label: label[2])
