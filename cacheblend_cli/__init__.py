@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore as ChunkStore
 
-    from cacheblend_cli.library import Added as Added
-    from cacheblend_cli.library import Asked as Asked
-    from cacheblend_cli.library import Engine as Engine
+    from cacheblend_cli.python_api import Added as Added
+    from cacheblend_cli.python_api import Asked as Asked
+    from cacheblend_cli.python_api import Engine as Engine
 
 __version__ = "0.1.0"
 __all__ = ["Added", "Asked", "ChunkStore", "Engine"]
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return ChunkStore
     if name in __all__:
-        from cacheblend_cli import library
+        from cacheblend_cli import python_api
 
-        return getattr(library, name)
+        return getattr(python_api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,10 +44,8 @@ class Engine:
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Say | None = None, notice: Say | None = None) -> Engine:
-        """Load the model. progress: told what takes time; notice: told what takes time once on a machine.
-
-        Raises NotFoundError, UsageError or DeviceError.
-        """
+        """Load the model. progress: told what takes time; notice: told what takes time once on a machine. Raises
+        NotFoundError, UsageError or DeviceError."""
         return cls(Runtime.load(config, progress, notice))
 
     @property
