@@ -14,6 +14,7 @@ from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.norm import Norm, add_and_norm
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weights import IN_FILE
 
 SMALL_HEAD = 64 << 20  # bytes of a tied head that may be held twice: packed, decoding takes less time
 
@@ -119,14 +120,16 @@ class Decoder:
         self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"
     ) -> None:
         self.spec, self.kernels = spec, kernels
-        self.embedding = weights["embed"]
+        in_file = weights.get(IN_FILE)
+        self.embedding = weights["embed"] if in_file is None else in_file
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
-        dtype = weights["lm_head"].dtype
-        tied = weights["lm_head"].data_ptr() == self.embedding.data_ptr()
-        # where the embedding is not its file's mapping, a packed copy of it is a second one
-        small = weights["lm_head"].numel() * dtype.itemsize <= SMALL_HEAD
-        self._head = linear(weights["lm_head"], weight_dtype=weight_dtype, pack=small or not tied)
-        self.device, self.dtype = self.embedding.device, dtype
+        head = weights.pop("lm_head")
+        self.device, self.dtype = head.device, head.dtype
+        # of an embedding in memory that is the head, too, a packed copy would be a second one
+        apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
+        small = head.numel() * head.itemsize <= SMALL_HEAD
+        self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small)
+        del head
         self.rope = LayerRotations(spec, self.device)
         self.layers = [
             DecoderLayer(i, spec, weights, kernels, rope, weight_dtype) for i, rope in enumerate(self.rope.of_layer)

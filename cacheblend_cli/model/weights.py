@@ -42,6 +42,9 @@ QUANTISED = (
 )
 
 
+IN_FILE = "embed_in_file"  # the embedding, where it is not in memory
+
+
 def load_weights(
     spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAdapter | None = None
 ) -> dict[str, Tensor]:
@@ -50,7 +53,7 @@ def load_weights(
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `folding`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
     added to each block, in float32, on the way. The embedding, of which a prompt needs few rows, stays in its file on a CPU
-    where that has plain numbers, in the file's dtype: a tied head is then a copy that can be packed.
+    where that has plain numbers, in the file's dtype, under the name IN_FILE.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
@@ -61,7 +64,6 @@ def load_weights(
     deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
-    mapped: Tensor | None = None
     source = tensor_source(model_dir)
     for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
@@ -92,8 +94,8 @@ def load_weights(
             )
         if name == EMBEDDING and device.type == "cpu" and EMBEDDING not in deltas:
             mapped = source.mapped(stored)
-            if mapped is not None and not spec.tied:
-                weights[target] = mapped
+            if mapped is not None:
+                weights[IN_FILE] = mapped
                 seen.add(name)
                 continue
         if target not in weights:
@@ -101,10 +103,8 @@ def load_weights(
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
     if spec.tied and (EMBEDDING in seen or HEAD in seen):
-        _tie(weights)
+        _tie(weights, dtype)
         seen |= {EMBEDDING, HEAD}
-        if mapped is not None:
-            weights["embed"] = mapped
     missing = sorted(set(shapes) - seen)
     if missing:
         raise UsageError(
@@ -132,8 +132,13 @@ def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
     return next((n for n in (own, f"model.{own}", own.removeprefix("model.")) if n in shapes), None)
 
 
-def _tie(weights: dict[str, Tensor]) -> None:
+def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """One tensor for embedding and head, unless the file holds two that differ."""
+    if IN_FILE in weights:
+        embed = weights[IN_FILE].to(dtype)
+        if torch.equal(embed, weights.get("lm_head", embed)):
+            weights["lm_head"] = embed
+        return
     embed = weights["embed"] if "embed" in weights else weights["lm_head"]
     if torch.equal(embed, weights.get("lm_head", embed)):
         weights["embed"] = weights["lm_head"] = embed
