@@ -26,7 +26,7 @@ before = memory("VmRSS")
 engine = Engine.load(EngineConfig(model=model, dtype="float32"))
 print(json.dumps([engine.runtime.decoder.num_bytes, memory("VmHWM") - before]))
 """
-SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 20}
+SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 44}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
@@ -46,5 +46,5 @@ def test_the_peak_is_little_more_than_the_weights(tmp_path: Path, form: str) -> 
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     size, taken = json.loads(done.stdout)
-    assert size > 70 << 20
+    assert size > 150 << 20  # so large that what else a process takes does not decide
     assert taken <= 1.15 * size, f"{taken / size:.2f} times"
