@@ -13,6 +13,7 @@ import typer.main
 import cacheblend_cli
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output, flush
+from cacheblend_cli.cli.threads import spin_shortly
 from cacheblend_cli.errors import ExitCode
 
 _HOMES = {
@@ -95,6 +96,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 def main() -> None:
     """The entry point."""
+    spin_shortly()
     sys.exit(run())
 
 
