@@ -33,7 +33,7 @@ SignKey = Annotated[
 @options.with_settings("store", "salt")
 def export(
     settings: Settings,
-    path: Annotated[Path, typer.Argument(help="A new folder, or a new file whose name ends in .tar.", metavar="PATH")],
+    path: Annotated[Path, typer.Argument(help="A new file, a tar.", metavar="PATH")],
     chunks: Annotated[
         list[str] | None,
         typer.Argument(
@@ -50,7 +50,7 @@ def export(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write chunks to PATH as plain files: a manifest in JSON lines and a safetensors file a chunk.
+    """Write chunks to PATH, a tar of plain files: a manifest in JSON lines and a safetensors file a chunk.
 
     The documents' records and the prompt's prefix go with them, so that search, ask and precompute go on from there.
     Documents below this directory are named relative to it; import takes such names as relative to where it runs.
@@ -97,7 +97,7 @@ def export(
 @options.with_settings("store", "salt", "lock_timeout")
 def import_(
     settings: Settings,
-    path: Annotated[Path, typer.Argument(help="An export: a folder or a .tar.", metavar="PATH")],
+    path: Annotated[Path, typer.Argument(help="An export.", metavar="PATH")],
     sign_key: SignKey = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Take documents that the store has in another version, too.")
@@ -115,7 +115,7 @@ def import_(
     limit = parse_size(max_bytes, "--max-bytes")
     secret = _read_key(sign_key)
     if not path.exists():
-        raise NotFoundError(f"no such file or folder: {path}", "make one: cacheblend chunks export PATH")
+        raise NotFoundError(f"no such file: {path}", "make one: cacheblend chunks export PATH")
     from cacheblend_store.archive import ArchiveLimits, ArchiveOptions, import_chunks
 
     from cacheblend_cli.corpus.places import landed, shown

@@ -63,8 +63,6 @@ class StoreReader:
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
         """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape."""
         blob = self.blob(manifest, layer)
-        if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
-            raise bad_blob(manifest, layer, "does not match its digest")
         try:
             return parse_blob(blob, _spec(manifest))
         except BadBlob as error:
@@ -94,8 +92,11 @@ class StoreReader:
             raise bad_blob(manifest, layer, "does not match its digest")
 
     def blob(self, manifest: ChunkManifest, layer: int) -> memoryview:
-        """One layer's bytes as they are stored, their number checked and their digest not."""
-        return self.pages.value(self._blob_node(manifest, layer))
+        """One layer's bytes as they are stored. Raises BadBlob when they are missing or do not match their digest."""
+        blob = self.pages.value(self._blob_node(manifest, layer))
+        if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
+            raise bad_blob(manifest, layer, "does not match its digest")
+        return blob
 
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
         if not manifest.has_kv:
@@ -138,13 +139,14 @@ class StoreReader:
         for name in self.keys_with(key, "refs"):
             yield name[KEY_BYTES:]
 
+    def memo(self, key: bytes) -> Memo | None:
+        """None when there is none, it is damaged, or of a version that is not known."""
+        with suppress(BadBlob):
+            return decode_memo(key, self.get("meta", key) or b"")
+        return None
+
     def memos(self) -> Iterator[Memo]:
-        """All that are not damaged, and of a version that is known."""
-        for key in self.keys_with(MEMO_KEYS, "meta"):
-            with suppress(BadBlob):
-                memo = decode_memo(key, self.get("meta", key) or b"")
-                if memo is not None:
-                    yield memo
+        return filter(None, map(self.memo, self.keys_with(MEMO_KEYS, "meta")))
 
     def meta(self, name: bytes) -> bytes | None:
         value = self.get("meta", name)

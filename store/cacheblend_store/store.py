@@ -7,15 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from cacheblend_store.errors import AmbiguousId, BadBlob, ChunkNotFound, StoreError, StorePermission
+from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StorePermission
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.memos import Memo, decode_memo, encode_memo, memo_key
+from cacheblend_store.format.memos import Memo, encode_memo, memo_key
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
 from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
 from cacheblend_store.lmdb_file.environment import Environment
@@ -255,11 +255,8 @@ class ChunkStore:
 
     def memo(self, kind: str, name: str) -> Memo | None:
         """None when there is none, or it is damaged."""
-        key = memo_key(kind, name)
-        with self.read() as reader, suppress(BadBlob):
-            value = reader.get("meta", key)
-            return None if value is None else decode_memo(key, value)
-        return None
+        with self.read() as reader:
+            return reader.memo(memo_key(kind, name))
 
     def put_memos(self, memos: Sequence[Memo]) -> None:
         """Store memos, each in place of the one of its kind and name, in one transaction."""

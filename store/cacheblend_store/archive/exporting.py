@@ -1,4 +1,4 @@
-"""Export: chunks and their documents as a folder or tar of flat files, for other machines and other tools."""
+"""Export: chunks and their documents as a tar of flat files, for other machines and other tools."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def export_chunks(
 ) -> ExportReport:
     """Write chunks (None: all), the prefixes they stand behind and the documents they are of to `path`.
 
-    A tar when the name ends in .tar, else a folder; it appears whole or not at all. Holds `manifest.jsonl`, a
-    safetensors file a chunk (K before RoPE and V of every layer, in the codec they are stored in) and, with a sign_key,
-    `manifest.hmac`: the HMAC-SHA256 of the manifest, which holds the SHA-256 of every file. Damaged chunks are left out;
-    those that have no KV now come as text. Raises ArchiveError, OSError.
+    A tar, which appears whole or not at all. It holds `manifest.jsonl`, a safetensors file a chunk (K before RoPE and V of
+    every layer, in the codec they are stored in) and, with a sign_key, `manifest.hmac`: the HMAC-SHA256 of the manifest,
+    which holds the SHA-256 of every file. Damaged chunks are left out; those that have no KV now come as text. Raises
+    ArchiveError, OSError.
     """
     wanted, prefixes = _choose(store, keys)
     collections, lines = dict[str, CollectionLine](), list[bytes]()

@@ -218,7 +218,7 @@ def _take(
             yield ImportedChunk(line.manifest, "unchanged")
         else:
             try:
-                batch.append((line.manifest, line.blobs(files.read(line.file)) if line.num_bytes else []))
+                batch.append((line.manifest, line.blobs(files.open(line.file).read()) if line.num_bytes else []))
                 held += line.num_bytes + len(line.manifest.text)
             except ArchiveError as error:
                 yield ImportedChunk(line.manifest, "rejected", error.message)
