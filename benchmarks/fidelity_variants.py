@@ -12,7 +12,7 @@ import torch
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.api import Engine
+from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.blend import prefill as blend
 from cacheblend_cli.blend.corrections import MeanShift
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
@@ -20,7 +20,7 @@ from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.evaluation.samples import Sample
-from cacheblend_cli.evaluation.settings import Prefill
+from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -134,3 +134,14 @@ class Spread:
 
     def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
         return self._contexts.spread(candidates.positions)
+
+
+def further_settings(ratios: Sequence[float] = (0.05, 0.10, 0.15, 0.20, 0.30)) -> list[Setting]:
+    """Chunks collected alone, the stale KV moved by regression (`corrections.Regression`): what looks ahead at each ratio,
+    what looks at the question only, and what looks at nothing."""
+    chosen = [("random:2+draft", ratio) for ratio in ratios]
+    chosen += [(selector, 0.15) for selector in ("random:2+query", "random", "draft")]
+    return [
+        Setting(f"{selector}, regression {ratio:g}", BlendConfig(selector=selector, ratio=ratio, regression=True))
+        for selector, ratio in chosen
+    ]

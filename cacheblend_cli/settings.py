@@ -91,6 +91,10 @@ class Settings:
         False, "Move what is not recomputed of a chunk by the mean change of what is.", shown=False,
         flag="--mean-shift/--no-mean-shift",
     )  # fmt: skip
+    regression: bool = _setting(
+        False, "Move what is not recomputed by what the like and the near of it changed by.", shown=False,
+        flag="--regression/--no-regression",
+    )  # fmt: skip
     max_tokens: int = _setting(128, "Tokens of the answer at most.")
     reasoning_tokens: int = _setting(1024, "Tokens that a model may take to reason, beside --max-tokens.")
     temperature: float = _setting(0.0, "0 is greedy.", shown="0")

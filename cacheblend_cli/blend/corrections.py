@@ -55,3 +55,70 @@ class MeanShift:
         noise = variance / count.clamp_min(1)
         keep = (1 - noise / mean.square().sum((1, 2)).clamp_min(1e-30)).clamp_min(0)
         return (mean * keep[:, None, None])[self._stale_chunk]
+
+
+class Regression:
+    """Moves the old K and V of a token by what the changes of the recomputed tokens say of its own: Gaussian process
+    regression, a layer at a time, of K before RoPE and V together.
+
+    Two tokens are taken to change alike where they are of one chunk (what all of a chunk misses is the mean shift), more so
+    the nearer they stand, and, of whatever chunk, where their old K and V are alike. Where recomputed tokens disagree,
+    or nothing is known of a chunk, little is moved.
+
+    A token is moved by what later tokens of its own chunk say too, never by a later chunk: causal by chunk, not by token.
+    """
+
+    def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
+        self._pool, self._rows = prompt.pool, prompt.rows(every.positions)
+        self._repaired = torch.searchsorted(every.positions, repaired.positions)
+        self._stale = torch.ones(len(every), dtype=torch.bool, device=every.positions.device)
+        self._stale[self._repaired] = False
+        same = (every.chunk[:, None] == repaired.chunk).float()
+        apart = (every.offset[:, None] - repaired.offset).abs()
+        near = sum(NEAR * torch.exp(-apart / length) for length in LENGTHS)
+        self._placed, self._shared = same * (CHUNK + near), (1 + same) / 2
+        chunks, sizes = torch.unique_consecutive(every.chunk, return_counts=True)
+        known = torch.searchsorted(repaired.chunk, chunks, right=True)  # recomputed tokens up to the end of each chunk
+        ends = sizes.cumsum(0)
+        self._parts = list(zip((ends - sizes).tolist(), ends.tolist(), known.tolist(), strict=True))
+
+    def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
+        """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
+        [num_repaired, num_kv_heads, head_dim]."""
+        rows, index, repaired, stale = self._rows, layer.index, self._repaired, self._stale
+        old_k, old_v = self._pool.read(index, rows.slots)
+        cos, sin = rows.cos_sin(layer)
+        stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
+        plain_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
+        alike = torch.exp(-(self._distance(plain_k) + self._distance(old_v)) / 2)
+        change = torch.cat((k.float() - plain_k[repaired], v.float() - old_v[repaired]), -1)
+        moved = self._predict(self._placed + self._shared * alike, change.flatten(1)).view(
+            len(old_k), *change.shape[1:]
+        )
+        moved_k, moved_v = moved.chunk(2, -1)
+        moved_k = layer.kernels.rope(moved_k, cos, sin)
+        self._pool.write(index, rows.slots[stale], (old_k + moved_k)[stale], (old_v + moved_v)[stale])
+
+    def _distance(self, old: Tensor) -> Tensor:
+        """fp32 [num_tokens, num_repaired]: squared, in units of the mean squared distance from the mean of the first chunk,
+        which no later chunk changes."""
+        x = old.flatten(1).float()
+        first = x[self._parts[0][0] : self._parts[0][1]]
+        unit = (first - first.mean(0)).square().sum(1).mean().clamp_min(1e-30)
+        return torch.cdist(x, x[self._repaired]).square() / unit
+
+    def _predict(self, alike: Tensor, change: Tensor) -> Tensor:
+        """alike: fp32 [num_tokens, num_repaired], of every token with the recomputed ones; change: fp32 [num_repaired, n].
+        The expected change of every token, from the recomputed ones of its chunk and of those before."""
+        noisy = alike[self._repaired] + NOISE * torch.eye(len(change), device=change.device)
+        root = torch.linalg.cholesky(noisy)  # its leading blocks are the roots of the leading blocks
+        parts = [
+            alike[start:end, :known] @ torch.cholesky_solve(change[:known], root[:known, :known])
+            for start, end, known in self._parts
+        ]
+        return torch.cat(parts)
+
+
+CHUNK, NEAR, LENGTHS, NOISE = 2.0, 0.3, (8.0, 30.0), 0.5
+"""How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for
+the same old K and V; and what of a change is a token's own. Fitted to what is left unexplained, see docs/fidelity.md."""

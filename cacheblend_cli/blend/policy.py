@@ -22,7 +22,8 @@ class BlendPolicy:
     """What to recompute. checks: (layer, ratio) pairs, layers rising and ratios falling (gradual filtering); a selector
     that needs no check layer uses the ratio of the first one before layer 0. deviation: "v", "k" or "kv".
     block, nucleus: see `selectors.choose`. probe_layers, draft_tokens: where a selector that follows the question's
-    attention looks, and how many tokens of the answer it drafts. mean_shift: see `corrections.MeanShift`.
+    attention looks, and how many tokens of the answer it drafts. mean_shift, regression: see
+    `corrections`.
     layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless codec)."""
 
     selector: Selector
@@ -33,6 +34,7 @@ class BlendPolicy:
     probe_layers: tuple[int, ...] = (0,)
     draft_tokens: int = 0
     mean_shift: bool = False
+    regression: bool = False
     layer0_exact: bool = True
 
     @property

@@ -44,7 +44,7 @@ NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
 
 
 MACHINE = ("device", "dtype", "weight_dtype", "attention_backend", "threads")
-CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift")
+CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift", "regression")
 SEARCHING = ("top_k", "search", "embeddings", "min_score", "expand", "context")
 PROMPT = ("prompt", "system", "template_var")
 BLENDING = ("ratio", "ratio_floor", "selector", "gradual", *CHOOSING)

@@ -73,7 +73,8 @@ class BlendConfig:
     """mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; a tuple of (layer, ratio)
     pairs in `checks` replaces ratio and check_layer (gradual filtering). nucleus > 0: fewer, when that share of the
     scores' sum is covered. probe_layers: the first and the last layer whose attention `query` and `draft` follow, None
-    for the middle half. draft_tokens: how much of the answer `draft` drafts. mean_shift: see `corrections.MeanShift`."""
+    for the middle half. draft_tokens: how much of the answer `draft` drafts. mean_shift, regression: see
+    `corrections.MeanShift` and `corrections.Regression`, of which there can be one."""
 
     mode: str = "blend"
     ratio: float = 0.15
@@ -87,6 +88,7 @@ class BlendConfig:
     probe_layers: tuple[int, int] | None = None
     draft_tokens: int = 8
     mean_shift: bool = False
+    regression: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -101,6 +103,8 @@ class BlendConfig:
         for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
             if count < 1:
                 raise UsageError(f"--{name} {count} is not 1 or more", "see: cacheblend ask --help")
+        if self.mean_shift and self.regression:
+            raise UsageError("--mean-shift and --regression are two ways to move the same KV", "leave one out")
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
         if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
             raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
@@ -152,6 +156,7 @@ class BlendConfig:
             probe_layers=self._probed(num_layers),
             draft_tokens=self.draft_tokens,
             mean_shift=self.mean_shift,
+            regression=self.regression,
             layer0_exact=layer0_exact,
         )
 

@@ -55,6 +55,7 @@ class BlendIn(BaseModel):
     probe_layers: str | None = None
     draft_tokens: int | None = None
     mean_shift: bool | None = None
+    regression: bool | None = None
 
 
 class SchemaIn(BaseModel):

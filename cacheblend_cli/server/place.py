@@ -17,8 +17,8 @@ _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
 _ASKED = {
     "collection", "context", "order", "top_k", "search", "embeddings", "min_score", "expand", "mode", "ratio", "ratio_floor", "selector", "deviation",
-    "check_layer", "block", "nucleus", "gradual", "probe_layers", "draft_tokens", "mean_shift", "max_tokens", "reasoning_tokens",
-    "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "check_layer", "block", "nucleus", "gradual", "probe_layers", "draft_tokens", "mean_shift", "regression", "max_tokens",
+    "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "model_sampling", "seed", "salt",
 }  # fmt: skip
 """Settings that a question brings along."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend import evidence
-from cacheblend_cli.blend.corrections import MeanShift
+from cacheblend_cli.blend.corrections import MeanShift, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector, select
@@ -175,8 +175,10 @@ def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench
     assert len(whole.result.chosen) == inexact
     assert (whole.result.logits - full.result.logits).abs().max() <= 1e-4
     assert torch.isfinite(some.result.logits).all()
-    shifted = bench.prefill(BlendConfig(selector=name, ratio=1.0, mean_shift=True))
-    assert torch.equal(shifted.result.logits, whole.result.logits), "there is nothing left to shift"
+    everything = BlendConfig(selector=name, ratio=1.0)
+    for moved in (replace(everything, mean_shift=True), replace(everything, regression=True)):
+        found = bench.prefill(moved)
+        assert torch.equal(found.result.logits, whole.result.logits), "there is nothing left to move"
 
 
 class Given:
@@ -279,6 +281,65 @@ def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(be
     assert torch.equal(shift._mean(opposite), torch.zeros(5, 2, 4))
 
 
+TWO = Candidates(torch.arange(16), torch.arange(16) // 8, torch.arange(16) % 8)  # two chunks of eight tokens
+REPAIRED = torch.tensor([1, 3, 5, 9, 13])
+
+
+class Moved:
+    """Layer 1 of a prompt whose first 16 tokens are `every`, after a regression from given changes of REPAIRED."""
+
+    def __init__(self, bench: Bench, every: Candidates = TWO) -> None:
+        torch.manual_seed(0)
+        decoder, self.done = bench.engine.model.decoder, bench.prefill(BlendConfig(mode="full"))
+        self.layer, self.every, self.prompt = decoder.layers[1], every, _prompt(bench, self.done)
+        self.rows = rows_of(decoder, self.done.sequence, torch.arange(16), 16, 16)
+        self.k, self.v = torch.randn(2, 16, 2, 16)
+
+    def by(self, k: Tensor, v: Tensor, repaired: Tensor = REPAIRED) -> tuple[Tensor, Tensor]:
+        """How far K (before RoPE) and V of each token are moved, [16, 2, 16]. k, v: changes of the repaired."""
+        write_kv(self.layer, self.k, self.v, self.rows)
+        correction = Regression(self.prompt, self.every, self.every.take(repaired))
+        correction.apply(self.layer, self.k[repaired] + k, self.v[repaired] + v)
+        found_k, found_v = self.done.pool.read(1, self.rows.slots)
+        cos, sin = self.rows.cos_sin(self.layer)
+        stretch = cos.square() + sin.square()
+        return self.layer.kernels.rope(found_k, cos / stretch, -sin / stretch) - self.k, found_v - self.v
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
+def test_regression_moves_most_of_what_all_recomputed_tokens_moved(tmp_path: Path, family: str) -> None:
+    """K before RoPE, whatever its tables stretch; and what is recomputed is left to be written by the layer."""
+    k, v = Moved(Bench(tmp_path, family)).by(torch.full((5, 2, 16), 0.5), torch.full((5, 2, 16), 0.25))
+    stale = torch.ones(16, dtype=torch.bool)
+    stale[REPAIRED] = False
+    assert (k[stale] > 0.35).all()
+    assert (k[stale] < 0.51).all()
+    torch.testing.assert_close(v[stale], k[stale] / 2, rtol=0, atol=1e-4)
+    torch.testing.assert_close((k[REPAIRED], v[REPAIRED]), (torch.zeros(5, 2, 16),) * 2, rtol=0, atol=1e-5)
+
+
+def test_regression_moves_a_token_as_the_one_like_it_and_the_one_near_it(bench: Bench) -> None:
+    moved, one = Moved(bench), torch.zeros(5, 2, 16)
+    moved.k[0], moved.v[0] = moved.k[5] + 0.01, moved.v[5] + 0.01  # 0 is like 5, and nothing else is like anything
+    one[2] = 1.0
+    k, _ = moved.by(one, one)
+    assert k[0].mean() > k[7].mean(), "7 is nearer to 5"
+    assert k[4].mean() > k[2].mean(), "as unlike, and nearer"
+    assert k[2].mean() > k[8:].mean(0).max(), "of the same chunk"
+
+
+def test_no_later_chunk_moves_a_token_and_an_unknown_one_hardly_moves(bench: Bench) -> None:
+    moved, change = Moved(bench), torch.randn(5, 2, 16)
+    other = change.clone()
+    other[3:] += 1  # of the second chunk
+    a, b = moved.by(change, change), moved.by(other, other)
+    assert torch.equal(a[0][:8], b[0][:8])
+    assert torch.equal(a[1][:8], b[1][:8])
+    assert not torch.equal(a[0][8:], b[0][8:])
+    first = moved.by(change[3:], change[3:], REPAIRED[3:])  # of the first chunk nothing is known
+    assert torch.equal(first[1][:8], torch.zeros(8, 2, 16))
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
 def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None:
     """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
@@ -308,7 +369,14 @@ def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
     assert not torch.equal(plain[1], shifted[1])
 
 
-def test_the_mean_shift_brings_reused_kv_nearer(bench: Bench) -> None:
+@pytest.mark.parametrize("how", ["mean_shift", "regression"])
+def test_a_correction_brings_reused_kv_nearer(bench: Bench, how: str) -> None:
     plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3))
-    shifted = bench.kv_error(BlendConfig(selector="random", ratio=0.3, mean_shift=True))
-    assert shifted < plain
+    moved = BlendConfig(selector="random", ratio=0.3, mean_shift=how == "mean_shift", regression=how == "regression")
+    assert bench.kv_error(moved) < plain
+    assert bench.kv_error(moved) == bench.kv_error(moved)
+
+
+def test_there_is_one_correction() -> None:
+    with pytest.raises(UsageError, match="two ways"):
+        BlendConfig(mean_shift=True, regression=True)
