@@ -1,11 +1,15 @@
 """Many questions at once: requests a second, time to the first token and tokens a second of the engine that serves.
 
-    python benchmarks/serve.py [--requests 32] [--rates 0.2,0.4] [--out benchmarks/results/serve.json]
+    python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON] [--out benchmarks/results/serve.json]
+    python benchmarks/serve.py --quick      # two minutes, a tiny model: that every part works
 
 Shape of Qwen2.5-0.5B with random weights, fp32 on CPU; four chunks of 512 tokens a prompt, drawn by Zipf's law from 64, answers of 32
-tokens. Closed loop (so many clients, each asking again when it is answered) and Poisson arrivals; ours blended, blended without hot
-blocks, and by full prefills; beside them one question after another as `ask` does it, and transformers' generate, alone and by its
-continuous batching where that runs here. The quick look: --chunks 8 --chunk-tokens 64 --config configs/... --requests 8.
+tokens. One question after another, as `ask --batch` was before it had this engine; closed loop (so many clients, each asking again
+when it is answered) and Poisson arrivals, blended and by full prefills; transformers' generate and its continuous batching; llama.cpp's
+server with parallel slots, where PYTHON is one that has xllamacpp. All are given the same prompts.
+
+Every part is run, over as many requests as its share of the minutes allows. Results are written after each; run again, the
+script does the parts that are not in --out yet. Name parts to do them anew: --parts "decode,blend 16".
 """
 
 from __future__ import annotations
@@ -16,88 +20,130 @@ import queue
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import serve_others
 from cacheblend_store import ChunkStore
 from prefill import hardware, write_checkpoint
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.runtime.request import resolve
 from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Limits, Service
 
 ROOT = Path(__file__).parent.parent
 WORDS = (
     "harbor parrot ledger Bergen Mara billing keeps lead river stone winter letter engine garden copper signal".split()
 )
-MODES = {
-    "blend": (BlendConfig(), Limits(max_waiting=10_000)),
-    "blend, nothing hot": (BlendConfig(), Limits(max_waiting=10_000, hot=False)),
-    "full": (BlendConfig(mode="full"), Limits(max_waiting=10_000)),
-    "full, nothing hot": (BlendConfig(mode="full"), Limits(max_waiting=10_000, hot=False)),
-}
+MODES = {"blend": BlendConfig(), "full": BlendConfig(mode="full"), "reuse": BlendConfig(mode="reuse")}
+SLOTS = 16
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+DECODED = (16, 64)  # answers of so many tokens: what the longer ones take more is decoding alone
+
+Case = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is asked: questions in order, so that every way of answering gets the same."""
+@dataclass
+class Bench:
+    """What the parts share. ttft_s: of a question alone, by mode; token_s: of a token of its answer; found: earlier parts."""
 
+    engine: Engine
+    store: ChunkStore
+    checkpoint: Path
     questions: list[Question]
+    prompts: list[tuple[int, ...]]
+    arguments: argparse.Namespace
+    found: dict[str, Any]
+    ttft_s: dict[str, float]
+    token_s: float
 
-    def blended(self, blend: BlendConfig) -> list[Question]:
-        return [replace(q, blend=blend) for q in self.questions]
+    def asked(self, mode: str, count: int) -> list[Question]:
+        return [replace(q, blend=MODES[mode]) for q in self.questions[:count]]
+
+    def fitting(self, seconds: float, mode: str, clients: int = 1) -> int:
+        """How many questions can be answered in the seconds: at least two."""
+        each = self.ttft_s[mode] + self.token_s * self.arguments.answer_tokens / min(clients, 4)
+        return max(2, min(len(self.questions), int(seconds / each)))
+
+    def limits(self, **others: Any) -> Limits:
+        return Limits(max_waiting=10_000, max_sequences=SLOTS, pool_tokens=self.arguments.pool_tokens, **others)
+
+
+Part = Callable[[Bench, float], list[Case]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
-    parser.add_argument("--requests", type=int, default=32, help="of each case")
-    parser.add_argument("--clients", default="1,4,8,16")
-    parser.add_argument("--rates", default="", help="Poisson arrivals, requests a second: 0.2,0.4")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of the whole")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--parts", default="", help="only these, anew, by their names in the results")
+    parser.add_argument("--requests", type=int, default=32, help="of each part at most")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--per-prompt", type=int, default=4)
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--pool-tokens", type=int, default=None)
-    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--llama-python", default="", help="an interpreter with xllamacpp")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/serve.json")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.minutes, arguments.chunks, arguments.chunk_tokens, arguments.requests = 2.0, 8, 64, 16
+    until = time.monotonic() + 60 * arguments.minutes
+    result = begun(arguments)
+    wanted = [name.strip() for name in arguments.parts.split(",") if name.strip()]
+    left = [name for name in PARTS if (name in wanted if wanted else name not in result["parts"])]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder) / "model", arguments.config)
-        result = {"hardware": hardware(), "settings": {k: str(v) for k, v in vars(arguments).items()}}
-        result["cases"] = measure(checkpoint, Path(folder), arguments)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    arguments.out.with_suffix(".md").write_text(table(result))
+        bench = prepared(Path(folder), arguments, result["parts"])
+        with bench.store:
+            for number, name in enumerate(left):
+                part, share = PARTS[name]
+                seconds = (until - time.monotonic()) * share / sum(PARTS[n][1] for n in left[number:])
+                started = time.monotonic()
+                cases = part(bench, max(0.0, seconds))
+                took = time.monotonic() - started
+                result["parts"][name] = {"given_s": seconds, "took_s": took, "cases": cases}
+                print(f"{name}: {took:.0f} s of {seconds:.0f}", *map(json.dumps, cases), sep="\n  ", flush=True)
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+                arguments.out.with_suffix(".md").write_text(table(result))
     print(table(result))
 
 
-def measure(checkpoint: Path, folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def begun(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The results that are there, if they are of these settings, else none yet."""
+    own = ("quick", "config", "chunks", "chunk_tokens", "per_prompt", "answer_tokens", "pool_tokens")
+    settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(arguments).items() if k in own}
+    new = {"hardware": hardware(), "settings": settings, "parts": {}}
+    if not arguments.out.is_file():
+        return new
+    old = json.loads(arguments.out.read_text())
+    return (
+        old
+        if {k: old.get(k) for k in ("hardware", "settings")} == {k: new[k] for k in ("hardware", "settings")}
+        else new
+    )
+
+
+def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any]) -> Bench:
+    """A checkpoint, a store of its documents, and what a question costs alone, which the parts are cut by."""
+    config = json.loads(arguments.config.read_text()) | (TINY if arguments.quick else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = write_checkpoint(folder / "model", folder / "config.json")
     engine = Engine.load(EngineConfig(model=str(checkpoint), dtype="float32"))
-    cases: list[dict[str, Any]] = []
-    with ChunkStore.open(folder / "store", mode="write") as store:
-        keys = collect(engine, store, folder / "docs", arguments)
-        load = questions(keys, arguments)
-        for name, (blend, limits) in MODES.items():
-            limits = replace(limits, pool_tokens=arguments.pool_tokens, max_sequences=16)
-            for clients in map(int, arguments.clients.split(",")):
-                cases.append(served(engine, store, load.blended(blend), limits, clients=clients) | {"case": name})
-                print(json.dumps(cases[-1]), flush=True)
-            for rate in map(float, filter(None, arguments.rates.split(","))):
-                cases.append(served(engine, store, load.blended(blend), limits, rate=rate) | {"case": name})
-                print(json.dumps(cases[-1]), flush=True)
-        for name, blend in (("ask, blend", BlendConfig()), ("ask, full", BlendConfig(mode="full"))):
-            cases.append(one_by_one(engine, store, load.blended(blend)) | {"case": name})
-            print(json.dumps(cases[-1]), flush=True)
-        cases += repeated(engine, store, load, arguments)
-        prompts = [engine.plan(store, q).prompt_tokens for q in load.questions]
-    if not arguments.no_transformers:
-        cases += theirs(checkpoint, prompts, arguments)
-    return cases
+    store = ChunkStore.open(folder / "store", mode="write")
+    asked = questions(collect(engine, store, folder / "docs", arguments), arguments)
+    prompts = [tuple(resolve(engine.runtime, store, q).plan.token_ids) for q in asked]
+    bench = Bench(engine, store, checkpoint, asked, prompts, arguments, found, {}, 0.0)
+    for mode, blend in MODES.items():
+        few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
+        answers = [engine.ask(store, few, save_holes=False) for _ in range(2)]  # the first one warms up
+        bench.ttft_s[mode], bench.token_s = answers[1].timing.ttft_s, 1 / answers[1].timing.decode_tokens_per_s
+    return bench
 
 
 def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Namespace) -> list[bytes]:
@@ -107,14 +153,14 @@ def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse
     for number in range(arguments.chunks):
         text = ""
         while len(engine.model.tokenizer.encode_text(text)) < arguments.chunk_tokens - 4:
-            text += " " + rng.choice(WORDS)
+            text += " " + " ".join(rng.choices(WORDS, k=4))
         (folder / f"{number}.md").write_text(text + "\n")
     options = PrecomputeOptions(chunk_tokens=arguments.chunk_tokens, context="sink")
     engine.precompute(store, [str(folder)], options, lambda event: None)
     return [m.key for m in store.chunks()]
 
 
-def questions(keys: list[bytes], arguments: argparse.Namespace) -> Load:
+def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[Question]:
     """Chunks by Zipf's law, no chunk twice in a prompt."""
     rng = random.Random(2)
     weights = [1 / (rank + 1) for rank in range(len(keys))]
@@ -127,117 +173,167 @@ def questions(keys: list[bytes], arguments: argparse.Namespace) -> Load:
             if key not in chosen:
                 chosen.append(key)
         found.append(Question(f"what does {rng.choice(WORDS)} say of {number}?", chosen, BlendConfig(), sampling))
-    return Load(found)
+    return found
 
 
-def served(
-    engine: Engine, store: ChunkStore, asked: list[Question], limits: Limits, *, clients: int = 0, rate: float = 0.0
-) -> dict[str, Any]:
-    """Closed loop of so many clients, or Poisson arrivals at a rate."""
-    service = Service(engine.runtime, store, limits)
-    left: queue.SimpleQueue[Question] = queue.SimpleQueue()
-    for question in asked:
-        left.put(question)
-    answers: list[tuple[Answer, float]] = []
-    failed: list[Exception] = []
+def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
+    """As `ask --batch` was before: one after another."""
+    started = time.perf_counter()
+    asked = bench.asked(mode, bench.fitting(seconds, mode))
+    answers = [bench.engine.ask(bench.store, question, save_holes=False) for question in asked]
+    return [figures(answers, time.perf_counter() - started) | {"clients": 1}]
 
-    def ask(question: Question, then: Callable[[], None]) -> None:
+
+def closed(mode: str, clients: int, hot: bool, bench: Bench, seconds: float) -> list[Case]:
+    """So many clients, each asking again when it is answered."""
+    asked = iter(bench.asked(mode, bench.fitting(seconds, mode, clients)))
+
+    def clients_ask(ask: Ask) -> None:
+        for _, question in list(zip(range(clients), asked, strict=False)):
+            ask(question, lambda: next(asked, None))
+
+    return [served(bench, bench.limits(hot=hot), clients_ask) | {"clients": clients}]
+
+
+def poisson(load: float, bench: Bench, seconds: float) -> list[Case]:
+    """Arrivals at a share of the requests a second that a closed loop of 16 reached."""
+    closed_loop = bench.found.get("blend 16")
+    alone = 1 / (bench.ttft_s["blend"] + bench.token_s * bench.arguments.answer_tokens)
+    rate = load * (closed_loop["cases"][0]["requests_per_s"] if closed_loop else alone)
+    asked, rng = bench.asked("blend", max(2, min(len(bench.questions), int(seconds * rate)))), random.Random(3)
+
+    def arrivals(ask: Ask) -> None:
+        for question in asked:
+            ask(question, lambda: None)
+            time.sleep(rng.expovariate(rate))
+
+    return [served(bench, bench.limits(), arrivals) | {"rate": rate}]
+
+
+Ask = Callable[[Question, Callable[[], Question | None]], None]
+
+
+def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
+    """What a load is answered in. load: calls what it is given with questions, and what is asked after each."""
+    service = Service(bench.engine.runtime, bench.store, limits)
+    ended: queue.SimpleQueue[tuple[Event, float]] = queue.SimpleQueue()
+    begun = []
+
+    def ask(question: Question, then: Callable[[], Question | None]) -> None:
         submitted = time.perf_counter()
 
         def heard(event: Event) -> None:
-            if isinstance(event, Done):
-                answers.append((event.answers[0], time.perf_counter() - submitted))
-                then()
-            elif isinstance(event, Failed):
-                failed.append(event.error)
-                then()
+            if isinstance(event, Done | Failed):
+                if (following := then()) is not None:
+                    ask(following, then)
+                ended.put((event, time.perf_counter() - submitted))
 
+        begun.append(question)
         service.submit(Job(question, save_holes=False), heard)
 
     started = time.perf_counter()
-    if clients:
-        over = threading.Semaphore(0)
-
-        def again() -> None:
-            try:
-                question = left.get_nowait()
-            except queue.Empty:
-                over.release()
-                return
-            ask(question, again)
-
-        for _ in range(clients):
-            again()
-        for _ in range(clients):
-            over.acquire()
-    else:
-        rng, over = random.Random(3), threading.Semaphore(0)
-        for question in asked:
-            ask(question, over.release)
-            time.sleep(rng.expovariate(rate))
-        for _ in asked:
-            over.acquire()
+    load(ask)
+    answers, waited = [], []
+    while len(answers) < len(begun):
+        event, latency = ended.get()
+        if isinstance(event, Failed):
+            raise event.error
+        assert isinstance(event, Done)
+        answers.append(event.answers[0])
+        waited.append(latency)
     seconds = time.perf_counter() - started
     stats = service.stats()
     service.close()
-    if failed:
-        raise failed[0]
-    return {
-        "clients": clients,
-        "rate": rate,
-        **figures([a for a, _ in answers], seconds),
-        "latency_s": statistics.median(s for _, s in answers),
+    return figures(answers, seconds) | {
+        "latency_s": statistics.median(waited),
         "scheduling_share": stats.scheduling_s / stats.step_s,
-        "hot_share": stats.hot / max(1, sum(a.prompt_tokens for a, _ in answers)),
+        "hot_share": stats.hot / sum(a.prompt_tokens for a in answers),
         "stats": asdict(stats),
     }
 
 
-def one_by_one(engine: Engine, store: ChunkStore, asked: list[Question]) -> dict[str, Any]:
-    """As `ask --batch` was before: one after another."""
-    started = time.perf_counter()
-    answers = [engine.ask(store, question, save_holes=False) for question in asked]
-    return {"clients": 1, "rate": 0.0, **figures(answers, time.perf_counter() - started)}
+def all_of(service: Service, asked: list[Question]) -> list[Answer]:
+    """Answers of questions that are asked at once."""
+    over: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
+
+    def listener(told: queue.SimpleQueue[Event]) -> Callable[[Event], None]:
+        return lambda event: told.put(event) if isinstance(event, Done | Failed) else None
+
+    for question, told in zip(asked, over, strict=True):
+        service.submit(Job(question, save_holes=False), listener(told))
+    events = [told.get() for told in over]
+    return [e.answers[0] for e in events if isinstance(e, Done)]
 
 
-def repeated(engine: Engine, store: ChunkStore, load: Load, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The time to the first token of another question over the same chunks, beside --mode reuse; decode of one and of eight."""
-    service = Service(engine.runtime, store, Limits(max_sequences=16, pool_tokens=arguments.pool_tokens))
-
-    def all_of(asked: list[Question]) -> list[Answer]:
-        over: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
-
-        def listener(told: queue.SimpleQueue[Event]) -> Callable[[Event], None]:
-            return lambda event: told.put(event) if isinstance(event, Done | Failed) else None
-
-        for question, told in zip(asked, over, strict=True):
-            service.submit(Job(question, save_holes=False), listener(told))
-        events = [told.get() for told in over]
-        return [e.answers[0] for e in events if isinstance(e, Done)]
-
+def repeated(bench: Bench, seconds: float) -> list[Case]:
+    """The time to the first token of another question over the same chunks, beside --mode reuse."""
+    service = Service(bench.engine.runtime, bench.store, bench.limits())
+    each = bench.ttft_s["blend"] + 2 * bench.ttft_s["reuse"] + bench.token_s * bench.arguments.answer_tokens
+    count = max(2, min(8, int(seconds / each)))
     reuse, again = [], []
-    for number, question in enumerate(load.questions[:8]):
-        all_of([question])
-        again += all_of([replace(question, text=f"and what of {number}?")])
-        reuse.append(engine.ask(store, replace(question, blend=BlendConfig(mode="reuse")), save_holes=False))
-    ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
-    long = replace(load.questions[0], sampling=replace(load.questions[0].sampling, max_tokens=128))
-    speeds = []
-    for count in (1, 8):
-        all_of([long])  # hot from here on: what is timed is decoding
-        started = time.perf_counter()
-        answers = all_of([replace(long, text=f"{i}?") for i in range(count)])
-        speeds.append(sum(len(a.generated_ids) for a in answers) / (time.perf_counter() - started))
+    for number, question in enumerate(bench.questions[:count]):
+        short = replace(question, sampling=replace(question.sampling, max_tokens=1))
+        all_of(service, [question])
+        again += all_of(service, [replace(short, text=f"and what of {number}?")])
+        reuse.append(bench.engine.ask(bench.store, replace(short, blend=MODES["reuse"]), save_holes=False))
     service.close()
+    ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
+    hot = statistics.median(a.hot_tokens / a.prompt_tokens for a in again)
     return [
-        {"case": "repeated composition", "ttft_s": ttft[0], "reuse_ttft_s": ttft[1], "ratio": ttft[0] / ttft[1]},
-        {"case": "decode", "tokens_per_s_1": speeds[0], "tokens_per_s_8": speeds[1], "ratio": speeds[1] / speeds[0]},
+        {"requests": count, "ttft_s": ttft[0], "reuse_ttft_s": ttft[1], "ratio": ttft[0] / ttft[1], "hot_share": hot}
     ]
 
 
-def figures(answers: list[Answer], seconds: float) -> dict[str, Any]:
+def decode(bench: Bench, seconds: float) -> list[Case]:
+    """Tokens a second of one answer and of eight. Their prompts are hot, and short answers are taken off longer ones."""
+    service = Service(bench.engine.runtime, bench.store, bench.limits())
+    speeds = []
+    for count in (1, 8):
+        took = []
+        for tokens in DECODED:
+            question = bench.questions[0]
+            long = replace(question, sampling=replace(question.sampling, max_tokens=tokens))
+            all_of(service, [replace(long, text=f"{i}?") for i in range(count)])
+            started = time.perf_counter()
+            all_of(service, [replace(long, text=f"{i}?") for i in range(count)])
+            took.append(time.perf_counter() - started)
+        speeds.append(count * (DECODED[1] - DECODED[0]) / (took[1] - took[0]))
+    service.close()
+    return [{"tokens_per_s_1": speeds[0], "tokens_per_s_8": speeds[1], "ratio": speeds[1] / speeds[0]}]
+
+
+def transformers(bench: Bench, seconds: float) -> list[Case]:
+    return serve_others.transformers(bench.checkpoint, bench.prompts, bench.arguments.answer_tokens, seconds)
+
+
+def llama_cpp(bench: Bench, seconds: float) -> list[Case]:
+    if not bench.arguments.llama_python:
+        return [{"error": "not measured: --llama-python names an interpreter with xllamacpp"}]
+    return serve_others.llama_cpp(
+        bench.arguments.llama_python, bench.checkpoint, bench.prompts, bench.arguments.answer_tokens, seconds
+    )
+
+
+PARTS: dict[str, tuple[Part, float]] = {
+    "blend, one by one": (partial(one_by_one, "blend"), 20),
+    "full, one by one": (partial(one_by_one, "full"), 25),
+    **{f"blend {n}": (partial(closed, "blend", n, True), s) for n, s in ((1, 15), (4, 20), (8, 25), (16, 50))},
+    **{f"full {n}": (partial(closed, "full", n, True), s) for n, s in ((1, 20), (4, 30), (8, 50), (16, 110))},
+    "blend 16, nothing hot": (partial(closed, "blend", 16, False), 35),
+    "full 8, nothing hot": (partial(closed, "full", 8, False), 40),
+    **{f"Poisson {load:g}": (partial(poisson, load), 25) for load in (0.5, 0.8, 1.0)},
+    "repeated composition": (repeated, 15),
+    "decode": (decode, 40),
+    "transformers": (transformers, 130),
+    "llama.cpp": (llama_cpp, 100),
+}
+"""What is measured, and how the time is shared."""
+
+
+def figures(answers: list[Answer], seconds: float) -> Case:
     ttft = sorted(a.timing.ttft_s for a in answers)
     return {
+        "requests": len(answers),
         "requests_per_s": len(answers) / seconds,
         "tokens_per_s": sum(len(a.generated_ids) for a in answers) / seconds,
         "ttft_s": statistics.median(ttft),
@@ -245,54 +341,48 @@ def figures(answers: list[Answer], seconds: float) -> dict[str, Any]:
     }
 
 
-def theirs(checkpoint: Path, lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """transformers on prompts of the same lengths: generate one by one, and its continuous batching."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    rng = random.Random(4)
-    prompts = [[rng.randrange(300) for _ in range(n)] for n in lengths]
-    tokens = arguments.answer_tokens
-    config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    found = []
-    started = time.perf_counter()
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    seconds = time.perf_counter() - started
-    found.append({"case": "transformers, one by one", "requests_per_s": len(prompts) / seconds})
-    try:
-        started = time.perf_counter()
-        outputs = model.generate_batch(inputs=prompts, generation_config=config)
-        seconds = time.perf_counter() - started
-        if len(outputs) != len(prompts):
-            raise RuntimeError(f"{len(outputs)} of {len(prompts)} answers came")
-        found.append({"case": "transformers, continuous batching", "requests_per_s": len(prompts) / seconds})
-    except Exception as error:  # it is made for GPUs, and says in many ways that it does not run
-        found.append({"case": "transformers, continuous batching", "error": f"{type(error).__name__}: {error}"[:200]})
-    return found
-
-
 def table(result: dict[str, Any]) -> str:
-    lines = [f"# Many questions at once\n\n{json.dumps(result['hardware'])}\n\n{json.dumps(result['settings'])}\n"]
-    lines.append("| case | clients or rate | requests/s | tokens/s | TTFT s | p95 | scheduling | hot |")
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for case in result["cases"]:
-        if "requests_per_s" not in case:
-            continue
-        load = f"{case['rate']:g}/s" if case.get("rate") else case.get("clients", "")
-        cells = [case["case"], load, f"{case['requests_per_s']:.3f}"]
-        for name, form in (
-            ("tokens_per_s", ".1f"),
-            ("ttft_s", ".2f"),
-            ("ttft_p95_s", ".2f"),
-            ("scheduling_share", ".2%"),
-        ):
-            cells.append(format(case[name], form) if name in case else "")
-        cells.append(f"{case['hot_share']:.0%}" if "hot_share" in case else "")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", *(json.dumps(c) for c in result["cases"] if "requests_per_s" not in c)]
-    return "\n".join(lines) + "\n"
+    forms = {
+        "requests": "d", "rate": ".2f", "requests_per_s": ".3f", "tokens_per_s": ".1f", "ttft_s": ".2f", "ttft_p95_s": ".2f",
+        "scheduling_share": ".2%", "hot_share": ".0%",
+    }  # fmt: skip
+    lines = ["# Many questions at once", "", json.dumps(result["hardware"]), "", json.dumps(result["settings"]), ""]
+    lines.append("| case | requests | arrivals/s | requests/s | tokens/s | TTFT s | p95 | scheduling | hot |")
+    lines.append("|---|" + "---|" * len(forms))
+    others = []
+    for name, part in result["parts"].items():
+        for case in part["cases"]:
+            title = ", ".join(filter(None, (name, case.get("case"))))
+            if "requests_per_s" in case:
+                cells = [format(case[key], form) if key in case else "" for key, form in forms.items()]
+                lines.append(f"| {title} | " + " | ".join(cells) + " |")
+            else:
+                told = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in case.items() if k != "case")
+                others.append(f"- {title}: " + ", ".join(told))
+    return "\n".join([*lines, "", *others, *targets(result["parts"])]) + "\n"
+
+
+def targets(parts: dict[str, Any]) -> list[str]:
+    """What is wanted, as far as it was measured."""
+
+    def most(*names: str) -> float:
+        cases = [c for name, p in parts.items() if name.startswith(names) for c in p["cases"]]
+        return max((c["requests_per_s"] for c in cases if "requests_per_s" in c), default=0.0)
+
+    ours, full, theirs = most("blend "), most("full "), most("transformers", "llama.cpp")
+    lines = (
+        [f"Requests a second at saturation: {ours / full:.2f} x our own full prefill (wanted: 3)"]
+        if ours and full
+        else []
+    )
+    if ours and theirs:
+        lines.append(f"and {ours / theirs:.2f} x the best of the others (wanted: 2)")
+    for name, wanted in (
+        ("decode", "tokens/s of eight over one, wanted: 3"),
+        ("repeated composition", "TTFT over reuse's, wanted: 1.2"),
+    ):
+        lines += [f"{name}: {c['ratio']:.2f} x ({wanted})" for c in parts.get(name, {"cases": []})["cases"]]
+    return ["", *(f"- {line}" for line in lines)] if lines else []
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ more than a tenth.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import random
 import tempfile
 import threading
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from cacheblend_store import ChunkStore
 from prefill import hardware
@@ -41,12 +44,14 @@ def main() -> None:
         engine.precompute(
             store, [str(documents)], PrecomputeOptions(chunk_tokens=128, context="sink"), lambda event: None
         )
-        told = soak(engine, store, Path(folder), arguments)
+        told, result = soak(engine, store, Path(folder), arguments)
     arguments.out.write_text(told)
+    arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     print(told)
 
 
-def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Namespace) -> str:
+def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """What is told of it, and its figures. Raises SystemExit with what went wrong."""
     rng, keys = random.Random(5), [m.key for m in store.chunks()]
     service = Service(
         engine.runtime, store, Limits(max_waiting=40, max_sequences=12, max_rows=128, pool_tokens=POOL_TOKENS)
@@ -86,8 +91,8 @@ def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Na
 
     writer = threading.Thread(target=write)
     writer.start()
-    until = time.monotonic() + 60 * arguments.minutes
-    while time.monotonic() < until:
+    until, each_minute = time.monotonic() + 60 * arguments.minutes, [resident()]
+    while (left := until - time.monotonic()) > 0:
         blend = rng.choice(
             (BlendConfig(), BlendConfig(mode="full"), BlendConfig(selector="hkvd"), BlendConfig(mode="reuse"))
         )
@@ -108,6 +113,8 @@ def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Na
             service.cancel(rng.choice(live[-20:]))
         del live[:-20]
         memory.append(resident())
+        if left < 60 * (arguments.minutes - len(each_minute)):
+            each_minute.append(memory[-1])
         time.sleep(rng.expovariate(arguments.rate))
     over.set()
     writer.join()
@@ -121,6 +128,7 @@ def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Na
         f"- blocks in use at the end: {stats.blocks_used} (1 is the spare one)",
         f"- resident memory: {quarter / 2**20:.0f} MiB at most in the first quarter, {max(memory) / 2**20:.0f} MiB at most, "
         f"{memory[-1] / 2**20:.0f} MiB at the end",
+        f"- minute by minute: {', '.join(f'{m / 2**20:.0f}' for m in each_minute)}",
     ]  # fmt: skip
     told = "\n".join(lines) + "\n"
     finished = ended["finished"] + ended["cancelled"] + ended["deadline"]
@@ -135,7 +143,17 @@ def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Na
         wrong.append("memory grew")
     if wrong:
         raise SystemExit(told + "\n" + "; ".join(wrong))
-    return told
+    return told, {
+        "hardware": hardware(),
+        "minutes": arguments.minutes,
+        "model": arguments.model,
+        "pool_tokens": POOL_TOKENS,
+        "ended": dict(ended),
+        "stats": asdict(stats),
+        "resident_each_minute": each_minute,
+        "resident_most": max(memory),
+        "resident_most_first_quarter": quarter,
+    }
 
 
 class Log(logging.Handler):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +13,18 @@ from cacheblend_cli.errors import DeviceError, UsageError
 
 PACKABLE = (torch.float32, torch.bfloat16)
 WEIGHT_DTYPES = ("auto", "int8")  # auto: as the model computes
+CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
+"""Products that oneDNN keeps compiled, and those that torch's layer over it keeps described. Each shape is another, of half a MiB
+and a quarter, and by default there are 1,024 of both: an engine that stays, and sees every number of rows, would hold them all
+(benchmarks/results/soak.md)."""
 LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros
+
+
+def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set CACHES, where the user has not. They are read with the process's first product, which is when weights are packed."""
+    for name, capacity in CACHES.items():
+        if name.replace("ONEDNN_", "DNNL_") not in environment:  # its older name, which oneDNN reads, too
+            environment.setdefault(name, capacity)
 
 
 def can_pack(weight: Tensor) -> bool:

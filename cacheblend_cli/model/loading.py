@@ -27,7 +27,7 @@ from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
-from cacheblend_cli.model.linear import check_weight_dtype
+from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
 from cacheblend_cli.model.model_files import read_object
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
@@ -87,6 +87,7 @@ def load_model(
 ) -> LoadedModel:
     """Load the checkpoint in `path`. lora: the directory of an adapter to merge into its weights. Raises UsageError,
     NotFoundError or DeviceError."""
+    bound_caches()
     spec = read_spec(path)
     compute_dtype = resolve_dtype(precision.dtype, device, spec)
     check_weight_dtype(precision.weights, device)

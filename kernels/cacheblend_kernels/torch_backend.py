@@ -226,7 +226,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: Attent
     if params.sinks is not None:
         sinks = params.sinks.view(1, q.shape[1], -1, 1)
         logits = torch.cat((logits, sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)), -1)
-    return torch.softmax(logits, dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
+    shares = torch.softmax(logits, dim=-1)[..., : k.shape[2]]
+    if slow:  # in 16 bits oneDNN would make, and keep, a product for every number of keys: one a decode step
+        return (shares @ v.float()).to(v.dtype)
+    return shares.to(v.dtype) @ v
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -27,3 +27,16 @@ def test_decode(window: int | None, cap: float | None, sinks: torch.Tensor | Non
     case = attention_case([[n - 1] for n in kv_lens], kv_lens, heads=(4, 2), head_dim=32)
     out = TorchBackend().decode_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_decoding_in_16_bits_makes_no_product_for_every_length(
+    cap: float | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """oneDNN compiles one for a shape, and keeps it: an answer's every step has another number of keys."""
+    case = attention_case([[89]], [90], heads=(4, 2), head_dim=32, dtype=torch.bfloat16)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        out = TorchBackend().decode_attention(case.q, case.cache, case.meta, AttentionParams(0.2, None, cap))
+    assert "matmul" not in capfd.readouterr().out
+    assert_close(out, attention_reference(case, 0.2, None, cap, None), torch.bfloat16)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,10 @@ import torch
 from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from cacheblend_cli.model.linear import Linear, can_pack
+from cacheblend_cli.model.linear import CACHES, Linear, bound_caches, can_pack
 from cacheblend_cli.model.loading import Precision, load_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -49,3 +54,37 @@ def test_the_embedding_stays_in_its_file(tmp_path: Path, stored: torch.dtype, ti
     head = tensors.get("lm_head.weight", embedding).float()
     assert torch.allclose(decoder._head(row), row @ head.T, atol=1e-4)
     assert decoder._head.packed == can_pack(head)
+
+
+def test_the_users_own_capacity_wins() -> None:
+    for name in (*CACHES, "DNNL_PRIMITIVE_CACHE_CAPACITY"):
+        environment = {name: "7"}
+        bound_caches(environment)
+        assert (
+            environment == CACHES | {name: "7"}
+            if name in CACHES
+            else "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in environment
+        )
+
+
+def test_a_process_keeps_so_many_products_at_most(tmp_path: Path) -> None:
+    """The bound holds although torch is imported before a model is loaded: the product made first is made again at the end."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    code = f"""
+import torch
+from pathlib import Path
+from cacheblend_cli.model.loading import Precision, load_model
+load_model(Path({str(tmp_path / "m")!r}), "m", torch.device("cpu"), Precision("float32"), "torch")
+from cacheblend_cli.model.linear import Linear
+product = Linear(torch.ones(8, 8))
+with torch.backends.mkldnn.verbose(2):
+    for rows in (*range(4, 4 + 128), 4):
+        product(torch.ones(rows, 8))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in CACHES}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "store", ROOT / "kernels")))
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    made = [line.split(",")[3] for line in told.splitlines() if ",create:" in line and "inner_product" in line]
+    assert made == ["create:cache_miss"] * 129
