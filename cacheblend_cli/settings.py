@@ -95,6 +95,11 @@ class Settings:
         False, "Move what is not recomputed by what the like and the near of it changed by.", shown=False,
         flag="--regression/--no-regression",
     )  # fmt: skip
+    max_risk: float | None = _setting(
+        None,
+        "Go on with a full prefill where the answer would differ from its with more than this probability (docs/gate.md).",
+        shown=False,
+    )
     max_tokens: int = _setting(128, "Tokens of the answer at most.")
     reasoning_tokens: int = _setting(1024, "Tokens that a model may take to reason, beside --max-tokens.")
     temperature: float = _setting(0.0, "0 is greedy.", shown="0")

@@ -24,7 +24,7 @@ _MARKS = {
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.runtime.answer import ChunkUse, Confirmation, TokenUse
+    from cacheblend_cli.runtime.answer import ChunkUse, Confirmation, Risk, TokenUse
     from cacheblend_cli.runtime.controller import AutoReport
 
 
@@ -92,6 +92,8 @@ def show_answer(
     for line in source_lines(answer):
         output.note(line)
     output.note(summary_line(answer) + by)
+    if answer.risk:
+        output.note(_risk_line(answer.risk))
     if answer.confirmation:
         output.note(_confirmation_line(answer.confirmation))
     if answer.verify:
@@ -123,6 +125,15 @@ def _end_text(answer: Answer, output: Output) -> None:
         output.text("")
         output.note(f"a full prefill says otherwise from token {found.first_difference} on:")
         output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
+
+
+def _risk_line(found: Risk) -> str:
+    if found.full_prefill_at is None:
+        return f"risk that a full prefill answers otherwise: {found.estimate:.1%}, at most {found.limit:.1%} allowed"
+    return (
+        f"a full prefill went on at token {found.full_prefill_at}, which would have taken the risk above {found.limit:.1%}; "
+        f"{found.estimate:.1%} before it; {found.seconds * 1000:.0f} ms"
+    )
 
 
 def _confirmation_line(found: Confirmation) -> str:

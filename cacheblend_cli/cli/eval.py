@@ -21,6 +21,8 @@ from cacheblend_cli.settings import Settings
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.api import Engine
+    from cacheblend_cli.evaluation.evaluate import Results
     from cacheblend_cli.evaluation.samples import Sample
 
 _MAX_TOKENS = 32
@@ -76,6 +78,12 @@ def evaluate(
     noise_floor: Annotated[
         bool, typer.Option("--noise-floor/--no-noise-floor", help="Measure a second full prefill in another tiling.")
     ] = True,
+    fit_risk: Annotated[
+        bool,
+        typer.Option(
+            "--fit-risk", help="Fit what ask --max-risk goes by: how likely an answer differs from full prefill's."
+        ),
+    ] = False,
     store: Annotated[
         str | None, typer.Option(help="Keep the chunks in this store.", show_default="a temporary one")
     ] = None,
@@ -111,7 +119,7 @@ def evaluate(
     ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill()
     asked = grid(
-        replace(BlendConfig.of(settings), checks=()),  # the ratios are what is named here
+        replace(BlendConfig.of(settings), checks=(), max_risk=None),  # the ratios are what is named here
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
         ratios=[AutoRatio(auto, settings.ratio_floor) if isinstance(r, str) else r for r in ratios],
@@ -143,6 +151,8 @@ def evaluate(
     show_scores(summaries, output, json=json)
     if auto.reports:
         output.note(auto_line(auto.reports))
+    if fit_risk:
+        _fit_risk(engine, results, output)
     if layers and not json:
         show_layers(summaries, output)
     if path is not None:
@@ -150,6 +160,28 @@ def evaluate(
     if plot is not None:
         draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
         output.note(f"drew {plot}")
+
+
+def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
+    """Fit each setting that blends at a ratio of its own, and keep that for `ask`."""
+    from cacheblend_cli.evaluation.risk import captured, halves, tokens_of
+    from cacheblend_cli.runtime.risk import RiskFile, fit_risk
+
+    for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
+        answers = tokens_of(results.by_label[setting.label])
+        if not answers:
+            raise UsageError("the records are of an earlier version and hold no signals", "measure anew: another --out")
+        fit = fit_risk(answers)
+        RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
+        try:
+            part = (
+                f"; of these {captured(halves(answers)):.0%} are among the riskiest fifth, by a fit on the other half"
+            )
+        except UsageError:  # half as many are too few for that
+            part = ""
+        output.note(
+            f"risk of {setting.label}: {fit.differing} of {fit.answers} answers differ{part}; ask takes --max-risk"
+        )
 
 
 def _record_path(out: Path | None, resume: Path | None) -> Path | None:

@@ -47,7 +47,7 @@ MACHINE = ("device", "dtype", "weight_dtype", "attention_backend", "threads")
 CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift", "regression")
 SEARCHING = ("top_k", "search", "embeddings", "min_score", "expand", "context")
 PROMPT = ("prompt", "system", "template_var")
-BLENDING = ("ratio", "ratio_floor", "selector", "gradual", *CHOOSING)
+BLENDING = ("ratio", "ratio_floor", "selector", "gradual", "max_risk", *CHOOSING)
 SAMPLING = (
     "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "model_sampling", "seed",
@@ -62,7 +62,7 @@ _PANEL = {
             SAMPLING[1:],
             ("prompt", "template_var"),
             (*MACHINE, "kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "lora", "salt", "lock_timeout"),
-            ("mode", "ratio_floor", "selector", "gradual", *CHOOSING),
+            ("mode", "ratio_floor", "selector", "gradual", "max_risk", *CHOOSING),
         ),
         strict=True,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.evaluation.check_blend import Blended, check_blend
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
 from cacheblend_cli.runtime.prefill import prefill
@@ -26,12 +27,14 @@ SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 @dataclass(frozen=True)
 class Check:
-    """Largest differences of logits. transformers: None where it was not asked. limit: what rounding explains."""
+    """Largest differences of logits. transformers: None where it was not asked. limit: what rounding explains. blends: how far
+    blending at ratios is from a full prefill, see evaluation/check_blend.py."""
 
     prompt_tokens: int
     blended: float
     transformers: float | None
     limit: float
+    blends: list[Blended]
 
     @property
     def passed(self) -> bool:
@@ -50,6 +53,7 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
         ids, full = _logits(engine, store, keys, BlendConfig(mode="full"))
         _, blended = _logits(engine, store, keys, BlendConfig(ratio=1.0, selector="hkvd"))
+        blends = check_blend(engine, store)
     theirs = _transformers(engine, ids) if with_transformers else None
     share = SHARE[engine.runtime.decoder.dtype]
     return Check(
@@ -57,6 +61,7 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         float((full - blended).abs().max()),
         None if theirs is None else float((full - theirs).abs().max()),
         share * max(1.0, float(full.abs().max())),
+        blends,
     )
 
 

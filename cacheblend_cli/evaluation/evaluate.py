@@ -186,6 +186,7 @@ class _Run:
             ttft_s=found.ttft_s,
             kl=found.divergence.kl,
             top1=found.divergence.top1,
+            signals=tuple(map(tuple, found.signals.tolist())),
             k_error=tuple(found.k_error),
             v_error=tuple(found.v_error),
             attention_error=tuple(found.attention_error),

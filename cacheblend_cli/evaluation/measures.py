@@ -19,6 +19,7 @@ from cacheblend_cli.runtime.fidelity import Divergence, divergence, log_distribu
 from cacheblend_cli.runtime.generate import Continuation, generate
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.risk import signals_of
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 
@@ -45,7 +46,8 @@ class Reference:
 @dataclass(frozen=True)
 class Measured:
     """A setting's greedy answer and its distance from the reference. Errors are relative RMSEs, one a layer: of K and V
-    over the chunks' tokens, of the attention output over the rows that predict the answer's tokens."""
+    over the chunks' tokens, of the attention output over the rows that predict the answer's tokens. signals: of these tokens,
+    see runtime/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float
@@ -54,6 +56,7 @@ class Measured:
     k_error: list[float]
     v_error: list[float]
     attention_error: list[float]
+    signals: Tensor
 
 
 @torch.no_grad()
@@ -122,6 +125,7 @@ def run_setting(
         k_error=relative_rmse(k, reference.k),
         v_error=relative_rmse(v, reference.v),
         attention_error=relative_rmse(attended.layers, reference.attended),
+        signals=signals_of(logits),
     )
 
 

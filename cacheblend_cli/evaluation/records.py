@@ -17,7 +17,7 @@ class Record:
 
     Against full prefill (empty or None for full prefill itself): kl and top1 hold one entry a token of full prefill's
     answer, the first of them is the first answer token; k_error, v_error, attention_error are relative RMSEs, one a
-    layer; same_answer, f1_full and rouge_full compare the answers' texts. Against the references (None without any):
+    layer; same_answer, f1_full and rouge_full compare the answers' texts; signals: of each token that kl is of, see runtime/risk.py. Against the references (None without any):
     exact_match, f1, rouge_l. Seconds: ttft_s as `ask` counts it.
     """
 
@@ -34,6 +34,7 @@ class Record:
     prefill_s: float
     kl: tuple[float, ...] = ()
     top1: tuple[bool, ...] = ()
+    signals: tuple[tuple[float, ...], ...] = ()
     k_error: tuple[float, ...] = ()
     v_error: tuple[float, ...] = ()
     attention_error: tuple[float, ...] = ()

@@ -80,11 +80,25 @@ class Confirmation:
 
 
 @dataclass(frozen=True)
+class Risk:
+    """The probability, as estimated, that one of the tokens drawn over blended KV is another than a full prefill's; there are
+    `tokens` of them. Where the next would have taken it above the limit, that number is full_prefill_at: a full prefill, which
+    took `seconds`, goes on from there."""
+
+    estimate: float
+    limit: float
+    tokens: int = 0
+    full_prefill_at: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Checks:
-    """What comparing an answer with a full prefill gave, where it was asked for."""
+    """What comparing an answer with a full prefill gave, where it was asked for, and how likely it differs from that."""
 
     verification: Verification | None = None
     confirmation: Confirmation | None = None
+    risk: Risk | None = None
 
 
 @dataclass
@@ -115,6 +129,7 @@ class Answer:
     layers: list[LayerReport] = field(default_factory=list)
     auto: AutoReport | None = None
     confirmation: Confirmation | None = None
+    risk: Risk | None = None
     reasoning: str = ""
     reasoning_tokens: int = 0
     hot_tokens: int = 0
@@ -158,6 +173,8 @@ class Answer:
             out["verify"] = vars(self.verify)
         if self.confirmation:
             out["confirm"] = vars(self.confirmation)
+        if self.risk:
+            out["risk"] = vars(self.risk)
         if self.logprobs:
             out["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs]
         if ids:

@@ -13,7 +13,8 @@ from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.runtime.config import DEFAULT_OPTIONS, AskOptions
 from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.controller import AutoReport, Observed, controller_of, decided
-from cacheblend_cli.runtime.decode import EagerRunner
+from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.runtime.gate import Gate, GatedRunner
 from cacheblend_cli.runtime.generate import NOBODY, Continuation, Generation, Listener, generate
 from cacheblend_cli.runtime.holes import store_holes
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
@@ -30,13 +31,20 @@ def ask(
 ) -> Answer:
     """Answer the request. Blending never changes stored KV."""
     asking = Asking.of(runtime, seeded(request) if wanted.confirm else request, wanted.auto)
+    gate = Gate.of(asking.request)
     done = prefill(runtime, asking.request, room=runtime.room(request.sampling))
     try:
         first_logits = done.logits.clone() if wanted.verify else None
+        runner: DecodeRunner
         runner, shares = runtime.decode_runner(done.pool), AttentionShares(runtime.decoder, done.plan)
         if isinstance(runner, EagerRunner):
             runner = EagerRunner(runtime.decoder, done.pool, Watch([(shares, done.sequence)]))
-        generation = generate(runtime, Continuation.of(done), asking.request.sampling, listener, runner=runner)
+        begin = Continuation.of(done)
+        if gate is not None:
+            runner = GatedRunner(runtime, gate, done, runner)
+            begin = replace(begin, logits=runner.first())
+        ahead = None if gate is None else False  # a token that is drawn is one that is said
+        generation = generate(runtime, begin, asking.request.sampling, listener, runner=runner, ahead=ahead)
         confirmation = None
         if wanted.confirm:
             generation, confirmation = confirm(runtime, done, generation)
@@ -44,7 +52,7 @@ def ask(
         verification = verify(runtime, done, first_logits) if first_logits is not None else None
     finally:
         done.sequence.release()
-    answer = asking.answer(done, generation, Checks(verification, confirmation))
+    answer = asking.answer(done, generation, Checks(verification, confirmation, None if gate is None else gate.found))
     asking.end(done, answer, save_holes=wanted.save_holes)
     return answer
 
@@ -146,6 +154,7 @@ def _answer(
         generated_ids=generation.token_ids,
         verify=checks.verification,
         confirmation=checks.confirmation,
+        risk=checks.risk,
         logprobs=generation.logprobs,
         notes=request.notes,
         layers=done.result.layers,

@@ -74,7 +74,8 @@ class BlendConfig:
     pairs in `checks` replaces ratio and check_layer (gradual filtering). nucleus > 0: fewer, when that share of the
     scores' sum is covered. probe_layers: the first and the last layer whose attention `query` and `draft` follow, None
     for the middle half. draft_tokens: how much of the answer `draft` drafts. mean_shift, regression: see
-    `corrections.MeanShift` and `corrections.Regression`, of which there can be one."""
+    `corrections.MeanShift` and `corrections.Regression`, of which there can be one.
+    max_risk: of an answer that is another than a full prefill's, see runtime/gate.py; None for any."""
 
     mode: str = "blend"
     ratio: float = 0.15
@@ -89,6 +90,7 @@ class BlendConfig:
     draft_tokens: int = 8
     mean_shift: bool = False
     regression: bool = False
+    max_risk: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -100,6 +102,10 @@ class BlendConfig:
                 raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
         if not 0 <= self.nucleus <= 1:
             raise UsageError(f"--nucleus {self.nucleus} is not between 0 and 1", "0 is off")
+        if self.max_risk is not None and not 0 <= self.max_risk <= 1:
+            raise UsageError(
+                f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
+            )
         for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
             if count < 1:
                 raise UsageError(f"--{name} {count} is not 1 or more", "see: cacheblend ask --help")
@@ -113,6 +119,8 @@ class BlendConfig:
     def of(cls, settings: Settings) -> BlendConfig:
         """How the settings blend; with --ratio auto, at the floor. Raises UsageError."""
         make_selector(settings.selector)
+        if settings.max_risk is not None and isinstance(settings.ratio, str):
+            raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
         return of_settings(
             cls,
             settings,

@@ -14,6 +14,7 @@ from cacheblend_cli.kv.swap import SwappedKV
 from cacheblend_cli.runtime.answer import Checks
 from cacheblend_cli.runtime.ask import Asking
 from cacheblend_cli.runtime.attention import AttentionShares
+from cacheblend_cli.runtime.gate import Gate
 from cacheblend_cli.runtime.generate import Generation, Utterance
 from cacheblend_cli.runtime.jobs import Ticket
 from cacheblend_cli.runtime.prefill import Prefilled, Prefilling
@@ -69,7 +70,8 @@ class Sequence:
 @dataclass(eq=False)
 class Run:
     """A job and its answers. request: as it is run now; origin: how its KV comes to be. begun: it
-    has left the queue, if only for a while. prefilling: while its prompt is prefilled; done: afterwards. first_logits: those after the prompt, where they are to be verified."""
+    has left the queue, if only for a while. prefilling: while its prompt is prefilled; done: afterwards. first_logits: those after the prompt, where they are to be verified. gate: watches over its
+    answer, where that is asked for."""
 
     ticket: Ticket
     asking: Asking
@@ -82,6 +84,7 @@ class Run:
     done: Prefilled | None = None
     first_logits: Tensor | None = None
     checks: Checks = field(default_factory=Checks)
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self, 0))

@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import ChunkStore, StoreError
+from torch import Tensor
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
@@ -25,6 +26,7 @@ from cacheblend_cli.runtime.attention import AttentionShares, Watch
 from cacheblend_cli.runtime.block_manager import BlockManager, Found
 from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.decode import EagerRunner
+from cacheblend_cli.runtime.gate import Gate, in_full
 from cacheblend_cli.runtime.generate import NOBODY, FinishReason, Listener, Utterance
 from cacheblend_cli.runtime.jobs import Done, Event, Failed, Limits, Reasoning, Started, Text, Ticket
 from cacheblend_cli.runtime.memory import DeviceMemory, lasting_pool, out_of_memory
@@ -97,10 +99,12 @@ class Stepper:
             asking = Asking.of(runtime, seeded(request) if ticket.job.confirm else request, ticket.job.auto)
             asking.request.blend.policy(runtime.model.spec.num_layers, asking.request.lossless)
             self._check_size(asking.request, room)
+            run = Run(ticket, asking, asking.request, room, origin_of(asking.request), gate=Gate.of(asking.request))
+            if run.gate is not None and run.num_answers > 1:
+                raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
         except Exception as error:
             self._failed(ticket, error)
             return
-        run = Run(ticket, asking, asking.request, room, origin_of(asking.request))
         self._runs.append(run)
         self.scheduler.add(run.sequences[0])
 
@@ -238,7 +242,7 @@ class Stepper:
             sequence.utterance = Utterance(self._runtime, params, plan.token_ids, listener)
             sequence.kv_len = run.num_tokens
             sequence.watch = AttentionShares(self._runtime.decoder, run.request.plan)
-        logits = done.logits
+        logits = done.logits if run.gate is None else self._gated(first, done.logits)
         drawn = [(s, s.utterance.draw(logits)) for s in run.sequences if s.utterance is not None]
         for sequence, draw in drawn:
             assert sequence.utterance is not None
@@ -288,7 +292,12 @@ class Stepper:
         logits = self._runner.step(tokens)
         if isinstance(self._runner, EagerRunner):
             self._runner.observer = None
-        drawn = [(s, u, u.draw(row)) for (s, _, u), row in zip(parts, logits, strict=True)]
+        drawn = []
+        for (sequence, _, utterance), row in zip(parts, logits, strict=True):
+            try:
+                drawn.append((sequence, utterance, utterance.draw(self._gated(sequence, row))))
+            except Exception as error:  # in its full prefill: the others go on
+                self._fail(sequence.run, error)
         for sequence, utterance, draw in drawn:
             sequence.kv_len += 1
             if utterance.hear(draw):
@@ -297,6 +306,26 @@ class Stepper:
                 self._finish(sequence)
             except Exception as error:  # in what is done once it is complete: the others go on
                 self._fail(sequence.run, error)
+
+    def _gated(self, sequence: Sequence, logits: Tensor) -> Tensor:
+        """What the next token is drawn from. Where that is a full prefill's logits, its KV comes back as what was swapped out
+        does, into blocks of its own: others may share those of before."""
+        run, utterance = sequence.run, sequence.utterance
+        gate, start = run.gate, time.perf_counter()
+        exact = run.origin.exact_until >= run.num_tokens  # a full prefill has gone on here, or was found hot
+        if gate is None or exact or not gate.too_risky(logits):
+            return logits
+        assert run.done is not None
+        assert utterance is not None
+        full, logits = in_full(self._runtime, run.done, utterance.out.token_ids)
+        self.scheduler.remove(sequence)
+        sequence.release()
+        sequence.swapped, sequence.status = self.blocks.swap_out(full), Status.SWAPPED
+        self.scheduler.add(sequence)
+        run.request = replace(run.request.in_full(), notes=run.request.notes)  # should it have to be computed again
+        run.origin = origin_of(run.request)
+        gate.found = replace(gate.found, seconds=time.perf_counter() - start)
+        return logits
 
     # the end of an answer, and of a job
 
@@ -375,7 +404,8 @@ class Stepper:
                 self._listener(run.ticket, index).tell(generation.reasoning, generation.text)
                 if run.request.sampling.logprobs is None:
                     generation.logprobs = []
-        return [run.asking.answer(run.done, generation, run.checks) for generation in made]
+        checks = run.checks if run.gate is None else replace(run.checks, risk=run.gate.found)
+        return [run.asking.answer(run.done, generation, checks) for generation in made]
 
     def _fail(self, run: Run, error: Exception) -> None:
         """The job ends with an error, and nothing of it stays."""

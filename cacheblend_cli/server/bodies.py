@@ -56,6 +56,7 @@ class BlendIn(BaseModel):
     draft_tokens: int | None = None
     mean_shift: bool | None = None
     regression: bool | None = None
+    max_risk: float | None = None
 
 
 class SchemaIn(BaseModel):

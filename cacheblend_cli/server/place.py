@@ -17,7 +17,7 @@ _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
 _ASKED = {
     "collection", "context", "order", "top_k", "search", "embeddings", "min_score", "expand", "mode", "ratio", "ratio_floor", "selector", "deviation",
-    "check_layer", "block", "nucleus", "gradual", "probe_layers", "draft_tokens", "mean_shift", "regression", "max_tokens",
+    "check_layer", "block", "nucleus", "gradual", "probe_layers", "draft_tokens", "mean_shift", "regression", "max_risk", "max_tokens",
     "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "model_sampling", "seed", "salt",
 }  # fmt: skip

@@ -17,6 +17,7 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from quantised import gptq, write_quantised
 
+from cacheblend_cli.evaluation.check_blend import RATIOS, Blended, verdict
 from cacheblend_cli.model import decoder
 from cacheblend_cli.model.hub import HubName
 
@@ -89,6 +90,22 @@ def test_a_model_that_is_computed_rightly_passes(cli: Callable[..., Any], model:
     write_gguf(model, tmp_path / "m.gguf", "qwen2", "Q8_0")
     told = cli("models", "check", "./m.gguf")
     assert (told.code, "right: rounding" in told.out, "transformers" in told.out) == (0, True, False)
+    measured, verdict = record["blends"], record["verdict"]
+    assert [b["ratio"] for b in measured] in ([RATIOS[0]], [*RATIOS])
+    assert all(0 <= b["top1"] <= 1 and b["kl"] > 0 and b["answers"] == 8 for b in measured)
+    assert verdict in ("blend is safe", "blend needs --ratio 0.3", "use --mode full")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([(RATIOS[0], 0.01, 7)], "blend is safe"),
+        ([(RATIOS[0], 0.01, 5), (0.3, 0.01, 6)], "blend needs --ratio 0.3"),
+        ([(RATIOS[0], 0.2, 8), (0.3, 0.06, 8)], "use --mode full"),
+    ],
+)
+def test_whether_blending_is_safe(found: list[tuple[float, float, int]], words: str) -> None:
+    assert verdict([Blended(ratio, kl, 0.9, same, 8) for ratio, kl, same in found]) == words
 
 
 def test_a_quantised_model_is_described_and_passes(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The risk: fitted by `eval`, kept to by `ask`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import WORDS
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    rows = [
+        {
+            "question": f"{WORDS[n]}?",
+            "ctxs": [{"text": " ".join(WORDS[(n + c) % 9 : (n + c) % 9 + 9])} for c in range(3)],
+        }
+        for n in range(14)
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_fitted_by_eval_and_kept_to_by_ask(cli: Cli, stored: list[str], questions: str) -> None:
+    blend = ("--mode", "reuse", "--max-tokens", "8")
+    asked = ("ask", "who?", "--chunks", ",".join(reversed(stored)), *blend)
+    refused = cli(*asked, "--max-risk", "0.2")
+    assert refused.code == 2
+    assert "cacheblend eval QUESTIONS.jsonl --fit-risk" in refused.err
+    fitted = cli("eval", questions, "--fit-risk", "--no-noise-floor", *blend)
+    assert fitted.code == 0, fitted.err
+    assert "risk of reuse:" in fitted.err
+    assert "ask takes --max-risk" in fitted.err
+    [full, reuse] = [cli(*asked[:4], "--max-tokens", "8", "--mode", mode).out for mode in ("full", "reuse")]
+    never = cli(*asked, "--max-risk", "0")
+    assert never.out == full
+    assert "a full prefill went on at token 0" in never.err
+    always = cli(*asked, "--max-risk", "1")
+    assert always.out == reuse
+    assert "risk that a full prefill answers otherwise" in always.err
+    record = cli(*asked, "--max-risk", "1", "--json").records[0]
+    assert 0 < record["risk"]["estimate"] <= 1
+    assert record["risk"]["full_prefill_at"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(("--max-risk", "1.5"), "not between 0 and 1"), (("--max-risk", "0.1", "--ratio", "auto"), "auto")],
+)
+def test_what_makes_no_sense_is_refused(cli: Cli, stored: list[str], flags: tuple[str, ...], words: str) -> None:
+    told = cli("ask", "who?", "--chunks", stored[0], *flags)
+    assert told.code == 2
+    assert words in told.err
