@@ -97,7 +97,7 @@ class Settings:
     )  # fmt: skip
     max_risk: float | None = _setting(
         None,
-        "Go on with a full prefill where the answer would differ from its with more than this probability (docs/gate.md).",
+        "Go on with a full prefill above this risk (eval --fit-risk).",
         shown=False,
     )
     max_tokens: int = _setting(128, "Tokens of the answer at most.")

@@ -34,7 +34,6 @@ class Record:
     prefill_s: float
     kl: tuple[float, ...] = ()
     top1: tuple[bool, ...] = ()
-    signals: tuple[tuple[float, ...], ...] = ()
     k_error: tuple[float, ...] = ()
     v_error: tuple[float, ...] = ()
     attention_error: tuple[float, ...] = ()
@@ -45,6 +44,7 @@ class Record:
     f1: float | None = None
     rouge_l: float | None = None
     tags: dict[str, Any] = field(default_factory=dict)
+    signals: tuple[tuple[float, ...], ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
