@@ -179,7 +179,8 @@ def figures(answers: list[Answered]) -> dict[str, Any]:
 
 def write_page(result: dict[str, Any]) -> None:
     """Put the tables between the page's marks."""
-    lines = [f"{result['hardware']}; answers of {result['about']}.", ""]
+    machine = "{cpu}, {cores} cores ({threads} thread(s) used), torch {torch}".format(**result["hardware"])
+    lines = [f"{machine}; answers of {result['about']}.", ""]
     lines += ["| set | setting | differ | ceiling | " + " | ".join(f"{s:.0%}" for s in SHARES) + " | 70 % need |"]
     lines += ["|" + "---|" * (5 + len(SHARES))]
     for name, settings in result["sets"].items():
@@ -217,7 +218,9 @@ def main() -> None:
             parser.error("--records FILE is needed")
         result: dict[str, Any] = {
             "hardware": hardware(),
-            "about": f"24 tokens (handbook) and 16 (MuSiQue, {args.words} words of each of 4 contexts, {args.model}), fp32, greedy",
+            "about": "24 tokens (handbook)"
+            + (f" and 16 (MuSiQue, {args.words} words of each of 4 contexts, {args.model})" if args.data else "")
+            + ", fp32, greedy, chunks collected alone",
             "sets": {},
         }
         for name in ("handbook", *(["musique"] if args.data else [])):

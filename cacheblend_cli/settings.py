@@ -88,11 +88,11 @@ class Settings:
     )
     draft_tokens: int = _setting(8, "Answer tokens that draft looks ahead.")
     mean_shift: bool = _setting(
-        False, "Move what is not recomputed of a chunk by the mean change of what is.", shown=False,
+        False, "Move what is not recomputed by the mean change of what is.", shown=False,
         flag="--mean-shift/--no-mean-shift",
     )  # fmt: skip
     regression: bool = _setting(
-        False, "Move what is not recomputed by what the like and the near of it changed by.", shown=False,
+        False, "Move what is not recomputed as the near and the like of it.", shown=False,
         flag="--regression/--no-regression",
     )  # fmt: skip
     max_risk: float | None = _setting(

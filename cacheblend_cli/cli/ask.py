@@ -85,9 +85,7 @@ def ask(
     verify: Annotated[bool, typer.Option("--verify", help="Compare with a full prefill of the same prompt.")] = False,
     confirm: Annotated[
         bool,
-        typer.Option(
-            "--confirm", help="Answer at once, then check with a full prefill and correct; exit code 6 if changed."
-        ),
+        typer.Option("--confirm", help="Answer, check with a full prefill, correct; exit code 6 if changed."),
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each layer, chunk and token did.")] = False,
     html: Annotated[

@@ -27,7 +27,7 @@ FORMAT, SIGNALS = 1, 4
 RIDGE = 1.0
 """What a weight costs: half its square, in the log-likelihood's unit. It keeps weights finite where the signals part the
 tokens completely."""
-LEAST = 5
+LEAST = 3
 """Answers that are others than a full prefill's which a fit needs at least."""
 
 
