@@ -166,16 +166,16 @@ def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Ten
     hidden = _hidden(positions, kv_len, params.sliding_window)
     sinks = None if params.sinks is None else params.sinks.view(spec.num_kv_heads, -1, 1, 1)
     at_once = heads_at_once(q.device, rows[0].shape[0] * len(q) * kv_len)
-    found = torch.full((kv_len,), float("-inf"), device=q.device)
+    found = torch.zeros(kv_len, device=q.device)
     for start in range(0, spec.num_kv_heads, at_once):
         heads = slice(start, start + at_once)
         logits = _capped(rows[heads].flatten(1, 2) @ keys[:, heads].permute(1, 2, 0), params)
         logits = logits.view(*rows[heads].shape[:3], kv_len).masked_fill_(hidden, float("-inf"))
-        total = logits.logsumexp(-1, keepdim=True)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks[heads])
-        found = torch.maximum(found, logits.sub_(total).amax((0, 1, 2)))
-    return found[candidates.positions].exp()
+        if sinks is not None:  # a key without a value
+            logits = torch.cat((logits, sinks[heads].expand(*logits.shape[:3], 1)), -1)
+        torch.softmax(logits, -1, out=logits)  # in place: fresh memory of this size costs more than the products
+        found = torch.maximum(found, logits.flatten(0, 2).amax(0)[:kv_len])
+    return found[candidates.positions]
 
 
 def heads_at_once(device: torch.device, numbers: int) -> int:

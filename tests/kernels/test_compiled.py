@@ -19,6 +19,7 @@ from cacheblend_kernels.triton_backend.configs import (
     TileConfig,
     arch_of,
     num_context_splits,
+    num_tiles,
     pick_prefill_config,
     prefill_configs,
 )
@@ -68,7 +69,7 @@ def test_every_tile_a_launch_may_pick_is_among_the_compiled(arch: int, head_dim:
     for group in (1, 4, 7, 8, 16):
         for num_rows in (1, 5, 64, 700, 16384):
             for num_kv_heads in (1, 8, 32):
-                picked = pick_prefill_config(configs, group, num_rows, num_kv_heads, 132)
+                picked = pick_prefill_config(configs, group, num_rows, num_kv_heads, 132, 4096)
                 assert picked.block_m >= group
                 assert (picked.block_m, picked.block_n, picked.num_warps) in compiled
 
@@ -82,8 +83,8 @@ def test_a_group_that_no_tile_holds_is_named(
 ) -> None:
     configs = prefill_configs(arch, head_dim, element_size)
     with pytest.raises(KernelError, match=f"{group} heads share a KV head; .* at most {most} "):
-        pick_prefill_config(configs, group, 700, 1, 132)
-    assert pick_prefill_config(configs, most, 700, 1, 132).block_m >= most
+        pick_prefill_config(configs, group, 700, 1, 132, 4096)
+    assert pick_prefill_config(configs, most, 700, 1, 132, 4096).block_m >= most
 
 
 def test_every_gpu_has_tiles_that_fit_it() -> None:
@@ -96,9 +97,17 @@ def test_every_gpu_has_tiles_that_fit_it() -> None:
 
 def test_wide_tiles_for_many_rows_narrow_ones_for_few() -> None:
     configs = prefill_configs(90, 128, 2)
-    assert pick_prefill_config(configs, 4, 16384, 8, 132).block_m == 128
-    assert pick_prefill_config(configs, 4, 1, 8, 132).block_m == 16
+    assert pick_prefill_config(configs, 4, 16384, 8, 132, 16384).block_m == 128
+    assert pick_prefill_config(configs, 4, 1, 8, 132, 16384).block_m == 16
     assert TileConfig(128, 64, 8, 3, tma=True) in configs
+
+
+def test_a_long_context_is_split_before_tiles_are_narrow() -> None:
+    """64 rows over 4,096 keys: 17 narrow tiles would each read every key of a head, 3 wide ones in parts fill the device too."""
+    configs = prefill_configs(90, 128, 2)
+    assert pick_prefill_config(configs, 4, 64, 8, 132, 4096).block_m == 128
+    assert num_context_splits(num_tiles(configs[0], 4, 64, 1) * 8, 4096, 132) == 8
+    assert pick_prefill_config(configs, 4, 64, 8, 132, 256).block_m == 16  # too short to split
 
 
 def test_the_context_is_split_where_the_batch_leaves_the_device_idle() -> None:

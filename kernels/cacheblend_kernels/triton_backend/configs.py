@@ -95,11 +95,12 @@ def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_siz
 
 
 def pick_prefill_config(
-    configs: tuple[TileConfig, ...], group: int, num_rows: int, num_kv_heads: int, num_sms: int
+    configs: tuple[TileConfig, ...], group: int, num_rows: int, num_kv_heads: int, num_sms: int, max_keys: int
 ) -> TileConfig:
-    """The widest tile that still gives every multiprocessor a tile; the narrowest that holds a group if none does.
+    """The narrowest tile that holds all rows; where none does the widest that still gives every multiprocessor work.
 
-    Raises KernelError when more heads share a KV head than the widest tile has rows.
+    max_keys: the longest context, which may be split. Raises KernelError when more heads share a KV head than the widest
+    tile has rows.
     """
     fitting = [c for c in configs if c.block_m >= group]
     if not fitting:
@@ -108,12 +109,13 @@ def pick_prefill_config(
             f"{group} heads share a KV head; prefill attention takes at most {most} of this head size and dtype here",
             "use --attention-backend torch",
         )
-    for config in fitting:
-        if num_tiles(config, group, num_rows, 1) * num_kv_heads >= num_sms:
-            return config
-    # Few rows: the key loop is bound by memory, and one tile a head that holds all rows reads each key once.
     for config in reversed(fitting):
-        if config.block_m >= num_rows * group:
+        if config.block_m >= num_rows * group:  # few rows are bound by memory, and each key is read once
+            return config
+    # A wide tile with its context split reads each key for as many rows as it has; narrow ones read it again and again.
+    parts = max(1, min(MAX_SPLITS, max_keys // MIN_KEYS_PER_SPLIT))
+    for config in fitting:
+        if num_tiles(config, group, num_rows, 1) * num_kv_heads * parts >= num_sms:
             return config
     return fitting[0]
 

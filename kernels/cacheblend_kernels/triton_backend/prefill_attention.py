@@ -322,15 +322,13 @@ def prefill_attention(
     if num_rows == 0:
         return out
     group, fp8 = num_heads // num_kv_heads, is_float8(cache)
-    config = plan.config or pick_prefill_config(
-        prefill_configs(plan.arch, head_dim, q.element_size(), fp8), group, num_rows, num_kv_heads, plan.num_sms
-    )
+    keys = most_keys(meta, block_size, params.sliding_window)
+    configs = prefill_configs(plan.arch, head_dim, q.element_size(), fp8)
+    config = plan.config or pick_prefill_config(configs, group, num_rows, num_kv_heads, plan.num_sms, keys)
     tma = not fp8 and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
     k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else pool_bits(c) for c in (cache.k, cache.v))
     tiles = num_tiles(config, group, num_rows, meta.num_seqs)
-    splits = plan.num_splits or num_context_splits(
-        tiles * num_kv_heads, most_keys(meta, block_size, params.sliding_window), plan.num_sms
-    )
+    splits = plan.num_splits or num_context_splits(tiles * num_kv_heads, keys, plan.num_sms)
     part, lse = split_buffers(q, splits)
     with device_guard(q):
         prefill_attention_kernel[(num_kv_heads, tiles, splits)](
