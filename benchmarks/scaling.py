@@ -1,0 +1,293 @@
+"""How time and memory grow: with the prompt, with the number of chunks in it, and with the store.
+
+    python benchmarks/scaling.py [--seconds 360] [--largest 100000] [--only prompts,chunks,store]
+
+Prompts: SmolLM2-135M's shape with random weights in bfloat16 (room for 64k tokens), 1,024 to 16,384 tokens in chunks of
+256, and 4,096 tokens in 2 to 64 chunks; a process each. Stores: a model of one tiny layer, 1,000 chunks and up to
+`--largest`, ten times as many each; the commands as a user runs them, with the interpreter, and what `ask` reads of eight
+chunks. Each part ends when its share of the seconds is over. Writes benchmarks/results/scaling.json, docs/scaling.md and
+its pictures; a part that is not in --only stays as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quiet import Others
+
+from cacheblend_cli.cli.threads import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"
+CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
+PROMPTS, CHUNK_TOKENS, COUNTS, SPLIT_TOKENS, SUFFIX_TOKENS = (
+    (1024, 2048, 4096, 8192, 16384),
+    256,
+    (2, 4, 8, 16, 32, 64),
+    4096,
+    32,
+)
+MOST_FULL = 8192
+"""Tokens of the longest full prefill."""
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rope_theta": 100000.0,
+}  # fmt: skip
+TINY = SMOLLM2 | {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+    "vocab_size": 1280,
+}  # fmt: skip
+SHAPES = {"SmolLM2-135M": (30, 3, 64), "Qwen2.5-0.5B": (24, 2, 64), "Llama-3.1-8B": (32, 8, 128)}
+"""Layers, KV heads, head_dim."""
+CODECS = ("float32", "bfloat16", "float8_e4m3", "int8", "int4")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=360)
+    parser.add_argument("--largest", type=int, default=100_000)
+    parser.add_argument("--only", default="prompts,chunks,store")
+    parser.add_argument("--child", nargs=3, metavar=("MODEL", "TOKENS", "CHUNKS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        model, tokens, chunks = arguments.child
+        print(json.dumps(of_prompt(Path(model), int(tokens), int(chunks))))
+        return
+    from prefill import hardware, write_checkpoint
+
+    result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    result |= {"hardware": hardware(), "bytes": bytes_per_million()}
+    others, share = Others(), arguments.seconds / len(arguments.only.split(","))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for shape, config in (("smollm2", SMOLLM2), ("tiny", TINY)):
+            (folder / f"{shape}.json").write_text(json.dumps(config))
+            write_checkpoint(folder / shape, folder / f"{shape}.json")
+        if "prompts" in arguments.only:
+            cases = [(tokens, tokens // CHUNK_TOKENS) for tokens in PROMPTS]
+            result["prompts"] = in_children(folder / "smollm2", cases, share)
+        if "chunks" in arguments.only:
+            result["chunks"] = in_children(folder / "smollm2", [(SPLIT_TOKENS, count) for count in COUNTS], share)
+        if "store" in arguments.only:
+            result["store"] = stores(folder, arguments.largest, share)
+    result["others"] = others.used()
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    draw(result)
+    PAGE.write_text(page(result), encoding="utf-8")
+    print(page(result))
+
+
+def in_children(model: Path, cases: list[tuple[int, int]], seconds: float) -> list[dict[str, float]]:
+    """A process a case, shortest first, until the next would not end in time: it takes three times its forerunner's at most."""
+    found: list[dict[str, float]] = []
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *VARIABLES)}
+    start, last = time.monotonic(), 0.0
+    for tokens, chunks in cases:
+        begun = time.monotonic()
+        if found and begun - start + 3 * last > seconds:
+            break
+        command = [sys.executable, __file__, "--child", str(model), str(tokens), str(chunks)]
+        done = subprocess.run(command, check=True, capture_output=True, env=environment)
+        found.append({"tokens": tokens, "chunks": chunks, **json.loads(done.stdout)})
+        last = time.monotonic() - begun
+    return found
+
+
+def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
+    """One prompt in this process: seconds to the first token by blend, what computing waited for KV, the process's peak."""
+    import torch
+    from cacheblend_store import ChunkStore
+
+    from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
+    from cacheblend_cli.model.loading import Precision, load_model
+    from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+    from cacheblend_cli.runtime.runtime import Runtime
+
+    runtime = Runtime(load_model(model, "bench", torch.device("cpu"), Precision("bfloat16"), "auto"), EngineConfig())
+    generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(runtime.model)
+    chunks = tuple(random_ids(ordinary, length, generator) for length in even_lengths(tokens, count))
+    blends = {"blend": BlendConfig(ratio=0.15), "reuse": BlendConfig(mode="reuse")}
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
+        prompt = SpeedPrompt.stored(runtime, store, Layout(chunks, random_ids(ordinary, SUFFIX_TOKENS, generator)), 2)
+        for name, blend in blends.items():
+            runs = [prompt.first_token(blend) for _ in range(3)][1:]
+            found[name] = min(run.seconds for run in runs)
+            found[f"{name}_stall"] = min(run.stall_s for run in runs)
+        found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if tokens <= MOST_FULL:
+            found["full"] = prompt.first_token(BlendConfig(mode="full")).seconds
+    return found
+
+
+def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]:
+    """Stores of ten times as many chunks each, the next one while a filling ten times as long has the time."""
+    found: list[dict[str, float]] = []
+    start, last, count = time.monotonic(), 0.0, 1000
+    while count <= largest and time.monotonic() - start + 10 * last < seconds:
+        begun = time.monotonic()
+        found.append(of_store(folder, count))
+        last, count = time.monotonic() - begun, 10 * count
+    return found
+
+
+def of_store(folder: Path, count: int) -> dict[str, float]:
+    """Documents of 100 paragraphs, a chunk each; seconds of each command, medians of three, and of eight look-ups."""
+    from cacheblend_store import ChunkStore
+
+    docs, path, rng = folder / f"docs{count}", folder / f"store{count}", random.Random(0)
+    docs.mkdir()
+    words = [f"word{i}" for i in range(2000)]
+    for number in range(count // 100):
+        paragraphs = [" ".join(rng.choice(words) for _ in range(3)) for _ in range(100)]
+        (docs / f"{number}.txt").write_text("\n\n".join(paragraphs))
+    machine = ["--store", str(path), "--model", str(folder / "tiny"), "--dtype", "float32"]
+    precompute = ["precompute", str(docs), "--chunk-tokens", "16", "--context", "sink", "-q", *machine]
+    found = {"fill": seconds_of(precompute)}
+    with ChunkStore.open(path) as store:
+        keys = [manifest.key for manifest in store.chunks()]
+
+        def look_up() -> None:
+            for _ in range(8):
+                store.get_chunk(store.resolve(rng.choice(keys).hex()[:16]))
+
+        found["look-up of 8"] = statistics.median(timed(look_up) for _ in range(50))
+    commands = {
+        "search": ["search", "word7 word77", "--all", "-q", "--search", "words", *machine],
+        "chunks ls": ["chunks", "ls", "--limit", "50", "--store", str(path)],
+        "precompute again": precompute,
+    }
+    for name, command in commands.items():
+        seconds_of(command)
+        found[name] = statistics.median(seconds_of(command) for _ in range(3))
+    return {"chunks": len(keys), **found}
+
+
+def seconds_of(command: list[str]) -> float:
+    return timed(
+        lambda: subprocess.run([*CLI, *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    )
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def bytes_per_million() -> dict[str, dict[str, float]]:
+    """GB of a million tokens in chunks of 512, by shape and codec; computed, not measured."""
+    from cacheblend_store.format.layouts import blob_spec
+
+    def of(codec: str, layers: int, heads: int, dim: int) -> float:
+        return layers * sum(t.num_bytes for t in blob_spec(codec, 512, heads, dim).values()) / 512 / 1000
+
+    return {name: {codec: of(codec, *shape) for codec in CODECS} for name, shape in SHAPES.items()}
+
+
+def draw(result: dict[str, Any]) -> None:
+    """Pictures beside the page, both axes logarithmic: what grows in step with the corpus or the prompt is a straight line of slope 1."""
+    from matplotlib.figure import Figure
+
+    from cacheblend_cli.evaluation.plot import COLOURS, MARKERS
+
+    prompts, chunks, store = (result.get(part, []) for part in ("prompts", "chunks", "store"))
+    times = {"full": "full prefill", "blend": "r=.15", "reuse": "reuse", "blend_stall": "wait for KV, r=.15"}
+    lookups = {"look-up of 8": "look-up of 8 chunks", **{n: n for n in ("search", "chunks ls", "precompute again")}}
+    panels = {
+        "prompts": [
+            (prompts, "tokens", times, "seconds"),
+            (prompts, "tokens", {"peak_mib": "peak memory"}, "MiB"),
+            (chunks, "chunks", times, f"seconds, {SPLIT_TOKENS} tokens"),
+        ],
+        "store": [(store, "chunks", lookups, "seconds")],
+    }
+    for name, parts in panels.items():
+        figure = Figure(figsize=(4.4 * len(parts), 3.8), layout="constrained")
+        for axes, (rows, across, lines, unit) in zip(
+            figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True
+        ):
+            for (key, label), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
+                points = [(row[across], row[key]) for row in rows if row.get(key, 0) > 0]
+                axes.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, marker=marker, label=label)
+            axes.set(xscale="log", yscale="log", xlabel=across, ylabel=unit)
+            axes.grid(alpha=0.25)
+            axes.legend(fontsize=8)
+        figure.savefig(PAGE.parent / f"scaling-{name}.svg", metadata={"Date": None})
+
+
+def page(result: dict[str, Any]) -> str:
+    h = result["hardware"]
+    lines = [
+        "# How it grows",
+        "",
+        f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}. By `python benchmarks/scaling.py`, which writes this page.",
+        "",
+        "## With the prompt",
+        "",
+        f"SmolLM2-135M's shape in bfloat16, chunks of {CHUNK_TOKENS} tokens, a question of {SUFFIX_TOKENS}. Seconds to the first token; "
+        "how long computing waited for stored KV; the most memory of the process, mapped weights included.",
+        "",
+        "![by tokens and by chunks](scaling-prompts.svg)",
+        "",
+        *_table("tokens", result.get("prompts", [])),
+        "",
+        f"{SPLIT_TOKENS:,} tokens in more and smaller chunks:",
+        "",
+        *_table("chunks", result.get("chunks", [])),
+        "",
+        "## With the store",
+        "",
+        "A model of one tiny layer, chunks of a paragraph, 100 a document. Seconds of the whole command, interpreter and "
+        "libraries included; `precompute again` finds nothing to do. Look-up: what `ask` reads of eight chunks named by id.",
+        "",
+        "![by chunks in the store](scaling-store.svg)",
+        "",
+        "| chunks | look-up of 8, ms | `search`, s | `chunks ls`, s | `precompute` again, s | `precompute`, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result.get("store", []):
+        commands = " | ".join(f"{row[name]:.2f}" for name in ("search", "chunks ls", "precompute again", "fill"))
+        lines.append(f"| {int(row['chunks']):,} | {row['look-up of 8'] * 1000:.2f} | {commands} |")
+    lines += [
+        "",
+        "## With the corpus",
+        "",
+        "GB that a million tokens of KV take, by codec (`--kv-dtype`), in chunks of 512:",
+        "",
+        "| | " + " | ".join(CODECS) + " |",
+        "|---" * (len(CODECS) + 1) + "|",
+    ]
+    lines += [
+        f"| {name} | " + " | ".join(f"{of[c]:.1f}" for c in CODECS) + " |" for name, of in result["bytes"].items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(across: str, rows: list[dict[str, float]]) -> list[str]:
+    lines = [
+        f"| {across} | full, s | r=.15, s | waited, s | reuse, s | waited, s | peak, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [f"{row[k]:.3f}" if k in row else "" for k in ("full", "blend", "blend_stall", "reuse", "reuse_stall")]
+        lines.append(f"| {int(row[across]):,} | " + " | ".join(cells) + f" | {row['peak_mib']:,.0f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
