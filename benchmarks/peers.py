@@ -210,13 +210,13 @@ def _theirs(told: dict[str, float], start: float) -> dict[str, float]:
 
 
 def measure(commands: dict[str, list[str]], result: dict[str, Any], seconds: float, most_used: float) -> None:
-    """Run the row that was run least often, again and again; what is kept is written at once."""
+    """Run the row that was run least often, again and again, and each at least once; what is kept is written at once."""
     runs, failed = result.setdefault("runs", {}), set()
     tried = {name: len(runs.setdefault(name, [])) for name in commands}
     deadline = time.monotonic() + seconds
     while len(failed) < len(commands):
         name = min((n for n in commands if n not in failed), key=lambda n: tried[n])
-        if time.monotonic() + max((r["process_last_s"] for r in runs[name]), default=0) > deadline:
+        if tried[name] and time.monotonic() + max((r["process_last_s"] for r in runs[name]), default=0) > deadline:
             return
         tried[name] += 1
         try:
