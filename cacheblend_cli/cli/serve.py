@@ -58,6 +58,9 @@ def serve(
             show_default="3600 with --background, else 0",
         ),
     ] = None,
+    refine: Annotated[
+        bool, typer.Option("--refine", help="While nobody asks, make exact what was blended, for who asks it again.")
+    ] = False,
     background: Annotated[
         bool, typer.Option("--background", help="Return once it answers, and leave it running.")
     ] = False,
@@ -117,7 +120,7 @@ def serve(
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
         engine = options.load_engine(settings, output)
         sampling = as_the_model(sampling, resolved, engine.model)
-        service = Service(engine.runtime, store, Limits(max_waiting=max_waiting))
+        service = Service(engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine))
         try:
             serving_host = Host(
                 service, store, settings, sampling, engine.config, public_name(engine.runtime), engine.runtime.context, keyring,

@@ -8,8 +8,9 @@ is found by prompts of the same chunks and policy alone, and never taken for exa
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -27,6 +28,16 @@ class Origin:
     root: bytes
     exact_until: int
     blended: bytes = b""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all positions hold exact KV."""
+        return not self.blended
+
+    @property
+    def in_full(self) -> Origin:
+        """Of the same prompt, every position exact."""
+        return replace(self, exact_until=sys.maxsize, blended=b"")
 
     def of(self, end: int) -> bytes:
         """Of a block that ends before this position."""
@@ -85,7 +96,7 @@ class HotBlocks:
         for i in range(len(token_ids) // size):
             ids, how = tuple(token_ids[i * size : (i + 1) * size]), origin.of((i + 1) * size)
             digest, block = _digest(parent, ids, how), sequence.blocks[i]
-            if digest not in self._block_of and block not in self._kept:
+            if i >= sequence.gone and digest not in self._block_of and block not in self._kept:
                 behind = _digest(parent, (), how)
                 self._block_of[digest], self._kept[block] = block, _Kept(behind, digest, ids)
                 self._behind.setdefault(behind, set()).add(block)

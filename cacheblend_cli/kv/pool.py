@@ -100,17 +100,26 @@ def bytes_per_token(decoder: Decoder) -> float:
 
 
 class PagedSequence:
-    """The blocks of one sequence: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
+    """The blocks of one sequence: position p lives in slot blocks[p // block_size] * block_size + p % block_size.
 
-    def __init__(self, pool: KVPool, blocks: list[int]) -> None:
-        self.pool, self.blocks = pool, blocks
+    gone: how many of the first ones were given back, since no layer looks at their positions any more. Something stands in
+    their place that is somebody else's, and is neither read nor written."""
+
+    def __init__(self, pool: KVPool, blocks: list[int], gone: int = 0) -> None:
+        self.pool, self.blocks, self.gone = pool, blocks, gone
         self._refresh()
 
     def _refresh(self) -> None:
         self.block_table = upload(self.blocks, self.pool.device, torch.int32)
-        first = self.blocks[0] if self.blocks else 0
-        adjacent = self.blocks == list(range(first, first + len(self.blocks)))
-        self.contiguous_slot = first * self.pool.block_size if adjacent else -1
+        own = self.owned
+        first = own[0] if own else 0
+        adjacent = first >= self.gone and own == list(range(first, first + len(own)))
+        self.contiguous_slot = (first - self.gone) * self.pool.block_size if adjacent else -1
+
+    @property
+    def owned(self) -> list[int]:
+        """The blocks it has a reference to."""
+        return self.blocks[self.gone :]
 
     @property
     def capacity(self) -> int:
@@ -133,8 +142,15 @@ class PagedSequence:
 
     def fork(self) -> PagedSequence:
         """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
-        self.pool.allocator.share(self.blocks)
-        return PagedSequence(self.pool, list(self.blocks))
+        self.pool.allocator.share(self.owned)
+        return PagedSequence(self.pool, list(self.blocks), self.gone)
+
+    def give_back(self, count: int) -> None:
+        """Its first `count` blocks, but not all, are others' from now on."""
+        self.pool.allocator.free(self.blocks[self.gone : count])
+        self.blocks[:count] = [self.blocks[count]] * count
+        self.gone = count
+        self._refresh()
 
     def make_writable(self, start: int, end: int, kernels: KernelBackend) -> None:
         """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
@@ -153,6 +169,6 @@ class PagedSequence:
 
     def release(self) -> None:
         """Give the blocks back. The sequence is empty afterwards."""
-        self.pool.allocator.free(self.blocks)
-        self.blocks = []
+        self.pool.allocator.free(self.owned)
+        self.blocks, self.gone = [], 0
         self._refresh()

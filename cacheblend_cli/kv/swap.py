@@ -13,9 +13,11 @@ from cacheblend_cli.kv.pool import KVPool, PagedSequence
 
 @dataclass(frozen=True)
 class SwappedKV:
-    """parts: K and V of every layer, [num_blocks, block_size, num_kv_heads, head_dim] on the host."""
+    """parts: K and V of every layer, [num_blocks, block_size, num_kv_heads, head_dim] on the host. gone: blocks before these
+    that the sequence had given back."""
 
     parts: list[Tensor]
+    gone: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -27,16 +29,16 @@ def swap_out(sequence: PagedSequence) -> SwappedKV:
 
     Copies are queued on the stream that computes, so what is written to the blocks later comes after them."""
     pool = sequence.pool
-    index = upload(sequence.blocks, pool.device)
+    index, gone = upload(sequence.owned, pool.device), sequence.gone
     parts = [_to_host(t.index_select(0, index)) for t in _bytes_of(pool)]
     sequence.release()
-    return SwappedKV(parts)
+    return SwappedKV(parts, gone)
 
 
 def swap_in(pool: KVPool, swapped: SwappedKV, room: int = 0) -> PagedSequence:
     """A sequence of its own blocks that holds what was swapped out. Raises DeviceError when the pool is too small."""
-    sequence = PagedSequence(pool, pool.allocator.allocate(swapped.num_blocks, room=pool.blocks_for(room)))
-    index = upload(sequence.blocks, pool.device)
+    own = pool.allocator.allocate(swapped.num_blocks, room=pool.blocks_for(room))
+    sequence, index = PagedSequence(pool, [*own[:1] * swapped.gone, *own], swapped.gone), upload(own, pool.device)
     for held, part in zip(_bytes_of(pool), swapped.parts, strict=True):
         held.index_copy_(0, index, part.to(pool.device, non_blocking=True))
     return sequence

@@ -114,7 +114,10 @@ class Decoder:
     """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and the kernels they run on.
 
     weights: as `load_weights` gives them; they are taken out of it. weight_dtype: what they are kept in, see `linear`.
+    steady: what is computed of one of STEADY_ROWS rows or more does not depend on how many there are (on a CPU).
     """
+
+    steady = True
 
     def __init__(
         self, spec: ModelSpec, weights: dict[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from cacheblend_kernels import KernelBackend
 from torch import Tensor
 
-from cacheblend_cli.model.linear import Linear
+from cacheblend_cli.model.linear import STEADY_ROWS, Linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
@@ -50,7 +50,7 @@ class Experts:
             if not count:
                 continue
             mine = slice(start, start + count)
-            added = down(self._activated(up(h[rows[mine]])))
+            added = down(self._activated(up(_steady(h[rows[mine]], len(h)))))[:count]
             out.index_add_(0, rows[mine], added * shares[mine, None])
             start += count
         return out
@@ -63,6 +63,12 @@ class Experts:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def _steady(own: Tensor, num_rows: int) -> Tensor:
+    """An expert's rows, with zeros behind a few of many: then a row's result does not depend on where the others were sent."""
+    missing = STEADY_ROWS - len(own)
+    return F.pad(own, (0, 0, 0, missing)) if missing > 0 and num_rows >= STEADY_ROWS and not own.is_cuda else own
 
 
 def _each(count: int, weights: dict[str, Tensor], name: str) -> list[Linear]:

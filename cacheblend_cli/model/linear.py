@@ -17,6 +17,9 @@ CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
 """Products that oneDNN keeps compiled, and those that torch's layer over it keeps described. Each shape is another, of half a MiB
 and a quarter, and by default there are 1,024 of both: an engine that stays, and sees every number of rows, would hold them all
 (benchmarks/results/soak.md)."""
+STEADY_ROWS = 4
+"""From so many rows on a CPU's product of a row is the same to the bit, however many there are (oneDNN's and MKL's; of one to
+three rows the sums are made in another order)."""
 LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros
 
 

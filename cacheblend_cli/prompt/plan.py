@@ -95,6 +95,13 @@ class PromptPlan:
         """The positions before it hold the KV a full prefill would give them, once the prompt is filled."""
         return next((s.start for s in self.segments if s.status == "blended"), self.num_tokens)
 
+    def with_exact(self, num_tokens: int) -> PromptPlan:
+        """The plan where the first tokens hold the KV of a full prefill."""
+        parts = (
+            replace(s, status="exact") if s.status == "blended" and s.end <= num_tokens else s for s in self.segments
+        )
+        return PromptPlan(tuple(parts))
+
     def cut_for(self, num_tokens: int) -> int:
         """The most of the first num_tokens that can be hot: stored KV is loaded a segment at a time, and the last token is
         computed, since what comes behind it is wanted."""

@@ -105,7 +105,7 @@ class Checks:
 class Answer:
     """text is what was streamed of the answer; reasoning what stood between think tags before it. notes are messages for people; layers is the per-layer report; auto:
     what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning of the prompt whose KV the
-    engine still held from another one. chosen: positions of the prompt whose stored KV was computed again."""
+    engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on, where they were asked for. chosen: positions of the prompt whose stored KV was computed again."""
 
     text: str
     finish_reason: str
@@ -125,6 +125,7 @@ class Answer:
     generated_ids: list[int]
     verify: Verification | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     layers: list[LayerReport] = field(default_factory=list)
     auto: AutoReport | None = None
@@ -175,8 +176,9 @@ class Answer:
             out["confirm"] = vars(self.confirmation)
         if self.risk:
             out["risk"] = vars(self.risk)
-        if self.logprobs:
-            out["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in self.logprobs]
+        for name, found in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if found:
+                out[name] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in found]
         if ids:
             out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
         if explain:

@@ -156,6 +156,7 @@ def _answer(
         confirmation=checks.confirmation,
         risk=checks.risk,
         logprobs=generation.logprobs,
+        prompt_logprobs=list(done.prompt_logprobs),
         notes=request.notes,
         layers=done.result.layers,
         chosen=done.result.chosen.tolist(),

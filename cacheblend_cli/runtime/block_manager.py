@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cacheblend_kernels import KernelBackend
 
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.hot_blocks import Hit, HotBlocks, Origin
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
+from cacheblend_cli.kv.swap import SwappedKV, copy_of, swap_in, swap_out
 from cacheblend_cli.prompt.plan import PromptPlan
 
 
@@ -24,7 +24,8 @@ class Found:
 
 class BlockManager:
     """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
-    such as the spare one that decoding fills its batches with. hot, hot_blended: see `Limits`."""
+    such as the spare one that decoding fills its batches with. hot, hot_blended: see `Limits`. window: positions that a layer
+    looks back at most, None where one of them looks at all."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class BlockManager:
         watermark: float = 0.02,
         hot: bool = True,
         hot_blended: bool = True,
+        window: int | None = None,
     ) -> None:
-        self._hot_blended = hot_blended
+        self._hot_blended, self._window = hot_blended, window
         self.pool, self._hot = pool, HotBlocks(pool, kernels) if hot else None
         self._reserve = int(watermark * pool.allocator.num_blocks)
         self._in_use = pool.allocator.num_used
@@ -77,7 +79,7 @@ class BlockManager:
     def _find(self, hot: HotBlocks, plan: PromptPlan, origin: Origin) -> Found:
         token_ids, size = plan.token_ids, self.pool.block_size
         repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
-        exact = replace(origin, exact_until=plan.num_tokens, blended=b"")
+        exact = origin.in_full
         hit = hot.find(token_ids, exact)
         if hit.num_tokens >= repaired:
             return Found(hit.cut(plan.cut_for(hit.num_tokens), size), exact)
@@ -105,14 +107,28 @@ class BlockManager:
             last = len(token_ids) if self._hot_blended or not origin.blended else origin.exact_until
             self._hot.keep(sequence, token_ids[:last], origin)
 
+    def keep_copy(self, sequence: PagedSequence, token_ids: list[int], origin: Origin) -> None:
+        """As `keep`, of a sequence of another pool, where there is room."""
+        num_tokens = len(token_ids) // self.pool.block_size * self.pool.block_size
+        if self._hot is None or not self.pool.allocator.can_append(self.pool.blocks_for(num_tokens)):
+            return
+        copied = self._hot.take(Hit(), num_tokens)
+        copy_of(sequence, copied, num_tokens)
+        self.keep(copied, token_ids[:num_tokens], origin)
+        copied.release()
+
     def swap_out(self, sequence: PagedSequence) -> SwappedKV:
         return swap_out(sequence)
 
-    def can_swap_in(self, num_tokens: int) -> bool:
-        """Whether a sequence that holds so many tokens can go on."""
+    def num_unseen(self, kv_len: int) -> int:
+        """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
+        return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.pool.block_size
+
+    def can_swap_in(self, num_tokens: int, gone: int = 0) -> bool:
+        """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more."""
         allocator = self.pool.allocator
         reserve = self._reserve if allocator.num_used > self._in_use else 0
-        return self.pool.blocks_for(num_tokens + 1) <= allocator.num_free - reserve
+        return self.pool.blocks_for(num_tokens + 1) - gone <= allocator.num_free - reserve
 
     def swap_in(self, swapped: SwappedKV, room: int = 0) -> PagedSequence:
         return swap_in(self.pool, swapped, room)

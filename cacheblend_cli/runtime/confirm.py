@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,10 +26,16 @@ from cacheblend_cli.runtime.runtime import Runtime
 
 
 @torch.inference_mode()
-def confirm(runtime: Runtime, done: Prefilled, draft: Generation) -> tuple[Generation, Confirmation]:
+def confirm(
+    runtime: Runtime,
+    done: Prefilled,
+    draft: Generation,
+    leave: Callable[[PagedSequence, list[int]], None] | None = None,
+) -> tuple[Generation, Confirmation]:
     """The answer a full prefill of the same prompt gives, and how the draft compares with it.
 
-    The request's sampling has to have a seed, or to be greedy: the draft was drawn with it.
+    The request's sampling has to have a seed, or to be greedy: the draft was drawn with it. leave: given the exact KV in the
+    end, and its tokens, before it is let go of.
     """
     sampling, start = done.request.sampling, time.perf_counter()
     if not (done.plan.cached_tokens or done.hot_tokens):  # it was one
@@ -41,6 +47,8 @@ def confirm(runtime: Runtime, done: Prefilled, draft: Generation) -> tuple[Gener
         logits = teacher_forced(runtime.decoder, full.sequence, full.plan.token_ids, draft.token_ids)
         runner = AfterDraft(logits, draft.token_ids, runtime.decode_runner(full.sequence.pool))
         answer = generate(runtime, Continuation.of(full), sampling, runner=runner, ahead=False)
+        if leave is not None:
+            leave(full.sequence, [*full.plan.token_ids, *answer.token_ids[:-1]])
     finally:
         full.sequence.release()
     pairs = zip(answer.token_ids, draft.token_ids, strict=False)

@@ -20,6 +20,7 @@ from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import Rows, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.linear import STEADY_ROWS
 from cacheblend_cli.model.rope import rows_of_tables
 
 CAPTURABLE = ("triton", "xformers")  # the torch backend's attention reads lengths on the host
@@ -60,12 +61,10 @@ class EagerRunner:
 
 
 class BatchRunner(EagerRunner):
-    """Eager, over batches filled up to a multiple of ROWS rows: on a CPU products of one to three rows are computed in another
-    order than those of more, and then an answer would depend on how many others are made beside it.
+    """Eager, over batches filled up to a multiple of STEADY_ROWS rows: else an answer would depend on how many others are made
+    beside it.
 
     The pool must outlive the runner, which keeps a spare block of it for the rows that see nothing."""
-
-    ROWS = 4
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         super().__init__(decoder, pool)
@@ -75,7 +74,7 @@ class BatchRunner(EagerRunner):
     def step(self, tokens: Tensor) -> Tensor:
         rows, count = next_rows(self._decoder, self._sequences, self._kv_lens), len(tokens)
         self._kv_lens = [n + 1 for n in self._kv_lens]
-        missing = -count % self.ROWS
+        missing = -count % STEADY_ROWS
         filled_up = torch.cat((tokens, tokens.new_zeros(missing)))
         rows = filled(self._decoder, rows, missing, self._spare)
         return forward(self._decoder, rows, filled_up, self.observer)[:count]

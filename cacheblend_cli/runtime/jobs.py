@@ -103,7 +103,7 @@ class Limits:
     of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
     watermark: share of the pool that is kept free for answers that grow. hot: keep KV in the pool after its answer, for who
     asks the like of it; hot_blended: blended KV too, though the tokens that were repaired were chosen for another question over
-    the same chunks."""
+    the same chunks. refine: compute the exact KV of what was blended while nobody asks."""
 
     max_waiting: int = 256
     max_sequences: int = 16
@@ -112,6 +112,7 @@ class Limits:
     watermark: float = 0.02
     hot: bool = True
     hot_blended: bool = True
+    refine: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
@@ -120,13 +121,13 @@ class Limits:
                 raise UsageError(f"{name.replace('_', '-')} {count} is not 1 or more", "see: cacheblend serve --help")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServiceStats:
-    """Jobs and sequences by state; the pool's blocks by state; what was done since the service began.
+    """Jobs and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    hot: found in the pool. stall_s: waited for KV to load. step_s, scheduling_s: seconds of all steps, and of deciding what
-    they do."""
+    hot: found in the pool. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
+    step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
 
     waiting: int = 0
     running: int = 0
@@ -143,6 +144,7 @@ class ServiceStats:
     repaired: int = 0
     hot: int = 0
     preempted: int = 0
+    refined: int = 0
     stall_s: float = 0.0
     step_s: float = 0.0
     scheduling_s: float = 0.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.kv.forward import LayerStep, run_layers
+from cacheblend_cli.kv.forward import Hidden, LayerStep, run_layers
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
@@ -23,12 +23,17 @@ from cacheblend_cli.prompt.plan import PromptPlan
 from cacheblend_cli.runtime.memory import out_of_memory
 from cacheblend_cli.runtime.request import Request
 from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.sampling import TokenLogprob, logprobs_of
+
+PIECE_ROWS = 512  # of a prompt that is computed in pieces though nobody else waits
+LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
 
 
 @dataclass(frozen=True)
 class Prefilled:
     """A prompt whose KV is in the pool. The caller releases the sequence. request: as it was run in the end. hot_tokens: those
-    at its beginning whose KV was in the pool before."""
+    at its beginning whose KV was in the pool before; hot_exact: it was exact. prompt_logprobs: of every token but the first,
+    where they were asked for."""
 
     request: Request
     sequence: PagedSequence
@@ -36,10 +41,12 @@ class Prefilled:
     loader: KVLoader
     prefill_s: float
     hot_tokens: int = 0
+    hot_exact: bool = False
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def plan(self) -> PromptPlan:
-        return self.request.plan
+        return self.request.plan.with_exact(self.hot_tokens) if self.hot_exact else self.request.plan
 
     @property
     def pool(self) -> KVPool:
@@ -74,7 +81,11 @@ def prefill(
         sequence = runtime.new_sequence(request.plan.num_tokens + room)
         try:
             with Prefilling(runtime, request, sequence) as prefilling:
-                return prefilling.whole(output_positions)
+                if request.sampling.prompt_logprobs is None:
+                    return prefilling.whole(output_positions)
+                while (done := prefilling.advance(PIECE_ROWS)) is None:
+                    pass
+                return done
         except BadChunk as bad:
             sequence.release()
             request = request.without(bad.key, bad.reason)
@@ -89,12 +100,14 @@ def prefill(
 class Prefilling:
     """A prompt on its way into a sequence's blocks; its stored KV loads from when it is entered until it is left.
 
-    hot_tokens: positions at its beginning that the sequence holds already (`PromptPlan.cut_for`). Raises BadChunk, when it is
-    made or when it computes, for stored KV that cannot be used.
+    hot_tokens: positions at its beginning that the sequence holds already (`PromptPlan.cut_for`); hot_exact: as a full prefill
+    computes them. Raises BadChunk, when it is made or when it computes, for stored KV that cannot be used.
     """
 
-    def __init__(self, runtime: Runtime, request: Request, sequence: PagedSequence, hot_tokens: int = 0) -> None:
-        self.request, self.sequence, self.hot_tokens = request, sequence, hot_tokens
+    def __init__(
+        self, runtime: Runtime, request: Request, sequence: PagedSequence, hot_tokens: int = 0, hot_exact: bool = False
+    ) -> None:
+        self.request, self.sequence, self._hot = request, sequence, (hot_tokens, hot_exact)
         self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hot_tokens)
         self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless)
         self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
@@ -102,6 +115,7 @@ class Prefilling:
             [s for s in self._plan.segments if s.status == "computed"], runtime.decoder.device
         )
         self._done, self._prefill_s = 0, 0.0
+        self._num_top, self._logprobs = request.sampling.prompt_logprobs, list[TokenLogprob]()
 
     def __enter__(self) -> Prefilling:
         self._loader.__enter__()
@@ -123,28 +137,41 @@ class Prefilling:
     def advance(self, max_rows: int) -> Prefilled | None:
         """Compute it, or of what has nothing to repair at most so many rows; None: there is more to be done."""
         rows = len(self._positions)
-        if rows <= max_rows or any(s.status == "blended" for s in self._plan.segments):
+        all_logits = self._num_top is not None
+        if not all_logits and (rows <= max_rows or any(s.status == "blended" for s in self._plan.segments)):
             return self.whole()
         start = time.perf_counter()
         end = min(self._done + max_rows, rows)
         piece = self._positions[self._done : end]
         kv_len, total = int(piece[-1]) + 1, self._plan.num_tokens
-        outputs = torch.arange(len(piece), device=piece.device)[-1 if end == rows else len(piece) :]
-        token_ids = torch.tensor(self._plan.token_ids, device=piece.device)[piece]
+        first_output = 0 if all_logits else len(piece) - (end == rows)
+        outputs = torch.arange(first_output, len(piece), device=piece.device)
+        prompt_ids = torch.tensor(self._plan.token_ids, device=piece.device)
         steps = _PieceSteps(self._loader, len(self._decoder.layers) - 1, outputs)
         hidden = run_layers(
-            self._decoder, rows_of(self._decoder, self.sequence, piece, kv_len, total), token_ids, steps
+            self._decoder, rows_of(self._decoder, self.sequence, piece, kv_len, total), prompt_ids[piece], steps
         )
         self._done = end
-        if hidden is None:
+        if hidden is not None and self._num_top is not None:
+            self._note_logprobs(hidden, prompt_ids[piece[0] + 1 : kv_len + 1])
+        if end < rows or hidden is None:
             self._prefill_s += time.perf_counter() - start
             return None
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, rows, 0) for layer in self._decoder.layers]
-        return self._prefilled(PrefillResult(hidden.logits(self._decoder), self._positions[:0], layers), start)
+        logits = hidden.logits(self._decoder, slice(-1, None))
+        return self._prefilled(PrefillResult(logits, self._positions[:0], layers), start)
+
+    def _note_logprobs(self, hidden: Hidden, token_ids: Tensor) -> None:
+        """token_ids: those that the piece's rows predict, one less at the end of the prompt."""
+        assert self._num_top is not None
+        for start in range(0, len(token_ids), LOGIT_ROWS):
+            ids = token_ids[start : start + LOGIT_ROWS]
+            logits = hidden.logits(self._decoder, slice(start, start + len(ids)))
+            self._logprobs += logprobs_of(logits, ids, self._num_top)
 
     def _prefilled(self, result: PrefillResult, start: float) -> Prefilled:
         seconds = self._prefill_s + time.perf_counter() - start
-        return Prefilled(self.request, self.sequence, result, self._loader, seconds, self.hot_tokens)
+        return Prefilled(self.request, self.sequence, result, self._loader, seconds, *self._hot, tuple(self._logprobs))
 
 
 class _PieceSteps:

@@ -97,6 +97,7 @@ def resolve(
     started, notes = time.perf_counter(), list(question.notes)
     collection = collection_of(runtime, store, question)
     notes += age_note(collection.day)
+    all_logits = question.sampling.prompt_logprobs is not None
     chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
     converted = [c for c in chunks if c.cached and c.computed_in]
@@ -111,7 +112,7 @@ def resolve(
         suffix_ids=suffix_of(runtime, question) if suffix_ids is None else suffix_ids,
         chunks=chunks,
         named=tuple(question.keys),
-        blend=question.blend,
+        blend=BlendConfig(mode="full") if all_logits else question.blend,
         sampling=question.sampling,
         prefix_cached=store is not None and store.has_kv(collection.prefix_key),
         lossless=not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs),

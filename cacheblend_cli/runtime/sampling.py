@@ -21,7 +21,8 @@ class SamplingParams:
     a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
     give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
     given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token, what is added to its logit).
-    json_schema, regex: the form of the answer, which then has no reasoning before it.
+    json_schema, regex: the form of the answer, which then has no reasoning before it. prompt_logprobs: as logprobs, of the
+    prompt's tokens, which is then computed in full, whatever is stored.
     """
 
     max_tokens: int = 128
@@ -43,6 +44,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     json_schema: str | None = None
     regex: str | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for ok, what in (
@@ -54,6 +56,7 @@ class SamplingParams:
             (self.repetition_penalty > 0, "--repetition-penalty is above 0; 1 is off"),
             (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
+            (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
             (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
             (1 <= self.n <= 64, "n is from 1 to 64"),
@@ -74,6 +77,15 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogprob]:
+    """Of tokens that are there. logits: fp32 [num_tokens, vocab_size], what predicts each of token_ids [num_tokens] int64."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own, top = logprobs.gather(1, token_ids[:, None])[:, 0], logprobs.topk(num_top)
+    parts = (token_ids, own, top.indices, top.values)
+    rows = zip(*(part.tolist() for part in parts), strict=True)
+    return [TokenLogprob(i, p, tuple(zip(ids, values, strict=True))) for i, p, ids, values in rows]
 
 
 class Draw:

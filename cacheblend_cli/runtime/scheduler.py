@@ -41,7 +41,7 @@ class Scheduler:
     _prefilled: bool = False  # in the last step
 
     def schedule(self) -> Step:
-        while self.swapped and self.blocks.can_swap_in((first := min(self.swapped)).kv_len):
+        while self.swapped and self.blocks.can_swap_in((first := min(self.swapped)).kv_len, first.gone):
             self._move(first, self.swapped, self.come_back)
         while self.waiting and not self.swapped and self._may_begin(self.waiting[0]):
             first = heapq.heappop(self.waiting)
@@ -83,7 +83,7 @@ class Scheduler:
         taken = len(self.running) + sum(s.run.num_answers - 1 for s in prefilling)
         if self.running and (taken + run.num_answers > self.max_sequences or len(prefilling) > self.ahead):
             return False
-        found = self.blocks.find(run.request.plan, run.origin)
+        found = run.find(self.blocks)
         return self.blocks.can_allocate(run.num_tokens, run.room, found) is Allocation.OK
 
     def _move(self, sequence: Sequence, place: list[Sequence], how: Callable[[Sequence], None]) -> None:

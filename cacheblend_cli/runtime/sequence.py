@@ -8,12 +8,13 @@ from enum import Enum
 
 from torch import Tensor
 
-from cacheblend_cli.kv.hot_blocks import Origin
+from cacheblend_cli.kv.hot_blocks import Hit, Origin
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.swap import SwappedKV
 from cacheblend_cli.runtime.answer import Checks
 from cacheblend_cli.runtime.ask import Asking
 from cacheblend_cli.runtime.attention import AttentionShares
+from cacheblend_cli.runtime.block_manager import BlockManager, Found
 from cacheblend_cli.runtime.gate import Gate
 from cacheblend_cli.runtime.generate import Generation, Utterance
 from cacheblend_cli.runtime.jobs import Ticket
@@ -60,6 +61,11 @@ class Sequence:
         drawn = self.utterance.out.token_ids if self.utterance else []
         return [*self.run.request.plan.token_ids, *drawn]
 
+    @property
+    def gone(self) -> int:
+        """Blocks that it does not want back when it is swapped in."""
+        return 0 if self.swapped is None else self.swapped.gone
+
     def release(self) -> None:
         """Give its blocks back, and whatever else it holds."""
         if self.paged is not None:
@@ -88,6 +94,12 @@ class Run:
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self, 0))
+
+    def find(self, blocks: BlockManager) -> Found:
+        """What of its prompt is hot: nothing, where what each token predicts is wanted."""
+        if self.request.sampling.prompt_logprobs is not None:
+            return Found(Hit(), self.origin)
+        return blocks.find(self.request.plan, self.origin)
 
     @property
     def num_answers(self) -> int:

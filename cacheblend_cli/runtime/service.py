@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore
@@ -126,8 +126,11 @@ class Service:
     def _wait(self) -> bool:
         """Until there is something to do. False: the service is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stepper.busy or self._arrived or self._work or self._closing)
-            return bool(self._stepper.busy or self._arrived or self._work)
+            stepper = self._stepper
+            self._changed.wait_for(
+                lambda: stepper.busy or self._arrived or self._work or self._closing or stepper.may_refine
+            )
+            return not self._closing or bool(stepper.busy or self._arrived or self._work)
 
     def _take_in(self) -> None:
         """What came since the last step: work is done, jobs wait from now on."""
@@ -159,14 +162,14 @@ class Service:
 
     def _snapshot(self) -> ServiceStats:
         scheduler, allocator = self._stepper.scheduler, self._stepper.blocks.pool.allocator
-        return ServiceStats(
+        return replace(
+            self._stepper.counts,
             waiting=len(self._live) - len(self._began),
             running=len(scheduler.running),
             swapped=len(scheduler.swapped),
             blocks_free=allocator.num_free - allocator.num_hot,
             blocks_used=allocator.num_used,
             blocks_hot=allocator.num_hot,
-            **asdict(self._stepper.counts),
         )
 
 

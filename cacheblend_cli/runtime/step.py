@@ -6,7 +6,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -28,9 +29,10 @@ from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.decode import EagerRunner
 from cacheblend_cli.runtime.gate import Gate, in_full
 from cacheblend_cli.runtime.generate import NOBODY, FinishReason, Listener, Utterance
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Limits, Reasoning, Started, Text, Ticket
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Limits, Reasoning, ServiceStats, Started, Text, Ticket
 from cacheblend_cli.runtime.memory import DeviceMemory, lasting_pool, out_of_memory
 from cacheblend_cli.runtime.prefill import Prefilled, Prefilling
+from cacheblend_cli.runtime.refine import Refiner
 from cacheblend_cli.runtime.request import Request, resolve
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.scheduler import Scheduler
@@ -43,25 +45,6 @@ SWAP_BYTES_PER_S = 3e9
 """What a copy to the host and back is taken to reach, until one was measured."""
 
 
-@dataclass
-class Counts:
-    """What was done since the engine began: see `ServiceStats`. step_s, scheduling_s: seconds of all steps, and of deciding
-    what they do."""
-
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    generated: int = 0
-    computed: int = 0
-    reused: int = 0
-    repaired: int = 0
-    hot: int = 0
-    preempted: int = 0
-    stall_s: float = 0.0
-    step_s: float = 0.0
-    scheduling_s: float = 0.0
-
-
 class Stepper:
     """Runs jobs, a step at a time, in the thread that calls it. tell: given the events of a job."""
 
@@ -72,7 +55,9 @@ class Stepper:
         memory: DeviceMemory = lasting_pool(runtime, limits)
         self._runner, decoder = memory.runner, runtime.decoder
         hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
-        self.blocks = BlockManager(memory.pool, decoder.kernels, limits.watermark, hot, limits.hot_blended)
+        windows = [layer.attention.sliding_window for layer in decoder.layers]
+        window = None if None in windows else max(w for w in windows if w is not None)
+        self.blocks = BlockManager(memory.pool, decoder.kernels, limits.watermark, hot, limits.hot_blended, window)
         self.scheduler = Scheduler(
             self.blocks,
             limits.max_sequences,
@@ -81,13 +66,21 @@ class Stepper:
             come_back=self._come_back,
             give_up=self._give_up,
         )
+        self.refiner = Refiner(runtime, self.blocks, limits.max_rows) if limits.refine and hot else None
+        if limits.refine and not hot:
+            runtime.say("--refine does nothing here: KV stays in the pool for nobody")
         self._runs: list[Run] = []
-        self.counts = Counts()
+        self.counts = ServiceStats()
         self._swap_bytes_per_s, self._decode_s = SWAP_BYTES_PER_S, 0.0
 
     @property
     def busy(self) -> bool:
         return bool(self._runs)
+
+    @property
+    def may_refine(self) -> bool:
+        """Whether there is something to do though nobody asks."""
+        return not self._runs and bool(self.refiner)
 
     def arrive(self, ticket: Ticket) -> None:
         """A job joins those that wait, or fails at once: when it makes no sense, or can never fit."""
@@ -109,7 +102,11 @@ class Stepper:
         self.scheduler.add(run.sequences[0])
 
     def step(self) -> None:
-        """Do the next thing. Jobs that were cancelled, or whose deadline has passed, end first."""
+        """Do the next thing. Jobs that were cancelled, or whose deadline has passed, end first. Without any, refine a piece."""
+        if self.refiner and not self._runs:
+            self.counts.refined += self.refiner.piece()
+            self.blocks.check_idle()
+            return
         started = time.perf_counter()
         for run in [r for r in self._runs if r.ticket.ended]:
             self._end_early(run)
@@ -128,7 +125,7 @@ class Stepper:
     def _begin(self, sequence: Sequence) -> None:
         """Blocks, and its KV begins to load."""
         run = sequence.run
-        found = self.blocks.find(run.request.plan, run.origin)
+        found = run.find(self.blocks)
         sequence.status = Status.RUNNING
         run.origin = found.origin
         if not run.begun:
@@ -136,7 +133,9 @@ class Stepper:
             self._tell(run.ticket, Started())
         try:
             sequence.paged = self.blocks.allocate(run.num_tokens, run.room, found.hit)
-            run.prefilling = Prefilling(self._runtime, run.request, sequence.paged, found.hit.num_tokens)
+            run.prefilling = Prefilling(
+                self._runtime, run.request, sequence.paged, found.hit.num_tokens, found.origin.is_exact
+            )
             run.prefilling.__enter__()
         except BadChunk as bad:
             self._without(run, bad)
@@ -154,7 +153,7 @@ class Stepper:
         if self._cheaper_to_compute(sequence):
             sequence.release()
             return
-        num_bytes, started = len(sequence.paged.blocks) * self._block_bytes, time.perf_counter()
+        num_bytes, started = len(sequence.paged.owned) * self._block_bytes, time.perf_counter()
         sequence.swapped, sequence.paged = self.blocks.swap_out(sequence.paged), None
         self._swap_bytes_per_s += 0.2 * (num_bytes / (time.perf_counter() - started) - self._swap_bytes_per_s)
 
@@ -175,7 +174,7 @@ class Stepper:
         if sequence.paged is None or done.hot_tokens or len(sequence.run.sequences) > 1:
             return False
         again_s = done.prefill_s + self._decode_s * (sequence.kv_len - sequence.run.num_tokens)
-        return again_s < 2 * len(sequence.paged.blocks) * self._block_bytes / self._swap_bytes_per_s
+        return again_s < 2 * len(sequence.paged.owned) * self._block_bytes / self._swap_bytes_per_s
 
     def _compute_again(self, sequence: Sequence) -> None:
         """The prompt as it was prefilled, and the answer token by token: the KV is the same to the bit."""
@@ -273,10 +272,12 @@ class Stepper:
     # decode
 
     def _decode(self, sequences: list[Sequence]) -> None:
-        """A token for each: those whose RoPE has the same frequencies go together."""
-        regime, started = self._runtime.decoder.rope.regime, time.perf_counter()
+        """A token for each: those whose RoPE has the same frequencies go together, unless rows are not steady."""
+        decoder, started = self._runtime.decoder, time.perf_counter()
         try:
-            for _, group in groupby(sequences, key=lambda s: regime(s.kv_len + 1)):
+            for _, group in groupby(
+                sequences, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s
+            ):
                 self._decode_together(list(group))
         except Exception as error:
             for run in {id(s.run): s.run for s in sequences if s.status is not Status.FINISHED}.values():
@@ -301,6 +302,7 @@ class Stepper:
         for sequence, utterance, draw in drawn:
             sequence.kv_len += 1
             if utterance.hear(draw):
+                self._give_back(sequence)
                 continue
             try:
                 self._finish(sequence)
@@ -327,6 +329,13 @@ class Stepper:
         gate.found = replace(gate.found, seconds=time.perf_counter() - start)
         return logits
 
+    def _give_back(self, sequence: Sequence) -> None:
+        """Blocks that have left the window of every layer, unless the prompt's are looked at again to verify it."""
+        run, paged, unseen = sequence.run, sequence.paged, self.blocks.num_unseen(sequence.kv_len)
+        if paged is not None and unseen > paged.gone and run.first_logits is None:
+            self.blocks.keep(paged, sequence.token_ids[: sequence.kv_len], run.origin)
+            paged.give_back(unseen)
+
     # the end of an answer, and of a job
 
     def _finish(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
@@ -343,7 +352,8 @@ class Stepper:
             self._verify(run, sequence)
             self.blocks.keep(sequence.paged, sequence.token_ids[: sequence.kv_len], run.origin)
         if run.ticket.job.confirm and run.done is not None and not run.ticket.ended:
-            sequence.generation, confirmation = confirm(self._runtime, run.done, generation)
+            leave = None if self.refiner is None else partial(self.blocks.keep_copy, origin=run.origin.in_full)
+            sequence.generation, confirmation = confirm(self._runtime, run.done, generation, leave)
             run.checks = replace(run.checks, confirmation=confirmation)
         self._leave(sequence)
         if reason is None and not any(run.unfinished):
@@ -368,6 +378,8 @@ class Stepper:
         try:
             answers = self._answers(run)
             assert run.done is not None
+            if self.refiner is not None and run.origin.exact_until < run.num_tokens:
+                self.refiner.note(run.request, run.origin)
             run.asking.end(run.done, answers[0], save_holes=run.ticket.job.save_holes)
         except Exception as error:
             self._failed(run.ticket, error)

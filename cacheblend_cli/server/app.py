@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,17 +131,25 @@ async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
 async def _complete(request: Request, host: Host, runtime: Runtime) -> Response:
     body = parse(CompletionBody, await _json(request))
     _check_model(host, body)
-    if body.stream and (body.logprobs is not None or len(body.prompts) > 1):
-        raise bad("logprobs and several prompts are not streamed", "stream")
-    sampling = sampling_of(host.sampling, body, body.max_tokens, body.logprobs)
+    if body.stream and (body.echo or body.logprobs is not None or len(body.prompts) > 1):
+        raise bad("echo, logprobs and several prompts are not streamed", "stream")
+    if body.echo and body.wants_chunks:
+        raise bad("echo gives back what was sent, and with chunks the prompt is another", "echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise bad("max_tokens is 1 or more, or 0 with echo", "max_tokens")
+    sampling = sampling_of(
+        host.sampling, body, None if body.max_tokens is None else max(1, body.max_tokens), body.logprobs
+    )
+    if body.echo:
+        sampling = replace(sampling, prompt_logprobs=body.logprobs)
     wanted = [Wanted(body, _tenant(request), text, sampling, raw=True) for text in body.prompts]
     return await _answered(request, host, _reply(host, runtime, body, chat=False), wanted)
 
 
 def _reply(host: Host, runtime: Runtime, body: Asked, *, chat: bool) -> Reply:
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    tokenizer = runtime.model.tokenizer
-    return Reply.of(chat=chat, model=host.model, tokenizer=tokenizer, usage=usage, explain=body.explain)
+    reply = Reply.of(chat, host.model, runtime.model.tokenizer, usage=usage, explain=body.explain)
+    return replace(reply, echo=body.echo, silent=body.max_tokens == 0) if isinstance(body, CompletionBody) else reply
 
 
 async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wanted]) -> Response:

@@ -147,10 +147,13 @@ class ChatBody(Asked):
 
 
 class CompletionBody(Asked):
-    """POST /v1/completions: text that goes on, without a chat template."""
+    """POST /v1/completions: text that goes on, without a chat template. echo: the prompt stands before it, and logprobs are
+    those of its tokens, too; max_tokens 0: of these alone."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0)
 
     @property
     def prompts(self) -> list[str]:

@@ -28,6 +28,7 @@ _COUNTERS = {
     "repaired": "Tokens of prompts whose stored KV was computed again",
     "hot": "Tokens of prompts whose KV was in the pool",
     "preempted": "Answers that had to give up their blocks",
+    "refined": "Prompts whose exact KV was computed while nobody asked",
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 from cacheblend_cli.model.tokenizer import Tokenizer
@@ -19,26 +19,31 @@ from cacheblend_cli.server.asking import Prepared, checked
 @dataclass(frozen=True)
 class Reply:
     """How the answers to one request are written. chat: as messages, else as text. usage: in a stream, too. explain: tell
-    what became of every token."""
+    what became of every token. echo: the prompt stands before the text; silent: nothing behind it."""
 
     chat: bool
     model: str
     tokenizer: Tokenizer
     usage: bool = False
     explain: bool = False
+    echo: bool = False
+    silent: bool = False
     id: str = ""
     created: int = 0
 
     @classmethod
-    def of(cls, *, chat: bool, model: str, tokenizer: Tokenizer, usage: bool = False, explain: bool = False) -> Reply:
+    def of(cls, chat: bool, model: str, tokenizer: Tokenizer, *, usage: bool = False, explain: bool = False) -> Reply:
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return cls(chat, model, tokenizer, usage, explain, name, int(time.time()))
+        return cls(chat, model, tokenizer, usage, explain, id=name, created=int(time.time()))
 
     def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
         """One object. ends: of every prompt, with what was prepared for it."""
         choices: list[dict[str, Any]] = []
-        for done in ends:
-            choices += [self._choice(len(choices) + i, answer) for i, answer in enumerate(done.answers)]
+        if self.silent:
+            ends = [replace(done, answers=[unsaid(answer) for answer in done.answers]) for done in ends]
+        for done, of in zip(ends, prepared, strict=True):
+            before = of.job.question.text if self.echo else ""
+            choices += [self._choice(len(choices) + i, answer, before) for i, answer in enumerate(done.answers)]
         blends = [self.blend(done, of) for done, of in zip(ends, prepared, strict=True)]
         answers = [answer for done in ends for answer in done.answers]
         firsts = [done.answers[0] for done in ends]
@@ -125,9 +130,10 @@ class Reply:
         choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
         return {**self._head(self._streamed), "choices": [choice]}
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        logprobs = self._logprobs(answer) if answer.logprobs else None
-        said: dict[str, Any] = {"text": answer.text}
+    def _choice(self, index: int, answer: Answer, before: str) -> dict[str, Any]:
+        """before: what stands before the text."""
+        logprobs = self._logprobs(answer) if answer.logprobs or answer.prompt_logprobs else None
+        said: dict[str, Any] = {"text": before + answer.text}
         if self.chat:
             reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
             said = {"message": {"role": "assistant", "content": answer.text, **reasoning}}
@@ -136,13 +142,14 @@ class Reply:
     def _logprobs(self, answer: Answer) -> dict[str, Any]:
         if self.chat:
             return {"content": [self._token(p) for p in answer.logprobs], "refusal": None}
-        tokens = [self._text(p.token_id) for p in answer.logprobs]
-        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        first = answer.prompt_ids[:1] if self.echo else []  # nothing predicts it
+        told = [*answer.prompt_logprobs, *answer.logprobs]
+        tokens = [self._text(i) for i in (*first, *(p.token_id for p in told))]
         return {
             "tokens": tokens,
-            "token_logprobs": [p.logprob for p in answer.logprobs],
-            "top_logprobs": [{self._text(i): value for i, value in p.top} for p in answer.logprobs],
-            "text_offset": offsets,
+            "token_logprobs": [*(None for _ in first), *(p.logprob for p in told)],
+            "top_logprobs": [*(None for _ in first), *({self._text(i): v for i, v in p.top} for p in told)],
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
         }
 
     def _token(self, of: TokenLogprob) -> dict[str, Any]:
@@ -155,6 +162,11 @@ class Reply:
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def unsaid(answer: Answer) -> Answer:
+    """As if nothing had been said: one token is always drawn."""
+    return replace(answer, text="", finish_reason="length", generated_ids=[], logprobs=[])
 
 
 def finish_reason(answer: Answer) -> str:

@@ -37,6 +37,7 @@ _LEFT_OUT = (
     "prompt_ids",
     "generated_ids",
     "logprobs",
+    "prompt_logprobs",
     "chosen",
 )  # of what is shown; the record has them where they are asked for
 Request = dict[str, Any]

@@ -17,7 +17,7 @@ from cacheblend_cli.kv.swap import SwappedKV
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 from cacheblend_cli.runtime.block_manager import BlockManager, Found
 
-SIZE, BLOCKS = 4, 12
+SIZE, BLOCKS, WINDOW = 4, 12, 10
 
 
 class OneLayerPool(KVPool):
@@ -51,13 +51,13 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.kernels = TorchBackend()
         self.pool = OneLayerPool()
-        self.blocks = BlockManager(self.pool, self.kernels, watermark=0.1)
+        self.blocks = BlockManager(self.pool, self.kernels, watermark=0.1, window=WINDOW)
         self.held: list[Held] = []
 
     def write(self, held: Held, start: int) -> None:
         """Positions from start on, to slots that nobody else reads."""
         assert held.paged is not None
-        others = {b for h in self.held if h is not held and h.paged is not None for b in h.paged.blocks}
+        others = {b for h in self.held if h is not held and h.paged is not None for b in h.paged.owned}
         positions = torch.arange(start, len(held.ids))
         touched = {held.paged.blocks[int(p) // SIZE] for p in positions}
         assert not touched & others, "a block with two writers"
@@ -106,6 +106,18 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(h.paged for h in self.held))
     @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """What is behind the window."""
+        held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
+        assert held.paged is not None
+        unseen = self.blocks.num_unseen(len(held.ids))
+        assert unseen * SIZE <= max(0, len(held.ids) + 1 - WINDOW)
+        if unseen > held.paged.gone:
+            self.blocks.keep(held.paged, held.ids, held.origin)
+            held.paged.give_back(unseen)
+
+    @precondition(lambda self: any(h.paged for h in self.held))
+    @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
@@ -116,7 +128,7 @@ class Machine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
-        if self.blocks.can_swap_in(len(held.ids)):
+        if self.blocks.can_swap_in(len(held.ids), held.swapped.gone):
             held.paged, held.swapped = self.blocks.swap_in(held.swapped), None
 
     @precondition(lambda self: self.held)
@@ -132,12 +144,13 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def everybody_has_what_is_his(self) -> None:
         self.pool.allocator.check_integrity()
-        used = {b for h in self.held if h.paged for b in h.paged.blocks}
+        used = {b for h in self.held if h.paged for b in h.paged.owned}
         assert self.pool.allocator.num_used == len(used)
         for held in self.held:
             if held.paged is not None:
-                slots = held.paged.slots(torch.arange(len(held.ids)))
-                assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks
+                seen = held.paged.gone * SIZE
+                slots = held.paged.slots(torch.arange(seen, len(held.ids)))
+                assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks[seen:]
 
     def teardown(self) -> None:
         for held in self.held:

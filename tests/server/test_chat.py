@@ -43,11 +43,12 @@ def test_documents_are_collected_once(server: Any) -> None:
     assert [c["status"] for c in first["blend"]["chunks"]] == ["computed", "computed"]
     assert [(c["document"], c["title"]) for c in first["blend"]["chunks"]] == [("a", "Billing"), ("b", "")]
     again = server.ask(documents=PAGES).json()
-    assert [c["status"] for c in again["blend"]["chunks"]] == ["exact", "blended"]
+    assert [c["status"] for c in again["blend"]["chunks"]] == ["exact", "exact"]  # as they were computed, side by side
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= sum(
         c["tokens"] for c in again["blend"]["chunks"]
     )
     turned = server.ask(documents=PAGES[::-1], blend={"ratio": 1.0}).json()
+    assert [c["status"] for c in turned["blend"]["chunks"]] == ["exact", "blended"]
     assert {c["id"] for c in turned["blend"]["chunks"]} == {c["id"] for c in first["blend"]["chunks"]}
     full = server.ask(documents=PAGES[::-1], blend={"mode": "full"}).json()
     assert turned["choices"][0]["message"] == full["choices"][0]["message"]
@@ -94,6 +95,36 @@ def test_completions_go_on_without_a_template(server: Any, engine: Engine) -> No
     tokens = reply["choices"][0]["logprobs"]
     assert len(tokens["tokens"]) == len(tokens["token_logprobs"]) == len(tokens["text_offset"])
     assert all(len(top) <= 2 for top in tokens["top_logprobs"])
+
+
+def test_a_prompt_is_given_back_with_its_logprobs(server: Any, engine: Engine) -> None:
+    """As OpenAI's legacy API does it, and what measures models by it wants."""
+    prompt = "the lead of billing is"
+    ids = engine.model.tokenizer.encode_text(prompt)
+
+    def complete(**body: Any) -> Any:
+        reply = server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, **body})
+        return reply.json() if reply.status_code == 200 else reply
+
+    plain = complete(logprobs=2)
+    echoed = complete(logprobs=2, echo=True, n=2)
+    for choice in echoed["choices"]:
+        assert choice["text"] == prompt + plain["choices"][0]["text"]
+        told, own = choice["logprobs"], plain["choices"][0]["logprobs"]
+        assert told["tokens"][: len(ids)] == [engine.model.tokenizer.decode([i]) for i in ids]
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        assert all(value < 0 for value in told["token_logprobs"][1:])
+        assert told["token_logprobs"][len(ids) :] == pytest.approx(own["token_logprobs"], abs=1e-4)
+        assert all(choice["text"][at:].startswith(t) for at, t in zip(told["text_offset"], told["tokens"], strict=True))
+        assert len(told["text_offset"]) == len(told["tokens"]) == len(ids) + len(own["tokens"])
+    alone = complete(logprobs=2, echo=True, max_tokens=0)
+    assert alone["choices"][0]["text"] == prompt
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == told["token_logprobs"][: len(ids)]
+    assert alone["usage"]["completion_tokens"] == 0
+    unasked = complete(echo=True)["choices"][0]
+    assert (unasked["text"], unasked["logprobs"]) == (choice["text"], None)
+    for refused in ({"max_tokens": 0}, {"echo": True, "stream": True}, {"echo": True, "documents": PAGES}):
+        assert complete(**refused).status_code == 400, refused
 
 
 def test_logprobs_of_a_chat(server: Any) -> None:

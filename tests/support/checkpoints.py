@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OlmoConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 WORDS = "the lead of billing is Mara and she works in Bergen while Jonas keeps a parrot at home near the harbor".split()
 TEMPLATE = (
@@ -65,6 +76,15 @@ FAMILY_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-mqa": (Qwen3Config, {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen3-moe": (Qwen3MoeConfig, {**MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen2-moe": (Qwen2MoeConfig, {**MOE, "shared_expert_intermediate_size": 48}),
+    "olmo": (OlmoConfig, {}),
+    "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 2}),
+}
+"""With experts, on transformers' own layers, or both: for tests that ask for them."""
+
 
 def write_tokenizer(path: Path) -> None:
     """A byte-level BPE tokenizer with ChatML-like control tokens, one of them (`<tool_call>`) not special."""
@@ -90,7 +110,7 @@ def write_tokenizer(path: Path) -> None:
 def write_checkpoint(path: Path, family: str, seed: int = 0, **overrides: Any) -> Any:
     """Write a random checkpoint and return transformers' model (fp32, eval). Every weight is drawn, norms and biases too."""
     path.mkdir(parents=True, exist_ok=True)
-    cls, extra = FAMILY_CONFIGS[family]
+    cls, extra = (FAMILY_CONFIGS | OTHER_CONFIGS)[family]
     torch.manual_seed(seed)
     config = cls(**{**BASE, **extra, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

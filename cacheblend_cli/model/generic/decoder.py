@@ -86,6 +86,8 @@ class GenericDecoder(Decoder):
         self.generic_layers = [GenericLayer(i, found.spec, kernels, *parts) for i, parts in enumerate(each)]
         self.layers = [*self.generic_layers]
         self.kv_scales: KVScales | None = None
+        names = (name.rpartition(".")[2] for name, _ in self.parts.model.named_modules())
+        self.steady = "experts" not in names  # transformers multiplies each expert with the few rows it gets
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.parts.embed(token_ids)
