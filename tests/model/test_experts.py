@@ -13,6 +13,7 @@ from torch import Tensor
 from cacheblend_cli.model import experts
 from cacheblend_cli.model.experts import Experts
 from cacheblend_cli.model.families import spec_from_config
+from cacheblend_cli.model.spec import ExpertsSpec
 from cacheblend_cli.model.weight_map import expected_shapes
 
 COUNT, PER_TOKEN, WIDTH, HIDDEN = 6, 2, 8, 16
@@ -72,3 +73,20 @@ def test_a_row_reads_its_own_experts_alone() -> None:
         each = held[name].view(COUNT, -1)
         each[[e for e in range(COUNT) if e not in chosen]] = torch.nan
     torch.testing.assert_close(layer(held)(h), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_does_not_depend_on_where_others_are_sent() -> None:
+    """So wide that a product of one row alone is another than of several, to the bit."""
+    hidden, width = 2048, 768
+    torch.manual_seed(0)
+    held = {
+        "router": torch.zeros(2, hidden),
+        "experts_up": torch.randn(4 * width, hidden),
+        "experts_down": torch.randn(2 * hidden, width),
+    }
+    held["router"][:, 0] = torch.tensor([-9.0, 9.0])
+    of_two = ExpertsSpec(count=2, per_token=1, width=width, layers=(0,))
+    layer = Experts(replace(SPEC, hidden_size=hidden, activation="silu"), of_two, held, TorchBackend())
+    h = torch.randn(8, hidden)
+    h[:, 0] = torch.tensor([-1.0, 1, 1, 1, -1, -1, -1, -1])  # the first four: one expert gets one row of them
+    assert torch.equal(layer(h[:4])[0], layer(h)[0])
