@@ -57,7 +57,7 @@ def test_several_answers_each_leave_the_prompt_behind(house: House) -> None:
 @pytest.mark.parametrize("swaps", [True, False])
 def test_preempted_behind_the_window(house: House, swaps: bool) -> None:
     """Swapped out are the blocks that are left; computed again is all."""
-    bench = Bench(house, replace(LIMITS, pool_tokens=SIZE * 18))
+    bench = Bench(house, LIMITS)
     questions = [house.question(text, max_tokens=70) for text in ("where does Mara work?", "who?", "what is it about?")]
     listeners = [bench.arrive(question)[0] for question in questions]
     preempted = 0
