@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
+from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
 
 
@@ -58,67 +61,68 @@ class MeanShift:
 
 
 class Regression:
-    """Moves the old K and V of a token by what the changes of the recomputed tokens say of its own: Gaussian process
-    regression, a layer at a time, of K before RoPE and V together.
+    """Moves the old K and V of a token by what the changes of its chunk's recomputed tokens say of its own: Gaussian process
+    regression, a chunk and layer at a time, of K before RoPE and V together.
 
-    Two tokens are taken to change alike where they are of one chunk (what all of a chunk misses is the mean shift), more so
-    the nearer they stand, and, of whatever chunk, where their old K and V are alike. Where recomputed tokens disagree,
-    or nothing is known of a chunk, little is moved.
+    All tokens of a chunk are taken to change alike (what all of it misses is the mean shift), more so the nearer they stand,
+    and where their old K and V are alike. Where recomputed tokens disagree, less is moved; where there are none, nothing.
 
-    A token is moved by what later tokens of its own chunk say too, never by a later chunk: causal by chunk, not by token.
+    A token is moved by what later tokens of its own chunk say too, never by another chunk: causal by chunk, not by token.
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
-        self._pool, self._rows = prompt.pool, prompt.rows(every.positions)
-        self._repaired = torch.searchsorted(every.positions, repaired.positions)
-        self._stale = torch.ones(len(every), dtype=torch.bool, device=every.positions.device)
-        self._stale[self._repaired] = False
-        same = (every.chunk[:, None] == repaired.chunk).float()
-        apart = (every.offset[:, None] - repaired.offset).abs()
-        near = sum(NEAR * torch.exp(-apart / length) for length in LENGTHS)
-        self._placed, self._shared = same * (CHUNK + near), (1 + same) / 2
-        chunks, sizes = torch.unique_consecutive(every.chunk, return_counts=True)
-        known = torch.searchsorted(repaired.chunk, chunks, right=True)  # recomputed tokens up to the end of each chunk
-        ends = sizes.cumsum(0)
-        self._parts = list(zip((ends - sizes).tolist(), ends.tolist(), known.tolist(), strict=True))
+        self._pool = prompt.pool
+        chunks, counts = torch.unique_consecutive(repaired.chunk, return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        parts = zip(chunks.tolist(), [0, *ends], ends, strict=False)
+        self._parts = [_Part.of(prompt, every.take(every.chunk == c), repaired, slice(a, b)) for c, a, b in parts]
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
         [num_repaired, num_kv_heads, head_dim]."""
-        rows, index, repaired, stale = self._rows, layer.index, self._repaired, self._stale
-        old_k, old_v = self._pool.read(index, rows.slots)
-        cos, sin = rows.cos_sin(layer)
-        stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
-        plain_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
-        alike = torch.exp(-(self._distance(plain_k) + self._distance(old_v)) / 2)
-        change = torch.cat((k.float() - plain_k[repaired], v.float() - old_v[repaired]), -1)
-        moved = self._predict(self._placed + self._shared * alike, change.flatten(1)).view(
-            len(old_k), *change.shape[1:]
-        )
-        moved_k, moved_v = moved.chunk(2, -1)
-        moved_k = layer.kernels.rope(moved_k, cos, sin)
-        self._pool.write(index, rows.slots[stale], (old_k + moved_k)[stale], (old_v + moved_v)[stale])
+        for part in self._parts:
+            rows, known, stale = part.rows, part.known, part.stale
+            old_k, old_v = self._pool.read(layer.index, rows.slots)
+            cos, sin = rows.cos_sin(layer)
+            stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
+            plain_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
+            alike = part.placed + torch.exp(-(_distance(plain_k, known) + _distance(old_v, known)) / 2)
+            change = torch.cat((k[part.own].float() - plain_k[known], v[part.own].float() - old_v[known]), -1)
+            root = torch.linalg.cholesky(alike[known] + NOISE * torch.eye(len(known), device=k.device))
+            moved = alike @ torch.cholesky_solve(change.flatten(1), root)
+            moved_k, moved_v = moved.view(len(old_k), *change.shape[1:]).chunk(2, -1)
+            moved_k = layer.kernels.rope(moved_k, cos, sin)
+            self._pool.write(layer.index, rows.slots[stale], (old_k + moved_k)[stale], (old_v + moved_v)[stale])
 
-    def _distance(self, old: Tensor) -> Tensor:
-        """fp32 [num_tokens, num_repaired]: squared, in units of the mean squared distance from the mean of the first chunk,
-        which no later chunk changes."""
-        x = old.flatten(1).float()
-        first = x[self._parts[0][0] : self._parts[0][1]]
-        unit = (first - first.mean(0)).square().sum(1).mean().clamp_min(1e-30)
-        return torch.cdist(x, x[self._repaired]).square() / unit
 
-    def _predict(self, alike: Tensor, change: Tensor) -> Tensor:
-        """alike: fp32 [num_tokens, num_repaired], of every token with the recomputed ones; change: fp32 [num_repaired, n].
-        The expected change of every token, from the recomputed ones of its chunk and of those before."""
-        noisy = alike[self._repaired] + NOISE * torch.eye(len(change), device=change.device)
-        root = torch.linalg.cholesky(noisy)  # its leading blocks are the roots of the leading blocks
-        parts = [
-            alike[start:end, :known] @ torch.cholesky_solve(change[:known], root[:known, :known])
-            for start, end, known in self._parts
-        ]
-        return torch.cat(parts)
+@dataclass(frozen=True)
+class _Part:
+    """A chunk that has recomputed tokens. own: which of all the recomputed ones they are; known: [m] int64, where they stand
+    among the chunk's n tokens; stale: [n] bool, the others; placed: fp32 [n, m], how alike their places make them."""
+
+    rows: Rows
+    own: slice
+    known: Tensor
+    stale: Tensor
+    placed: Tensor
+
+    @classmethod
+    def of(cls, prompt: Prompt, chunk: Candidates, repaired: Candidates, own: slice) -> _Part:
+        known = torch.searchsorted(chunk.positions, repaired.positions[own])
+        stale = torch.ones(len(chunk), dtype=torch.bool, device=known.device)
+        stale[known] = False
+        apart = (chunk.offset[:, None] - chunk.offset[known]).abs()
+        near = torch.stack([torch.exp(-apart / length) for length in LENGTHS]).sum(0)
+        return cls(prompt.rows(chunk.positions), own, known, stale, CHUNK + NEAR * near)
+
+
+def _distance(old: Tensor, known: Tensor) -> Tensor:
+    """fp32 [n, m]: squared, of each row from the known ones, in units of the rows' mean squared distance from their mean."""
+    x = old.flatten(1).float()
+    unit = (x - x.mean(0)).square().sum(1).mean().clamp_min(1e-30)
+    return torch.cdist(x, x[known]).square() / unit
 
 
 CHUNK, NEAR, LENGTHS, NOISE = 2.0, 0.3, (8.0, 30.0), 0.5
 """How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for
-the same old K and V; and what of a change is a token's own. Fitted to what is left unexplained, see docs/fidelity.md."""
+the same old K and V; and what of a change is a token's own. What is left unexplained hardly changes with twice or half of any."""
