@@ -16,6 +16,9 @@ settings.load_profile("repeatable")  # `make torture` looks for new faults: --hy
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `checkpoints`; the root stays off the path
 os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: small, and there whatever is installed
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads, before it is imported: others work beside this one
+
 os.environ["CACHEBLEND_SEARCH"] = "words"  # so that what is found depends on no weights that may be installed
 
 

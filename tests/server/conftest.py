@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from asking import Cli, cli_in
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
@@ -127,3 +128,8 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
 @pytest.fixture
 def server(start: StartServer) -> Server:
     return start()
+
+
+@pytest.fixture
+def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return cli_in(tmp_path, model, monkeypatch, capsys)

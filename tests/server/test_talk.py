@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import Cli, Said
 
 from cacheblend_cli.api import BlendConfig, Engine, Question, SamplingParams
-from cacheblend_cli.cli.main import run
-
-PAGES = ("# Billing\n\nthe lead of billing is Mara and she works in Bergen\n", "Jonas keeps a parrot at home\n")
 
 
 @pytest.fixture
-def talk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Lines typed into a chat: exit code, stdout, stderr."""
-    settings = {
-        "MODEL": model,
-        "STORE": tmp_path / "store0",
-        "SEARCH": "words",
-        "MAX_TOKENS": 6,
-        "THREADS": 1,
-        "CHUNK_TOKENS": 40,
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(f"CACHEBLEND_{name}", str(value))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    for i, text in enumerate(PAGES):
-        (tmp_path / "docs" / f"{i}.md").write_text(text)
-    assert run(["precompute", "docs", "-q", "--context", "sink"]) == 0
-    capsys.readouterr()
-
-    def call(*lines: str, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join([*lines, ""]).encode()), encoding="utf-8")
-        )
-        code = run(["chat", *flags])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def talk(cli: Cli) -> Callable[..., Said]:
+    """Lines typed into a chat."""
+    return lambda *lines, flags=(): cli("chat", *flags, stdin="\n".join([*lines, ""]))
 
 
 def test_turns_are_the_same_with_an_engine_and_without(talk: Any, start: Any) -> None:

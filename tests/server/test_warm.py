@@ -9,64 +9,21 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from asking import PAGES, Cli, Said
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.cli.main import run
 from cacheblend_cli.server import place
 from cacheblend_cli.server.background import ask_status
 from cacheblend_cli.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("# Billing\n\nthe lead of billing is Mara and she works in Bergen\n", "Jonas keeps a parrot at home\n")
 ASK = ("ask", "who leads billing? Jonas")
-
-
-@dataclass(frozen=True)
-class Said:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def last(self) -> str:
-        return self.err.splitlines()[-1]
-
-
-Cli = Callable[..., Said]
-
-
-@pytest.fixture
-def cli(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Commands of this process in a directory with documents that are stored."""
-    settings = {
-        "MODEL": model,
-        "STORE": tmp_path / "store0",
-        "SEARCH": "words",
-        "MAX_TOKENS": 6,
-        "THREADS": 1,
-        "CHUNK_TOKENS": 40,
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(f"CACHEBLEND_{name}", str(value))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    for i, text in enumerate(PAGES):
-        (tmp_path / "docs" / f"{i}.md").write_text(text)
-
-    def call(*arguments: str) -> Said:
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return Said(code, captured.out, captured.err)
-
-    assert call("precompute", "docs", "-q", "--context", "sink").code == 0
-    return call
 
 
 def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:

@@ -218,15 +218,22 @@ def test_a_branch_that_leads_past_a_chunk_is_found_and_mended(tmp_path: Path, wh
         assert not damaged
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, range]:
+    """A store whose trees have three levels, and the seeds of its chunks."""
+    path, seeds = tmp_path_factory.mktemp("deep") / "store", range(0, 2100, 3)
+    with ChunkStore.open(path, mode="write") as store:
+        store.put_chunks([make_chunk(seed) for seed in seeds])
+        Operation("document", tuple(seeds), source="0/all.md").perform(store)
+    return path, seeds
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("database", ["blobs", "chunks"])
-def test_a_bad_page_costs_what_is_below_it(tmp_path: Path, database: str, level: int) -> None:
+def test_a_bad_page_costs_what_is_below_it(tmp_path: Path, deep: tuple[Path, range], database: str, level: int) -> None:
     """level: 0 for the tree's root, 2 for a leaf. What is lost is named, and what is there is right."""
-    path, seeds = tmp_path / "store", range(0, 2100, 3)
-    with ChunkStore.open(path, mode="write") as store:
-        for start in range(0, 2100, 300):
-            store.put_chunks([make_chunk(seed) for seed in range(start, start + 300, 3)])
-        Operation("document", tuple(seeds), source="0/all.md").perform(store)
+    (whole, seeds), path = deep, tmp_path / "store"
+    shutil.copytree(whole, path)
     levels, page_size = pages_by_level(path / "data.mdb", database)
     assert len(levels) == 3
     with (path / "data.mdb").open("r+b") as stream:

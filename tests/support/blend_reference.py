@@ -28,11 +28,24 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._own = model.config._attn_implementation
+        self._plain: dict[tuple[int, ...], _Pass] = {}
 
     @torch.no_grad()
     def full(self, ids: list[int]) -> Tensor:
         """transformers' own logits of every position."""
         return self.model(torch.tensor([ids])).logits[0]
+
+    def continues(self, ids: list[int], generated: list[int]) -> tuple[Tensor, bool]:
+        """transformers' own logits of every position of ids, and whether it generates just that behind them, greedily.
+
+        One pass over both says so: what stands at a position does not depend on what follows. But for a RoPE that depends
+        on the length; there transformers generates.
+        """
+        rope = str(getattr(self.model.config.get_text_config(), "rope_parameters", None))
+        if "dynamic" in rope or "longrope" in rope:
+            return self.full(ids), self.generate(ids, len(generated)) == generated
+        logits = self.full([*ids, *generated])
+        return logits[: len(ids)], logits[len(ids) - 1 : -1].argmax(-1).tolist() == generated
 
     @torch.no_grad()
     def generate(self, ids: list[int], count: int) -> list[int]:
@@ -59,8 +72,8 @@ class Reference:
         """Logits of the suffix and the positions recomputed: those whose K deviates most at layer 1, a share `ratio` of
         the cached tokens whose KV is not right as it is."""
         ids = prefix + [i for chunk in chunks for i in chunk] + suffix
-        whole = self._run(ids)
-        alone = [self._run(prefix + chunk) for chunk in chunks]
+        whole = self._run_plain(ids)
+        alone = [self._run_plain(prefix + chunk) for chunk in chunks]
         old: KV = []
         for layer, (fresh_k, fresh_v) in enumerate(whole.kv):  # what nobody stores is fresh: the prefix and the suffix
             parts = [tuple(t[len(prefix) :] for t in run.kv[layer]) for run in alone]
@@ -78,6 +91,10 @@ class Reference:
         keep = len(ids) - len(suffix)
         blended = self._run(ids, old, (right, keep, math.ceil(ratio * (keep - right) - 1e-9)))
         return blended.logits[-len(suffix) :], blended.chosen
+
+    def _run_plain(self, ids: list[int]) -> _Pass:
+        """With nothing put back; of one prompt once."""
+        return self._plain.get(tuple(ids)) or self._plain.setdefault(tuple(ids), self._run(ids))
 
     def _run(self, ids: list[int], old: KV | None = None, check: tuple[int, int, int] = (0, 0, 0)) -> _Pass:
         run = _Pass(len(ids), old, check)
