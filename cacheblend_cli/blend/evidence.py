@@ -24,11 +24,12 @@ class BeforeLayers:
     """Evidence there is before layer 0: what the question looks at when it runs alone over the stored KV.
 
     The fresh rows (suffix and holes) run through the layers over the pool as it was loaded. What they write is written
-    again by the blended prefill. probe_layers: the layers whose attention counts. draft_tokens: how far `draft` looks.
+    again by the blended prefill. prompt: for selectors that look in ways of their own. probe_layers: the layers whose
+    attention counts. draft_tokens: how far `draft` looks.
     """
 
     def __init__(self, prompt: Prompt, probe_layers: Sequence[int], draft_tokens: int) -> None:
-        self._prompt, self._probe_layers, self._draft_tokens = prompt, frozenset(probe_layers), draft_tokens
+        self.prompt, self._probe_layers, self._draft_tokens = prompt, frozenset(probe_layers), draft_tokens
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
@@ -41,7 +42,7 @@ class BeforeLayers:
         (ProphetKV, arXiv 2602.02579, and InfoFlow, arXiv 2603.05353, sum where this takes the largest: one head that
         looks a value up counts for more than many that look at everything a little.)
         """
-        look = _Look(self._prompt, self._probe_layers, candidates, stop=max(self._probe_layers, default=0))
+        look = _Look(self.prompt, self._probe_layers, candidates, stop=max(self._probe_layers, default=0))
         self._run_fresh(look)
         return look.found
 
@@ -51,7 +52,7 @@ class BeforeLayers:
         Values are looked up when the answer comes to them, not while the question is read (Lookahead Q-Cache, arXiv
         2505.20334, evicts by the same rows).
         """
-        prompt, sequence, decoder = self._prompt, self._prompt.sequence, self._prompt.decoder
+        prompt, sequence, decoder = self.prompt, self.prompt.sequence, self.prompt.decoder
         hidden = self._run_fresh(_Look(prompt, frozenset(), candidates))
         look = _Look(prompt, self._probe_layers, candidates)
         at = prompt.plan.num_tokens
@@ -63,7 +64,7 @@ class BeforeLayers:
         return look.found
 
     def _run_fresh(self, look: _Look) -> Hidden | None:
-        prompt = self._prompt
+        prompt = self.prompt
         computed = [s for s in prompt.plan.segments if s.status == "computed"]
         rows = prompt.rows(positions_of(computed, prompt.decoder.device))
         return run_layers(prompt.decoder, rows, prompt.token_ids[rows.positions], look, look)

@@ -1,0 +1,270 @@
+"""What was published beside CacheBlend, on this engine: the comparisons of docs/fidelity.md.
+
+Each is a few lines: where to look for the tokens that are recomputed, or what is done to those that are not. "After" a
+paper is said where a detail of it is not known here, or needs what is not here; the choice made instead is named. The
+budget is the ratio, as for the tool's own selectors, and at ratio 1 every one is a full prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import torch
+from fidelity_variants import _swapped, scaled_keys
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cacheblend_cli.api import BlendConfig
+from cacheblend_cli.blend import prefill as blend
+from cacheblend_cli.blend.evidence import BeforeLayers
+from cacheblend_cli.blend.policy import LayerReport, Status
+from cacheblend_cli.blend.prefill import BlendSteps
+from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
+from cacheblend_cli.evaluation.settings import Prefill, Setting
+from cacheblend_cli.kv import forward
+from cacheblend_cli.kv.forward import LayerStep, Observer, run_layers
+from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.rows import Rows, positions_of
+from cacheblend_cli.model.decoder import DecoderLayer
+from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.runtime.memory import sequence_of_its_own
+from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.runtime.request import Request
+from cacheblend_cli.runtime.runtime import Runtime
+
+DIGEST = 0.15  # of each chunk's tokens, that QCFuse's question sees
+CONTEXT = 0.5  # of the other chunks' tokens, that a row repaired by RelaxKV sees
+TEMPERATURE = 0.9  # of the attention on what PSR does not recompute
+
+_attend = forward.attend
+
+
+class Question(Observer):
+    """The question run over the stored KV of a prompt, and what it looks at. Its own rows are all that is computed.
+
+    share: of each chunk's tokens at each layer that it sees, those with the shortest keys, which are the ones that
+    attention goes to whatever is asked (Devoto et al., arXiv 2406.11430); the prefix and itself it sees in any case.
+    """
+
+    def __init__(self, prompt: Prompt, layers: Iterable[int], share: float = 1.0) -> None:
+        self.looks: dict[int, Tensor] = {}
+        """By layer: the attention weight on each position, summed over the suffix's rows and the heads, [num_tokens] fp32.
+        It is taken over all stored keys, whatever the question has seen before."""
+        self._prompt, self._layers, self._share = prompt, frozenset(layers), share
+        computed = [s for s in prompt.plan.segments if s.status == "computed"]
+        rows = prompt.rows(positions_of(computed, prompt.decoder.device))
+        with _swapped(forward, "attend", _attend if share == 1 else self._attend_digest):
+            run_layers(prompt.decoder, rows, prompt.token_ids[rows.positions], self, self)
+
+    def at(self, layer: DecoderLayer) -> LayerStep:
+        self._prompt.loader.wait(layer.index)
+        return LayerStep(stop=layer.index == max(self._layers))
+
+    def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
+        if layer.index not in self._layers:
+            return
+        last = len(self._prompt.plan.segments[-1].token_ids)
+        q, keys = q[-last:].float(), _kv(self._prompt, layer)[0]
+        logits = torch.einsum("rhd,khd->hrk", q, _each_head(keys, q)) * layer.attention.scale
+        later = _positions(self._prompt) > rows.positions[-last:, None]
+        self.looks[layer.index] = logits.masked_fill(later, float("-inf")).softmax(-1).sum((0, 1))
+
+    def _attend_digest(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
+        length = _kv(self._prompt, layer)[0].norm(dim=-1).mean(-1)
+        seen = torch.ones(len(length), dtype=torch.bool, device=length.device)
+        for s in self._prompt.plan.chunks:
+            seen[s.start : s.end] = False
+            seen[s.start + length[s.start : s.end].argsort()[: ceil(self._share * len(s.token_ids))]] = True
+        return _attend_to(self._prompt, layer, q, seen & (_positions(self._prompt) <= rows.positions[:, None]))
+
+
+class ProphetKV:
+    """After ProphetKV (arXiv 2602.02579): first the question runs over the stored KV and its attention, all layers' together,
+    says which tokens it needs; then these are recomputed. Open: how layers are put together; here their sum."""
+
+    needs_check_layer = False
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        prompt = _prompt(evidence)
+        looks = Question(prompt, range(len(prompt.decoder.layers))).looks
+        return sum(looks.values(), torch.zeros(prompt.plan.num_tokens))[candidates.positions]
+
+
+class FusionRAG:
+    """FusionRAG's query-guided selection (arXiv 2601.12904, section 3.2): the question is prefilled without the chunks, and
+    its attention in the last layer on their keys, summed, says which tokens are recomputed. The softmax is over the prompt.
+    Its chunks are collected behind similar ones: the context `neighbours`, with TF-IDF for the embedding model."""
+
+    needs_check_layer = False
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        last = len(_prompt(evidence).decoder.layers) - 1
+        return Question(_prompt(evidence), (last,), share=0).looks[last][candidates.positions]
+
+
+class QCFuse:
+    """After QCFuse (arXiv 2606.05875): the question runs over a digest of each chunk, and its attention on all keys of a few
+    critical layers says which tokens are recomputed.
+
+    Its code finds the digest by letting the model repeat each chunk, and the layers by profiling; here the digest is the
+    tokens of the shortest keys, and the layers are the three in the middle, where its table has those of four models.
+    """
+
+    needs_check_layer = False
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        middle = len(_prompt(evidence).decoder.layers) // 2
+        critical = range(max(0, middle - 1), middle + 2)
+        looks = Question(_prompt(evidence), critical, share=DIGEST).looks
+        return torch.stack(list(looks.values())).sum(0)[candidates.positions]
+
+
+class CacheClip:
+    """After CacheClip (arXiv 2510.10129): the attention of the last layer of a small auxiliary model that reads the whole
+    prompt says which windows of tokens are recomputed (`block`; 8 tokens here).
+
+    The auxiliary model here is the model itself, so this is the most that method can know; its full prefill is not in the
+    budget, as the auxiliary model's is not in the paper's. It is kept for the same prompt's next ratio.
+    """
+
+    needs_check_layer = False
+
+    def __init__(self) -> None:
+        self._of: tuple[list[int], Tensor] | None = None
+
+    def scores(self, candidates: Candidates, evidence: Evidence) -> Tensor:
+        prompt = _prompt(evidence)
+        ids, last = prompt.plan.token_ids, len(prompt.decoder.layers) - 1
+        if self._of is None or self._of[0] != ids:
+            sequence = sequence_of_its_own(prompt.decoder, len(ids), prompt.pool.block_size)
+            plan = PromptPlan(tuple(replace(s, status="computed") for s in prompt.plan.segments))
+            read = Prompt(prompt.decoder, plan, sequence, NothingToLoad())
+            self._of = ids, Question(read, (last,)).looks[last]
+        return self._of[1][candidates.positions]
+
+
+def relaxkv(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
+    """After RelaxKV (arXiv 2609.33503): see `RelaxSteps`."""
+    if request.blend.effective_ratio() in (0.0, 1.0):
+        return prefill(runtime, request, room=room)
+    with _swapped(blend, "BlendSteps", RelaxSteps), _swapped(forward, "attend", _attend):
+        return prefill(runtime, request, room=room)
+
+
+class RelaxSteps(BlendSteps):
+    """Each layer repairs tokens of its own choice, by the question's attention, and the rows that are repaired see only what
+    of the prompt the question looks at there.
+
+    Open: how a layer comes by the hidden state of a token that the layer before has not computed. Here it never needs to:
+    rows leave and do not come back, those go on that this and the later layers look at most, and the widths fall in a line
+    from half above the ratio to half below it, so that their mean is the ratio. What a row sees: the prefix, its own chunk
+    and the half of the other chunks' tokens that the question looks at most in that layer.
+    """
+
+    def choose_before(self, evidence: Evidence) -> None:
+        prompt, layers = self._prompt, range(len(self._prompt.decoder.layers))
+        ratio, count = self._policy.checks[0][1], len(self._all)
+        forward.attend = _attend  # another try at a prompt with a bad chunk begins anew
+        looks = Question(prompt, layers).looks
+        self._looks = torch.stack([looks[i] for i in layers])
+        self._ahead = self._looks.flip(0).cumsum(0).flip(0)
+        slope = min(ratio, 1 - ratio)
+        self._widths = [ceil(count * (ratio + slope * (0.5 - (i + 0.5) / len(layers))) - 1e-9) for i in layers]
+        self._chunk = torch.full((prompt.plan.num_tokens,), -1)
+        for number, s in enumerate(prompt.plan.chunks):
+            self._chunk[s.start : s.end] = number
+        self._context = ceil(CONTEXT * int((self._chunk >= 0).sum()))
+        forward.attend = self._attend  # `relaxkv` puts back what was there
+
+    def at(self, layer: DecoderLayer) -> LayerStep:
+        self._prompt.loader.wait(layer.index)
+        before, left = self.rows.positions, self.candidates
+        self._keep(left.take(choose(self._ahead[layer.index, left.positions], self._widths[layer.index], left)))
+        self.reports.append(LayerReport(layer.index, Status.AFTER_CHECK, len(self.rows), len(self.candidates)))
+        own = self._fresh if layer.index == 0 and self._policy.layer0_exact else self.rows.positions
+        on = self._output_positions if layer.index == self._last_layer else self.rows.positions
+        return LayerStep(kv_rows=torch.searchsorted(before, own), next_rows=torch.searchsorted(before, on))
+
+    def _attend(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
+        looks = self._looks[layer.index].masked_fill(self._chunk < 0, float("inf"))
+        seen = looks >= looks[self._chunk >= 0].topk(self._context).values[-1]
+        at = rows.positions[:, None]
+        free = torch.isin(at, self._fresh) | (self._chunk == self._chunk[at]) | seen
+        return _attend_to(self._prompt, layer, q, free & (_positions(self._prompt) <= at))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "CacheBlend": {"selector": "hkvd", "deviation": "v"},
+    "EPIC": {"selector": "first"},
+    "CacheClip": {"selector": "cacheclip", "block": 8},
+    "FusionRAG": {"selector": "fusionrag", "context": "neighbours"},
+    "ProphetKV": {"selector": "prophetkv"},
+    "PSR": {"selector": "hkvd", "deviation": "k", "mean_shift": True, "prefill": scaled_keys(1 / TEMPERATURE)},
+    "QCFuse": {"selector": "qcfuse"},
+    "AgentKVShift": {"selector": "hkvd", "mean_shift": True},
+    "RelaxKV": {"selector": "prophetkv", "prefill": relaxkv},
+}
+"""How each is set. CacheBlend compares V, as its code does. EPIC (arXiv 2410.15332) has the first tokens of each chunk.
+
+PSR (arXiv 2603.20218) is a sink prefix (`--context sink`: every chunk is collected behind it), recompute by the change of K,
+and APE's scaling of the attention on reused rows (arXiv 2502.05431). Here the temperature is in these rows' keys, where
+decoding finds it too; a factor on their log-mass has no such place and stays 1. scaled_keys takes the mean shift's place.
+
+AgentKVShift (arXiv 2607.21604) moves what is not recomputed by the mean change of probes, which are the tokens that change
+most at layer 1: one set of probes here, by K, and a James-Stein weight (`corrections.MeanShift`), where it has two sets and
+a weight of its own.
+"""
+
+
+def published_settings(ratios: Iterable[float]) -> list[Setting]:
+    """Every method at every ratio, labelled "ProphetKV 0.15". Their selectors are known from then on."""
+    clip = CacheClip()
+    SELECTORS.update(
+        {
+            "prophetkv": lambda seed: ProphetKV(),
+            "fusionrag": lambda seed: FusionRAG(),
+            "qcfuse": lambda seed: QCFuse(),
+            "cacheclip": lambda seed: clip,
+        }
+    )
+    ratios = list(ratios)
+    return [_setting(f"{name} {r:g}", r, **how) for name, how in METHODS.items() for r in ratios]
+
+
+def _setting(label: str, ratio: float, context: str = "sink", prefill: Prefill | None = None, **how: Any) -> Setting:
+    return Setting(label, BlendConfig(ratio=ratio, **how), context, prefill)
+
+
+def _prompt(evidence: Evidence) -> Prompt:
+    assert isinstance(evidence, BeforeLayers)
+    return evidence.prompt
+
+
+def _positions(prompt: Prompt) -> Tensor:
+    return torch.arange(prompt.plan.num_tokens, device=prompt.pool.device)
+
+
+def _kv(prompt: Prompt, layer: DecoderLayer) -> tuple[Tensor, Tensor]:
+    """K (rotated) and V of the whole prompt at a layer, fp32 [num_tokens, num_kv_heads, head_dim]."""
+    return prompt.pool.read(layer.index, prompt.sequence.slots(_positions(prompt)))
+
+
+def _each_head(x: Tensor, q: Tensor) -> Tensor:
+    """K or V [n, num_kv_heads, head_dim] for every head of q."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _attend_to(prompt: Prompt, layer: DecoderLayer, q: Tensor, seen: Tensor) -> Tensor:
+    """Attention of rotated q [num_rows, num_heads, head_dim] over the prompt's positions that each row sees, seen: bool
+    [num_rows, num_tokens]. For models whose attention has no soft cap, window or sinks."""
+    params = layer.attention
+    assert params.soft_cap is None
+    assert params.sliding_window is None
+    assert params.sinks is None
+    k, v = (_each_head(x, q).transpose(0, 1) for x in _kv(prompt, layer))
+    out = scaled_dot_product_attention(q.float().transpose(0, 1), k, v, attn_mask=seen, scale=params.scale)
+    return out.transpose(0, 1).to(q.dtype)
