@@ -167,7 +167,7 @@ def of_store(folder: Path, count: int) -> dict[str, float]:
 
         found["look-up of 8"] = statistics.median(timed(look_up) for _ in range(50))
     commands = {
-        "search": ["search", "word7 word77", "--all", "-q", "--search", "words", *machine],
+        "search": ["search", "word7 word77", "--all", "-q", "--search", "words", "--store", str(path)],
         "chunks ls": ["chunks", "ls", "--limit", "50", "--store", str(path)],
         "precompute again": precompute,
     }
