@@ -158,6 +158,32 @@ class Settings:
         return user_data_path("cacheblend") / "store"
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "search": ("top_k", "search", "embeddings", "min_score", "expand", "context", "collection", "order"),
+    "blend": (
+        "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "nucleus", "probe_layers",
+        "draft_tokens", "mean_shift", "regression",
+    ),
+    "sampling": (
+        "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "model_sampling", "seed",
+    ),
+    "prompt": ("prompt", "system", "template_var"),
+    "model": ("model", "lora"),
+    "machine": ("device", "dtype", "weight_dtype", "attention_backend", "threads"),
+    "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "block_size"),
+    "tenant": ("salt",),
+    "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
+    "store": ("store", "lock_timeout", "force_store", "max_size"),
+}  # fmt: skip
+"""Every setting by what it is about: commands take their flags from here, and what makes an engine another one is told so."""
+
+
+def grouped(*groups: str, but: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of the settings of these groups, in order."""
+    return tuple(name for group in groups for name in GROUPS[group] if name not in but)
+
+
 T = TypeVar("T")
 
 

@@ -23,25 +23,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
 
-@options.with_settings(
-    *options.SEARCHING,
-    "collection",
-    "order",
-    "mode",
-    *options.BLENDING,
-    *options.SAMPLING,
-    *options.PROMPT,
-    "model",
-    "lora",
-    "store",
-    "kv_dtype",
-    *options.MACHINE,
-    "gpu_memory_utilization",
-    "eager",
-    "kv_pool_dtype",
-    "salt",
-    "lock_timeout",
-)
+@options.with_settings(*options.asking())
 def ask(
     resolved: Resolved,
     question: Annotated[

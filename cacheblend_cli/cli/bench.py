@@ -11,7 +11,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
     from cacheblend_cli.evaluation.bench import BenchReport, Speed
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("setting", "first token", "faster than full", "ceiling", "measured/ceiling", "KV loaded", "load", "stall")
 
 
-@options.with_settings("model", "lora", "kv_dtype", *options.MACHINE)
+@options.with_settings(*grouped("model", "machine"), "kv_dtype")
 def bench(
     settings: Settings,
     tokens: Annotated[

@@ -18,24 +18,7 @@ from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
 from cacheblend_cli.settings import Resolved
 
 
-@options.with_settings(
-    *options.SEARCHING,
-    "collection",
-    "mode",
-    *options.BLENDING,
-    *options.SAMPLING,
-    *options.PROMPT,
-    "model",
-    "lora",
-    "store",
-    "kv_dtype",
-    *options.MACHINE,
-    "gpu_memory_utilization",
-    "eager",
-    "kv_pool_dtype",
-    "salt",
-    "lock_timeout",
-)
+@options.with_settings(*options.asking())
 def chat(
     resolved: Resolved,
     chunks: Annotated[

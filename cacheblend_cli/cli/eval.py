@@ -16,7 +16,7 @@ from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -29,15 +29,11 @@ _MAX_TOKENS = 32
 
 
 @options.with_settings(
-    "ratio_floor",
     "window",
     "neighbours",
-    *options.CHOOSING,
-    *options.PROMPT,
-    "model",
-    "lora",
+    *grouped("blend", but=["mode", "ratio", "selector", "gradual", "max_risk"]),
+    *grouped("prompt", "model", "machine"),
     "kv_dtype",
-    *options.MACHINE,
     "lock_timeout",
     seed="Seed of the random selector.",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
@@ -15,7 +15,7 @@ import typer
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.errors import NotFoundError
-from cacheblend_cli.settings import Resolved, Settings, of_settings, resolve
+from cacheblend_cli.settings import Resolved, Settings, grouped, of_settings, resolve
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -43,31 +43,23 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no message
 NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
 
 
-MACHINE = ("device", "dtype", "weight_dtype", "attention_backend", "threads")
-CHOOSING = ("deviation", "check_layer", "block", "nucleus", "probe_layers", "draft_tokens", "mean_shift", "regression")
-SEARCHING = ("top_k", "search", "embeddings", "min_score", "expand", "context")
-PROMPT = ("prompt", "system", "template_var")
-BLENDING = ("ratio", "ratio_floor", "selector", "gradual", "max_risk", *CHOOSING)
-SAMPLING = (
-    "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "model_sampling", "seed",
-)  # fmt: skip
-"""Settings that go together."""
+EVERYDAY = ("top_k", "search", "ratio", "max_tokens", "system", "model", "store")
+"""Settings whose flags stand first in a command's help, in no panel."""
 _PANEL = {
     name: panel
-    for panel, names in zip(
+    for panel, groups in zip(
         PANELS,
-        (
-            ("collection", "embeddings", "min_score", "expand", "context", "order"),
-            SAMPLING[1:],
-            ("prompt", "template_var"),
-            (*MACHINE, "kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "lora", "salt", "lock_timeout"),
-            ("mode", "ratio_floor", "selector", "gradual", "max_risk", *CHOOSING),
-        ),
+        (("search",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store"), ("blend",)),
         strict=True,
     )
-    for name in names
+    for name in grouped(*groups, but=EVERYDAY)
 }
+
+
+def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
+    """The settings of a command that answers questions."""
+    groups = ("search", "blend", "sampling", "prompt", "model", "machine", "memory", "tenant")
+    return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout")
 
 
 def settings_of(**flags: Any) -> Settings:

@@ -15,7 +15,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Resolved
+from cacheblend_cli.settings import Resolved, grouped
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -29,13 +29,9 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
 
 
 @options.with_settings(
-    "model",
-    "lora",
     "store",
     *_REMEMBERED,
-    *options.PROMPT,
-    *options.MACHINE,
-    "salt",
+    *grouped("model", "prompt", "machine", "tenant"),
     "max_size",
     "lock_timeout",
     "collection",

@@ -9,10 +9,10 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, grouped
 
 
-@options.with_settings(*options.SEARCHING, "collection", "store", top_k="How many chunks.")
+@options.with_settings(*grouped("search", but=["order"]), "store", top_k="How many chunks.")
 def search(
     settings: Settings,
     query: Annotated[str, typer.Argument(help="Words to look for.")],

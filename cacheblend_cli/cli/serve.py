@@ -16,25 +16,7 @@ INSTALL = "pip install 'cacheblend[serve]'"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@options.with_settings(
-    "model",
-    "lora",
-    "store",
-    "chunk_tokens",
-    "window",
-    *options.SEARCHING,
-    "mode",
-    *options.BLENDING,
-    *options.SAMPLING,
-    *options.PROMPT,
-    "kv_dtype",
-    *options.MACHINE,
-    "gpu_memory_utilization",
-    "eager",
-    "kv_pool_dtype",
-    "salt",
-    "lock_timeout",
-)
+@options.with_settings("chunk_tokens", "window", *options.asking(but=["collection"]))
 def serve(
     resolved: Resolved,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

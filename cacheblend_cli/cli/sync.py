@@ -13,7 +13,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Engine, PrecomputeEvent, PrecomputeReport
@@ -28,7 +28,7 @@ Paths = Annotated[
 Changes = Set[Any]
 
 
-@options.with_settings("model", "lora", "store", *options.PROMPT, *options.MACHINE, "salt", "lock_timeout")
+@options.with_settings(*grouped("model", "prompt", "machine", "tenant"), "store", "lock_timeout")
 def sync(
     settings: Settings,
     paths: Paths = None,
@@ -50,7 +50,7 @@ def sync(
         output.note(_told(report))
 
 
-@options.with_settings("model", "lora", "store", *options.PROMPT, *options.MACHINE, "salt", "lock_timeout")
+@options.with_settings(*grouped("model", "prompt", "machine", "tenant"), "store", "lock_timeout")
 def watch(settings: Settings, paths: Paths = None, quiet: options.NoMessages = False) -> None:
     """Keep the store up to date with folders, until Ctrl-C.
 

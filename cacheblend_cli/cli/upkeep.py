@@ -11,7 +11,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore, SalvageReport, Share, VerifyReport
@@ -89,7 +89,7 @@ def _by_source(store: ChunkStore) -> dict[str, Share]:
     return shares
 
 
-@options.with_settings("model", "lora", *options.MACHINE, *options.PROMPT, "salt", "store", "lock_timeout")
+@options.with_settings(*grouped("model", "machine", "prompt", "tenant"), "store", "lock_timeout")
 def verify(
     settings: Settings,
     repair: Annotated[

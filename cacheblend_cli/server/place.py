@@ -10,25 +10,16 @@ from pathlib import Path
 
 from cacheblend_cli import __version__
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, grouped
 
-PROTOCOL = 1
+PROTOCOL = 2
 _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
-_ASKED = {
-    "collection", "context", "order", "top_k", "search", "embeddings", "min_score", "expand", "mode", "ratio", "ratio_floor", "selector", "deviation",
-    "check_layer", "block", "nucleus", "gradual", "probe_layers", "draft_tokens", "mean_shift", "regression", "max_risk", "max_tokens",
-    "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "model_sampling", "seed", "salt",
-}  # fmt: skip
-"""Settings that a question brings along."""
-_STORED = {"store", "lock_timeout", "force_store", "max_size", "overlap", "chunk_tokens", "window", "neighbours"}
-"""Settings of the store, and of what is put into it: they change no answer over what is there."""
 
 
 def socket_of(settings: Settings) -> Path:
     """The socket of an engine of this version over the settings' store, with their model and the rest that an engine has."""
-    told = {name: value for name, value in vars(settings).items() if name not in _ASKED | _STORED}
+    told = {name: getattr(settings, name) for name in grouped("prompt", "model", "machine", "memory")}
     told |= {"model": _model(settings.model), "prompt": _content(settings.prompt), "version": [__version__, PROTOCOL]}
     digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
     return folder_of(settings) / f"{_NAME}{digest}.sock"

@@ -8,7 +8,7 @@ import pytest
 from platformdirs import user_config_path
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Settings, resolve
+from cacheblend_cli.settings import GROUPS, Settings, resolve, setting_fields
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +141,8 @@ def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) 
     (here / "cacheblend.toml").write_text("ratio = true\n")
     with pytest.raises(UsageError, match="a number"):
         resolve({})
+
+
+def test_every_setting_is_of_one_group() -> None:
+    names = [name for group in GROUPS.values() for name in group]
+    assert sorted(names) == sorted(name for name, *_ in setting_fields())
