@@ -53,10 +53,12 @@ class Generation:
 @dataclass(frozen=True)
 class Listener:
     """Who is told an answer while it is made, piece by piece. text: the answer; reasoning: what is said between think
-    tags before it. A piece never breaks a UTF-8 character and never holds a stop string or a part of one."""
+    tags before it. A piece never breaks a UTF-8 character and never holds a stop string or a part of one. token: told of every
+    token before the piece that it makes certain, where log-probabilities are asked for."""
 
     text: Callable[[str], None] | None = None
     reasoning: Callable[[str], None] | None = None
+    token: Callable[[TokenLogprob], None] | None = None
 
     def tell(self, reasoning: str, text: str) -> None:
         if self.reasoning and reasoning:
@@ -121,6 +123,8 @@ class Utterance:
             out.first_token_at = time.perf_counter()
         if logprob is not None:
             out.logprobs.append(logprob)
+            if self._listener.token:
+                self._listener.token(logprob)
         if token_id in self._ending:
             out.finish_reason = "stop"
             return False

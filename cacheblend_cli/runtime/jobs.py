@@ -10,6 +10,7 @@ from typing import Literal
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.request import Question
+from cacheblend_cli.runtime.sampling import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class Reasoning:
 
 
 @dataclass(frozen=True)
+class Token:
+    """A token of an answer, before the piece of text that it makes certain: where log-probabilities are asked for."""
+
+    logprob: TokenLogprob
+    index: int = 0
+
+
+@dataclass(frozen=True)
 class Done:
     """The end of a job. answers: n of them, in order; those of a job that was cancelled or whose deadline passed are what was
     said until then, and none where it had not begun. ended: why it ended early, None where it did not."""
@@ -70,7 +79,7 @@ class Failed:
     error: Exception
 
 
-Event = Started | Text | Reasoning | Done | Failed
+Event = Started | Text | Reasoning | Token | Done | Failed
 OnEvent = Callable[[Event], None]
 
 

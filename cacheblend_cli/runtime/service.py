@@ -27,13 +27,14 @@ from cacheblend_cli.runtime.jobs import (
     Started,
     Text,
     Ticket,
+    Token,
 )
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.step import Stepper
 
 __all__ = [
     "Done", "Event", "Failed", "Job", "Limits", "OnEvent", "QueueFull", "Reasoning", "Service", "ServiceStats", "Started",
-    "Text", "Ticket",
+    "Text", "Ticket", "Token",
 ]  # fmt: skip
 
 T = TypeVar("T")

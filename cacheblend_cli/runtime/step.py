@@ -29,7 +29,18 @@ from cacheblend_cli.runtime.confirm import confirm, seeded
 from cacheblend_cli.runtime.decode import EagerRunner
 from cacheblend_cli.runtime.gate import Gate, in_full
 from cacheblend_cli.runtime.generate import NOBODY, FinishReason, Listener, Utterance
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Limits, Reasoning, ServiceStats, Started, Text, Ticket
+from cacheblend_cli.runtime.jobs import (
+    Done,
+    Event,
+    Failed,
+    Limits,
+    Reasoning,
+    ServiceStats,
+    Started,
+    Text,
+    Ticket,
+    Token,
+)
 from cacheblend_cli.runtime.memory import DeviceMemory, lasting_pool, out_of_memory
 from cacheblend_cli.runtime.prefill import Prefilled, Prefilling
 from cacheblend_cli.runtime.refine import Refiner
@@ -253,6 +264,7 @@ class Stepper:
         return Listener(
             lambda piece: self._tell(ticket, Text(piece, index)),
             lambda piece: self._tell(ticket, Reasoning(piece, index)),
+            lambda logprob: self._tell(ticket, Token(logprob, index)),
         )
 
     def _without(self, run: Run, bad: BadChunk) -> None:
@@ -413,9 +425,11 @@ class Stepper:
         if len(made) > run.request.sampling.n:
             made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: run.request.sampling.n]
             for index, generation in enumerate(made):
-                self._listener(run.ticket, index).tell(generation.reasoning, generation.text)
                 if run.request.sampling.logprobs is None:
                     generation.logprobs = []
+                for logprob in generation.logprobs:
+                    self._tell(run.ticket, Token(logprob, index))
+                self._listener(run.ticket, index).tell(generation.reasoning, generation.text)
         checks = run.checks if run.gate is None else replace(run.checks, risk=run.gate.found)
         return [run.asking.answer(run.done, generation, checks) for generation in made]
 

@@ -121,8 +121,6 @@ async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
     body = parse(ChatBody, await _json(request))
     _check_model(host, body)
     said = read_messages(body.messages)
-    if body.stream and body.logprobs:
-        raise bad("logprobs are not streamed", "logprobs")
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     wanted = Wanted(body, _tenant(request), said.question, sampling, said.history, said.system)
     return await _answered(request, host, _reply(host, runtime, body, chat=True), [wanted])
@@ -131,8 +129,8 @@ async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
 async def _complete(request: Request, host: Host, runtime: Runtime) -> Response:
     body = parse(CompletionBody, await _json(request))
     _check_model(host, body)
-    if body.stream and (body.echo or body.logprobs is not None or len(body.prompts) > 1):
-        raise bad("echo, logprobs and several prompts are not streamed", "stream")
+    if body.stream and (body.echo or len(body.prompts) > 1):
+        raise bad("echo and several prompts are not streamed", "stream")
     if body.echo and body.wants_chunks:
         raise bad("echo gives back what was sent, and with chunks the prompt is another", "echo")
     if body.max_tokens == 0 and not body.echo:

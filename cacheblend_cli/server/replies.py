@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -12,7 +13,7 @@ from typing import Any
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.answer import Answer, ChunkUse
 from cacheblend_cli.runtime.sampling import TokenLogprob
-from cacheblend_cli.runtime.service import Done, Event, Reasoning, Text
+from cacheblend_cli.runtime.service import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.asking import Prepared, checked
 
 
@@ -56,22 +57,33 @@ class Reply:
         }
 
     async def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
-        """Objects of a stream. The last one with a choice has "blend"."""
+        """Objects of a stream. The last one with a choice has "blend". Tokens go with the piece of text that they end."""
         begun: set[int] = set()
+        tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        offsets: Counter[int] = Counter()
+
+        def logprobs(index: int) -> dict[str, Any] | None:
+            told = self._logprobs(tokens.pop(index, []), offsets[index])
+            if told and not self.chat:
+                offsets[index] += sum(map(len, told["tokens"]))
+            return told
+
         async for event in events:
-            if isinstance(event, Text | Reasoning):
+            if isinstance(event, Token):
+                tokens[event.index].append(event.logprob)
+            elif isinstance(event, Text | Reasoning):
                 if self.chat and event.index not in begun:
                     begun.add(event.index)
                     yield self._chunk(event.index, {"role": "assistant", "content": ""})
                 if isinstance(event, Text):
-                    yield self._chunk(event.index, {"content": event.text})
+                    yield self._chunk(event.index, {"content": event.text}, logprobs(event.index))
                 elif self.chat:
-                    yield self._chunk(event.index, {"reasoning_content": event.text})
+                    yield self._chunk(event.index, {"reasoning_content": event.text}, logprobs(event.index))
             elif isinstance(event, Done):
                 last = len(checked(event).answers) - 1
                 for i, answer in enumerate(event.answers):
                     extra = {"blend": self.blend(event, prepared)} if i == last else {}
-                    yield {**self._chunk(i, {}, finish_reason(answer)), **extra}
+                    yield {**self._chunk(i, {}, logprobs(i), finish_reason(answer)), **extra}
                 if self.usage:
                     yield {
                         **self._head(self._streamed),
@@ -125,31 +137,37 @@ class Reply:
     def _streamed(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _chunk(self, index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
         said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head(self._streamed), "choices": [choice]}
 
     def _choice(self, index: int, answer: Answer, before: str) -> dict[str, Any]:
         """before: what stands before the text."""
-        logprobs = self._logprobs(answer) if answer.logprobs or answer.prompt_logprobs else None
         said: dict[str, Any] = {"text": before + answer.text}
         if self.chat:
             reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
             said = {"message": {"role": "assistant", "content": answer.text, **reasoning}}
+        told, first = [*answer.prompt_logprobs, *answer.logprobs], answer.prompt_ids[:1] if self.echo else []
+        logprobs = self._logprobs(told, first=first)
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason(answer)}
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+    def _logprobs(
+        self, of: Sequence[TokenLogprob], offset: int = 0, first: Sequence[int] = ()
+    ) -> dict[str, Any] | None:
+        """offset: characters of the tokens before. first: a token before them that nothing predicts."""
+        if not of:
+            return None
         if self.chat:
-            return {"content": [self._token(p) for p in answer.logprobs], "refusal": None}
-        first = answer.prompt_ids[:1] if self.echo else []  # nothing predicts it
-        told = [*answer.prompt_logprobs, *answer.logprobs]
-        tokens = [self._text(i) for i in (*first, *(p.token_id for p in told))]
+            return {"content": [self._token(p) for p in of], "refusal": None}
+        tokens = [self._text(i) for i in (*first, *(p.token_id for p in of))]
         return {
             "tokens": tokens,
-            "token_logprobs": [*(None for _ in first), *(p.logprob for p in told)],
-            "top_logprobs": [*(None for _ in first), *({self._text(i): v for i, v in p.top} for p in told)],
-            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+            "token_logprobs": [*(None for _ in first), *(p.logprob for p in of)],
+            "top_logprobs": [*(None for _ in first), *({self._text(i): v for i, v in p.top} for p in of)],
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
 
     def _token(self, of: TokenLogprob) -> dict[str, Any]:

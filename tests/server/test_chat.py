@@ -137,6 +137,29 @@ def test_logprobs_of_a_chat(server: Any) -> None:
         assert len(token["top_logprobs"]) == 3
 
 
+def test_logprobs_are_streamed(server: Any, engine: Engine) -> None:
+    token = engine.model.tokenizer.encode_text("x")[-1]
+    for extra in ({}, {"logit_bias": {str(token): 100}, "stop": "xx"}, {"n": 2, "best_of": 3}):
+        asked = {"logprobs": True, "top_logprobs": 2, "max_tokens": 6, "temperature": 0.5, "seed": 3, **extra}
+        whole = server.ask(**asked).json()
+        parts = events(server.ask(**asked, stream=True).text)
+        for choice in whole["choices"]:
+            own = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+            streamed = [token for c in own if c["logprobs"] for token in c["logprobs"]["content"]]
+            assert [t["token"] for t in streamed] == [t["token"] for t in choice["logprobs"]["content"]]
+            assert [t["logprob"] for t in streamed] == pytest.approx(
+                [t["logprob"] for t in choice["logprobs"]["content"]]
+            )
+            assert all(len(t["top_logprobs"]) == 2 for t in streamed)
+    body = {"prompt": "the lead of", "max_tokens": 5, "logprobs": 1}
+    [choice] = server.client.post("/v1/completions", json=body).json()["choices"]
+    parts = events(server.client.post("/v1/completions", json={**body, "stream": True}).text)
+    told = [c["logprobs"] for part in parts for c in part["choices"] if c["logprobs"]]
+    assert len(told) > 1
+    for name in ("tokens", "text_offset"):
+        assert [value for part in told for value in part[name]] == choice["logprobs"][name]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
