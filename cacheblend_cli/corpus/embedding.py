@@ -1,4 +1,4 @@
-"""Static embeddings: a text's vector is the mean of its tokens' vectors. What search by meaning compares."""
+"""Embeddings, static ones first of all: a text's vector is the mean of its tokens' vectors. What search by meaning compares."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ class TokenMeans:
 
 
 class Embedder:
-    """A model of static embeddings. name: what it was loaded from."""
+    """A model of embeddings. name: what it was loaded from."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.name, self._model = name, model
 
-    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors of length 1, [num_texts, dim] fp32; of a text without a known token, zeros."""
+    def embed(self, texts: Sequence[str], *, question: bool = False) -> NDArray[np.float32]:
+        """Vectors of length 1, [num_texts, dim] fp32; of a text without a known token, zeros. question: they ask, and do not
+        answer, which some models are told."""
         import numpy as np
 
-        vectors = np.asarray(self._model.encode(list(texts), max_length=_MOST_TOKENS), dtype=np.float32)
+        before = getattr(self._model, "prompts", {}).get("query" if question else "document", "")
+        vectors = np.asarray(self._model.encode([before + t for t in texts], max_length=_MOST_TOKENS), dtype=np.float32)
         norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
         return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
 
@@ -58,11 +60,13 @@ class Embedder:
         """Of the weights: vectors of other weights are not comparable."""
         import xxhash
 
+        if own := getattr(self._model, "digest", None):
+            return str(own)
         return xxhash.xxh3_128_hexdigest(self._model.embedding.tobytes())
 
 
 def find_embedder(name: str = "") -> Embedder | None:
-    """The embeddings of this name: a model2vec directory or hub id. Without a name the small English ones that come with
+    """The embeddings of this name: a model2vec directory or hub id, or a sentence-transformers directory. Without a name the small English ones that come with
     the package wordllama, None where that is not installed.
 
     Raises NotFoundError where a name leads to no weights, UsageError where it needs model2vec and that is not installed.
@@ -70,6 +74,10 @@ def find_embedder(name: str = "") -> Embedder | None:
     if not name:
         spec = find_spec("wordllama")
         return None if spec is None else _bundled(next(iter(spec.submodule_search_locations or ()), ""))
+    from cacheblend_cli.corpus.sentences import is_sentence_model
+
+    if is_sentence_model(folder := Path(name).expanduser()):
+        return _sentences(name, folder)
     if find_spec("model2vec") is None:
         raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
     return _named(name)
@@ -85,6 +93,16 @@ def _named(name: str) -> Embedder:
     except Exception as error:  # the hub's errors and those of its network, the loader's and those of its formats
         what = "holds no model2vec model" if local else "is no directory here, and the hub does not give it"
         raise NotFoundError(f"{name} {what}: {error}", "see docs/search.md") from error
+
+
+@lru_cache(maxsize=2)
+def _sentences(name: str, folder: Path) -> Embedder:
+    from cacheblend_cli.corpus.sentences import SentenceModel
+
+    try:
+        return Embedder(name, SentenceModel(folder))
+    except (OSError, ValueError) as error:  # of files that are missing or damaged
+        raise NotFoundError(f"{name} holds no sentence-transformers model: {error}", "see docs/search.md") from error
 
 
 @lru_cache(maxsize=1)

@@ -37,7 +37,7 @@ class Asked:
     @cached_property
     def vector(self) -> NDArray[np.float32]:
         """[dim], of length 1."""
-        return self.embedder.embed([self.text])[0]
+        return self.embedder.embed([self.text], question=True)[0]
 
 
 def nearest(db: sqlite3.Connection, asked: Asked) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cacheblend_store import ChunkStore
 from stored_texts import put_document
 
@@ -172,3 +174,70 @@ def test_the_weights_of_the_extra_are_read_without_model2vec() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def sentence_model(folder: Path, pooling: str = "pooling_mode_mean_tokens", **modules: str) -> Path:
+    """A random encoder as sentence-transformers saves one. modules: classes over those there are."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "money", "back", "trip", "food", "query", ":"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(1)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=12, **shape)).save_pretrained(folder)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize", **modules}
+    told = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(told))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16, pooling: True}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "query: "}}))
+    return folder
+
+
+def hidden_of(folder: Path, text: str) -> np.ndarray:
+    """[num_tokens, 16] of one text, by transformers itself."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    with torch.inference_mode():
+        return AutoModel.from_pretrained(folder)(**tokens).last_hidden_state[0].numpy()
+
+
+def test_a_directory_of_sentence_transformers_is_read(tmp_path: Path, store: ChunkStore) -> None:
+    texts = ["money back", "trip money food back trip", "food"]
+    ways = {
+        "pooling_mode_mean_tokens": lambda h: h.mean(0),
+        "pooling_mode_cls_token": lambda h: h[0],
+        "pooling_mode_max_tokens": lambda h: h.max(0),
+        "pooling_mode_lasttoken": lambda h: h[-1],
+    }
+    digests = set()
+    for name, pool in ways.items():
+        folder = sentence_model(tmp_path / name, name)
+        embedder = find_embedder(str(folder))
+        assert embedder is not None
+        digests.add(embedder.digest)
+        theirs = np.stack([pool(hidden_of(folder, text)) for text in texts])
+        theirs /= np.linalg.norm(theirs, axis=-1, keepdims=True)
+        assert np.abs(embedder.embed(texts) - theirs).max() < 1e-5
+        asked = pool(hidden_of(folder, "query: food"))
+        assert np.abs(embedder.embed(["food"], question=True)[0] - asked / np.linalg.norm(asked)).max() < 1e-5
+    assert len(digests) == len(ways)
+    assert embedder is not None
+    assert embedder.embed(["money " * 99]).shape == (1, 16)  # longer than its context
+    assert len(search(store, "food", 9, how=How("meaning", embedder))) > 0
+
+
+def test_what_of_sentence_transformers_is_not_read_is_named(tmp_path: Path) -> None:
+    other = sentence_model(tmp_path / "other", **{"2_Normalize": "Dense"})
+    with pytest.raises(NotFoundError, match="Dense"):
+        find_embedder(str(other))
+    with pytest.raises(NotFoundError, match="weightedmean"):
+        find_embedder(str(sentence_model(tmp_path / "pool", "pooling_mode_weightedmean_tokens")))
+    whole = sentence_model(tmp_path / "whole")
+    (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
+    with pytest.raises(NotFoundError, match="no weights in safetensors"):
+        find_embedder(str(whole))
