@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.collect.paths import Paths
-from cacheblend_cli.collect.precompute import (
-    Difference,
-    PrecomputeEvent,
-    PrecomputeOptions,
-    PrecomputeReport,
-    precompute,
-)
-from cacheblend_cli.collect.recheck import RecheckReport, recheck
-from cacheblend_cli.collect.roots import Roots
+from cacheblend_cli.corpus.scopes import EVERYTHING
+from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
@@ -24,16 +18,34 @@ from cacheblend_cli.runtime.answer import Answer, TokenUse
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import AskOptions, BlendConfig, EngineConfig
 from cacheblend_cli.runtime.generate import Listener
+from cacheblend_cli.runtime.jobs import Job
+from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
 from cacheblend_cli.runtime.plan import AskPlan, plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime, Say
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.search import Lookup, with_chunks
 
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeOptions, PrecomputeReport
+    from cacheblend_cli.collect.recheck import RecheckReport
+
 __all__ = [
     "Answer", "AskPlan", "BlendConfig", "Difference", "Engine", "EngineConfig", "Lookup", "Paths", "PrecomputeEvent",
     "PrecomputeOptions", "PrecomputeReport", "Question", "RecheckReport", "SamplingParams", "TokenUse",
 ]  # fmt: skip
+_OF_DOCUMENTS = {
+    "Paths": "paths", "RecheckReport": "recheck",
+    **dict.fromkeys(("Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport"), "precompute"),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What is about storing documents, imported when it is asked for: questions do without converters and surveys."""
+    if name in _OF_DOCUMENTS:
+        return getattr(import_module(f"cacheblend_cli.collect.{_OF_DOCUMENTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Engine:
@@ -69,6 +81,9 @@ class Engine:
         What `options` leaves open is as the store remembers it of the paths. confirm: asked before documents are computed
         again because they are stored with other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
         """
+        from cacheblend_cli.collect.paths import Paths
+        from cacheblend_cli.collect.precompute import precompute
+
         if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
             options = replace(options, kv_dtype=self.config.kv_dtype)
         self.runtime.take_date(store, options.salt)
@@ -79,6 +94,8 @@ class Engine:
 
     def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
         """The paths that the store remembers for this model and salt, as real ones."""
+        from cacheblend_cli.collect.roots import Roots
+
         return Roots(self.runtime.collection(salt), store).paths
 
     def recheck(
@@ -91,6 +108,8 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> RecheckReport:
         """Compute `count` random chunks of this model again and compare them with the store."""
+        from cacheblend_cli.collect.recheck import recheck
+
         self.runtime.take_date(store, salt)
         return recheck(self.runtime.collection(salt), store, count, repair=repair, progress=progress)
 
@@ -128,6 +147,27 @@ class Engine:
         Raises NotFoundError, which says why, when there are none.
         """
         return with_chunks(self.runtime, store, question, lookup or Lookup())
+
+    def job(self, store: ChunkStore, inquiry: Inquiry, say: Say | None = None) -> Job:
+        """What the inquiry asks, its chunks searched where it names none. say: told where it cannot be searched as is wanted.
+
+        Raises UsageError, NotFoundError, StoreErrors.
+        """
+        settings, manner = inquiry.resolved.settings, inquiry.manner
+        sampling = as_the_model(sampling_of(inquiry.resolved, **manner.sampled), inquiry.resolved, self.model)
+        blend, keys = BlendConfig.of(settings), [bytes.fromhex(key) for key in inquiry.keys or ()]
+        question = Question(inquiry.question, keys, blend, sampling, settings.salt, history=inquiry.history)
+        if inquiry.keys is None:
+            question = self.search(store, question, Lookup.of(settings, inquiry.scope or EVERYTHING, say))
+        auto = settings.ratio == "auto"
+        return Job(question, verify=manner.verify, confirm=manner.confirm, auto=auto, save_holes=manner.save)
+
+    def told(
+        self, store: ChunkStore, question: Question, answer: Answer, manner: Manner
+    ) -> tuple[list[str], list[list[TokenUse]]]:
+        """What --explain adds of the model and the prompt's text, and the tokens of each chunk, as far as they are wanted."""
+        said = [*self.remarks, *self.prompt_differences(store, question, answer)] if manner.explain else []
+        return said, self.token_uses(answer) if manner.tokens else []
 
     @property
     def remarks(self) -> list[str]:

@@ -111,7 +111,7 @@ class Settings:
     )
     embeddings: str = _setting(
         "",
-        "Weights for meaning: directory or hub id of a model2vec model. Default: wordllama's, where it is installed.",
+        "Weights for meaning: a model2vec directory or hub id, or a sentence-transformers directory. Default: wordllama's, where it is installed.",
         shown=False,
     )
     min_score: float = _setting(0.0, "Leave out hits whose score is below this.", shown=False)

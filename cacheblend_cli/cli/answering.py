@@ -1,145 +1,167 @@
-"""Who answers the turns of a chat: a running engine, or one in this process, which is loaded for the first question."""
+"""Who answers: a running engine, or one in this process, which is loaded for the first question."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import Streams
-from cacheblend_cli.cli.conversation import Conversation
-from cacheblend_cli.cli.inputs import read_ids
+from cacheblend_cli.cli.answers import Streams, Told
+from cacheblend_cli.cli.inputs import Asked
+from cacheblend_cli.cli.local import LocalEngine
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.warm import Flags, answer_of, request_of
-from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong
-from cacheblend_cli.server.client import Connection, EngineLost
-from cacheblend_cli.server.place import socket_of
+from cacheblend_cli.cli.warm import WarmEngine
+from cacheblend_cli.inquiry import Inquiry, Manner
+from cacheblend_cli.server.client import EngineLost
 from cacheblend_cli.settings import Resolved
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import Engine
+    from cacheblend_cli.api import AskPlan
     from cacheblend_cli.corpus.scopes import Scope
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A question of several, and what came of it: an answer, a plan, or an error."""
+
+    asked: Asked
+    told: Told | None = None
+    plan: AskPlan | None = None
+    error: Exception | None = None
+
+
 class Answering:
-    """by: who answered last, to be said behind the summary. named: keys of chunks in hex, None to search for each question."""
+    """store, scope: of what is searched. A running engine is looked for as long as none was loaded here."""
 
     def __init__(
-        self,
-        resolved: Resolved,
-        output: Output,
-        store: ChunkStore,
-        scope: Scope,
-        named: Sequence[str] | None,
-        *,
-        local: bool,
+        self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore, scope: Scope | None, *, local: bool
     ) -> None:
-        self._resolved, self._output, self._store, self._scope = resolved, output, store, scope
-        self._named, self._local = named, local
-        self._engine: Engine | None = None
-        self.by = ""
+        self._resolved, self._manner, self._output = resolved, manner, output
+        self.store, self.scope, self._local = store, scope, local
+        self._here: LocalEngine | None = None
+
+    def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Told:
+        """Raises what `ask` fails of, and EngineLost where a running engine ended in the middle of the answer."""
+        inquiry = self._inquiry(asked, history)
+        if (warm := self._warm()) is not None:
+            try:
+                return warm.begin(inquiry)(streams)
+            except EngineLost:
+                if streams is not None and streams.begun:
+                    raise
+        return self._loaded().ask(inquiry, streams)
+
+    def plan(self, asked: Asked) -> AskPlan:
+        inquiry, warm = self._inquiry(asked), self._warm()
+        return (self._loaded() if warm is None else warm).plan(inquiry)
+
+    def plans(self, asked: Sequence[Asked]) -> Iterator[Answered]:
+        for item in asked:
+            try:
+                yield Answered(item, plan=self.plan(item))
+            except Exception as error:
+                yield Answered(item, error=error)
+
+    def answers(self, asked: Sequence[Asked], concurrency: int) -> Iterator[Answered]:
+        """So many at a time, in order, as soon as all before them are there. What a running engine leaves when it ends is
+        answered here."""
+        left = deque(asked)
+        if (warm := self._warm()) is not None:
+            try:
+                for answered in _in_order(asked, lambda item: warm.begin(self._inquiry(item)), concurrency):
+                    left.popleft()
+                    yield answered
+                return
+            except EngineLost as error:
+                self._output.note(f"{error.message}; the questions that are left are answered here")
+        here = self._loaded()
+        here.serve(concurrency)
+        # twice as many are known, so that the next one's KV loads meanwhile
+        yield from _in_order(left, lambda item: here.begin(self._inquiry(item)), 2 * concurrency)
 
     def documents(self) -> list[str]:
         """The documents that are searched, as a person standing here calls them."""
         from cacheblend_cli.corpus.places import shown
+        from cacheblend_cli.corpus.scopes import EVERYTHING
         from cacheblend_cli.corpus.search import searchable
 
-        return [shown(name) for name in searchable(self._store) if self._scope.holds(name)]
+        scope = self.scope or EVERYTHING
+        return [shown(name) for name in searchable(self.store) if scope.holds(name)]
 
-    def ask(self, question: str, talk: Conversation, streams: Streams) -> tuple[str, Any]:
-        """The answer's text, and what is known of it. What was said first is forgotten where all of it is too long."""
-        named = self._named
-        while True:
-            try:
-                return self._ask(question, talk.history, named, streams)
-            except PromptTooLong:
-                if not talk.turns:
-                    raise
-                del talk.turns[0]
-                self._output.note("the conversation is too long: its first turn is forgotten")
-            except CacheBlendError as error:  # a question such as "why?": it is about what the last one was about
-                if error.exit_code != ExitCode.NOT_FOUND or named is not None or talk.last is None:
-                    raise
-                named = [chunk.id for chunk in talk.last.chunks]
+    def close(self) -> None:
+        if self._here is not None:
+            self._here.close()
 
-    def _ask(self, question: str, history: list[str], named: Sequence[str] | None, streams: Streams) -> tuple[str, Any]:
-        connection = None if self._local or self._engine else Connection.to(socket_of(self._resolved.settings))
-        if connection is not None:
-            with connection:
-                told = self._warm(connection, question, history, named, streams)
-            if told is not None:
-                return told
-        return self._cold(question, history, named, streams)
+    def _warm(self) -> WarmEngine | None:
+        return None if self._local or self._here else WarmEngine.of(self._resolved.settings, self.store)
 
-    def _warm(
-        self,
-        connection: Connection,
-        question: str,
-        history: list[str],
-        named: Sequence[str] | None,
-        streams: Streams,
-    ) -> tuple[str, Any] | None:
-        """None when the engine is gone before it said anything."""
-        pieces: list[str] = []
-        first_at: float | None = None
-        request = request_of(self._resolved, Flags(), question, named, self._scope, history)
+    def _loaded(self) -> LocalEngine:
+        if self._here is None:
+            self._here = LocalEngine(self._resolved, self._manner, self._output, self.store)
+        return self._here
+
+    def _inquiry(self, asked: Asked, history: Sequence[str] = ()) -> Inquiry:
+        """Raises ChunkNotFound, AmbiguousId."""
+        keys = None if asked.chunks is None else tuple(self.store.resolve(name).hex() for name in asked.chunks)
+        return Inquiry(asked.question, keys, self._resolved, self.scope, tuple(history), self._manner)
+
+
+Begin = Callable[[Asked], Callable[[Streams | None], Told]]
+
+
+def _in_order(asked: Sequence[Asked], begin: Begin, most: int) -> Iterator[Answered]:
+    """Up to `most` have begun and are not told yet."""
+    running: deque[tuple[Asked, Callable[[Streams | None], Told] | Exception]] = deque()
+
+    def answered() -> Answered:
+        item, end = running.popleft()
         try:
-            for event in connection.request(request):
-                if event["event"] == "done":
-                    self.by = f", by the engine of process {event['pid']}"
-                    return "".join(pieces), answer_of(self._store, event, first_at)
-                first_at = first_at or time.perf_counter()
-                if event["event"] == "text":
-                    pieces.append(event["text"])
-                    streams.text(event["text"])
-                else:
-                    streams.reasoning(event["text"])
+            if isinstance(end, Exception):
+                raise end
+            return Answered(item, end(None))
         except EngineLost:
-            if first_at is not None:
-                raise
-        return None
+            raise
+        except Exception as error:
+            return Answered(item, error=error)
 
-    def _cold(
-        self, question: str, history: list[str], named: Sequence[str] | None, streams: Streams
-    ) -> tuple[str, Any]:
-        options.import_engine()
-        from cacheblend_cli.api import Lookup, Question
-        from cacheblend_cli.runtime.config import BlendConfig
-        from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
-
-        settings = self._resolved.settings
-        blend, sampling = BlendConfig.of(settings), sampling_of(self._resolved)
-        if self._engine is None:
-            self._engine = options.load_engine(settings, self._output)
-        engine = self._engine
-        sampling = as_the_model(sampling, self._resolved, engine.model)
-        keys = [bytes.fromhex(key) for key in named or ()]
-        asked = Question(question, keys, blend, sampling, settings.salt, history=tuple(history))
-        if named is None:
-            asked = engine.search(self._store, asked, Lookup.of(settings, self._scope))
-        self.by = ""
-        auto = settings.ratio == "auto"
-        answer = engine.ask(self._store, asked, on_text=streams.text, on_reasoning=streams.reasoning, auto=auto)
-        return answer.text, answer
+    for item in asked:
+        try:
+            running.append((item, begin(item)))
+        except Exception as error:
+            running.append((item, error))
+        while len(running) >= most or (running and isinstance(running[0][1], Exception)):
+            yield answered()
+    while running:
+        yield answered()
 
 
 @contextmanager
 def answering_of(
-    resolved: Resolved, output: Output, *, chunks: str | None, source: str | None, everywhere: bool, local: bool
+    resolved: Resolved,
+    manner: Manner,
+    output: Output,
+    *,
+    source: str | None,
+    everywhere: bool,
+    local: bool,
+    searched: bool = True,
+    write: bool = True,
 ) -> Iterator[Answering]:
-    """Over the store of the settings. Raises StoreErrors, and NotFoundError for chunks and documents that are not there."""
-    from cacheblend_cli.corpus.scopes import EVERYTHING
+    """Over the store of the settings, which is open meanwhile. searched: whether any question is over what is found. write:
+    what is used is noted, and what is computed is stored.
 
+    Raises StoreErrors, and NotFoundError for documents that are not there.
+    """
     settings = resolved.settings
-    with options.store_in_use(settings) as store:
-        named = None if chunks is None else [store.resolve(name).hex() for name in read_ids(chunks)]
-        scope = (
-            EVERYTHING
-            if named is not None
-            else options.scope_of(store, source, everywhere, output, settings.collection)
-        )
-        yield Answering(resolved, output, store, scope, named, local=local)
+    with options.store_in_use(settings, write=write) as store:
+        scope = options.scope_of(store, source, everywhere, output, settings.collection) if searched else None
+        answering = Answering(resolved, manner, output, store, scope, local=local)
+        try:
+            yield answering
+        finally:
+            answering.close()

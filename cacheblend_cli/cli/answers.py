@@ -34,17 +34,19 @@ class Streams:
 
     def __init__(self, output: Output, *, draft: bool = False) -> None:
         self._output, self._in_reasoning = output, False
+        self.begun = False  # whether anything was shown
         self._held = draft and not output.out_tty
 
     def reasoning(self, piece: str) -> None:
         piece = piece if self._in_reasoning else piece.lstrip()
         if piece:
             self._output.aside(piece)
-            self._in_reasoning = True
+            self._in_reasoning = self.begun = True
 
     def text(self, piece: str) -> None:
         self.end_reasoning()
         if not self._held:
+            self.begun = True
             self._output.text(piece, end="")
 
     def end_reasoning(self) -> None:
@@ -61,37 +63,37 @@ class Explained:
     tokens: Sequence[Sequence[TokenUse]]
 
 
-def show_answer(
-    answer: Answer,
-    output: Output,
-    *,
-    json: bool,
-    ids: bool,
-    explain: Explained | None,
-    extra: dict[str, Any],
-    by: str = "",
-) -> None:
+@dataclass(frozen=True)
+class Told:
+    """An answer, and what there is to explain of it. by: who answered, where that was somebody else."""
+
+    answer: Answer
+    explained: Explained
+    by: str = ""
+
+
+def show_answer(told: Told, output: Output, *, json: bool, ids: bool, explain: bool, extra: dict[str, Any]) -> None:
     """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before.
 
-    explain: None to tell nothing of layers, chunks and tokens. by: who
-    answered, where that was somebody else.
+    explain: tell of layers, chunks and tokens, too.
     """
+    answer, differences = told.answer, told.explained.differences if explain else ()
     if not json:
         _end_text(answer, output)
     for note in answer.notes:
         output.warn(note)
     if json:
-        record = answer.to_dict(ids=ids, explain=explain is not None)
-        output.json({**extra, **record, "notes": [*answer.notes, *(explain.differences if explain else ())]})
+        record = answer.to_dict(ids=ids, explain=explain)
+        output.json({**extra, **record, "notes": [*answer.notes, *differences]})
         return
-    if explain is not None:
+    if explain:
         _explain(answer, output)
-        _show_tokens(answer, explain.tokens, output)
-        for line in explain.differences:
+        _show_tokens(answer, told.explained.tokens, output)
+        for line in differences:
             output.note(line)
     for line in source_lines(answer):
         output.note(line)
-    output.note(summary_line(answer) + by)
+    output.note(summary_line(answer) + told.by)
     if answer.risk:
         output.note(_risk_line(answer.risk))
     if answer.confirmation:

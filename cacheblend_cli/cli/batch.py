@@ -1,84 +1,18 @@
-"""`ask --batch`: many questions side by side, answered in the order of the file, and where an earlier run left off."""
+"""`ask --batch`: many answers shown in the order of the file, kept, and asked for where an earlier run left off."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cacheblend_cli.cli.answering import Answered
 from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import NotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore
-
-    from cacheblend_cli.api import Answer, Engine
-    from cacheblend_cli.runtime.service import Job
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A question of the batch and what came of it."""
-
-    asked: Asked
-    job: Job | None
-    answer: Answer | None
-    error: Exception | None = None
-
-
-def answer_all(
-    engine: Engine, store: ChunkStore, asked: Sequence[Asked], job_of: Callable[[Asked], Job], concurrency: int
-) -> Iterator[Answered]:
-    """Answer `concurrency` questions at a time, and give them in order, as soon as all before them are there.
-
-    What an answer is does not depend on those beside it: no KV that was blended for one question serves another.
-    """
-    from cacheblend_cli.runtime.service import Done, Event, Limits, Service
-
-    limits = Limits(max_waiting=len(asked) + 1, max_sequences=concurrency, hot_blended=False)
-    service = Service(engine.runtime, store, limits)
-    running: deque[tuple[Asked, Job | None, Future[Event], Exception | None]] = deque()
-
-    def submit(item: Asked) -> None:
-        last: Future[Event] = Future()
-
-        def heard(event: Event) -> None:
-            if not isinstance(event, Done) and not hasattr(event, "error"):
-                return
-            last.set_result(event)
-
-        job: Job | None = None
-        try:
-            job = service.run(lambda runtime: job_of(item)).result()
-            service.submit(job, heard)
-            running.append((item, job, last, None))
-        except Exception as error:
-            running.append((item, job, last, error))
-
-    def next_answered() -> Answered:
-        item, job, last, error = running.popleft()
-        if error is None:
-            event = last.result()
-            if isinstance(event, Done):
-                return Answered(item, job, event.answers[0])
-            error = getattr(event, "error")  # noqa: B009
-        return Answered(item, job, None, error)
-
-    try:
-        for item in asked:
-            submit(item)
-            while running and (len(running) > 2 * concurrency or running[0][3] or running[0][2].done()):
-                yield next_answered()
-        while running:
-            yield next_answered()
-    finally:
-        service.close()
+from cacheblend_cli.errors import ExitCode, UsageError
 
 
 class Results:
@@ -138,29 +72,26 @@ def run_batch(
     as_json: bool,
     results: Results | None,
 ) -> list[int]:
-    """Show the answers as they come. A question that cannot be answered is reported, and the others go on. Returns the exit
-    codes of those. show: shows an answer and gives its record."""
-    from cacheblend_store import AmbiguousId, ChunkNotFound
-
+    """Show the answers, or the plans, as they come. A question that cannot be answered is reported, and the others go on.
+    Returns the exit codes of those. show: shows one and gives its record."""
     from cacheblend_cli.cli.exits import report
 
     started, failed, count, tokens = time.perf_counter(), [], 0, 0
     for item in answered:
         if not as_json:
             output.note(f"> {item.asked.question}")
-        if item.answer is not None:
+        if item.error is None:
             record = show(item)
-            count, tokens = count + 1, tokens + len(item.answer.generated_ids)
-        elif isinstance(item.error, UsageError | NotFoundError | ChunkNotFound | AmbiguousId):
-            record = {"question": item.asked.question, "error": item.error.message}
-            failed.append(report(item.error, output))
+            if item.told is not None:
+                count, tokens = count + 1, tokens + record["generated_tokens"]
+                if results is not None:
+                    results.add(record)
+        elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
             if as_json:
-                output.json(record)
+                output.json({"question": item.asked.question, "error": getattr(item.error, "message", "")})
+            failed.append(report(item.error, output))
         else:
-            assert item.error is not None
             raise item.error
-        if results is not None and item.answer is not None:
-            results.add(record)
     seconds = time.perf_counter() - started
     if count > 1:
         output.note(

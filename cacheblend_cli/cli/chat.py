@@ -10,11 +10,13 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answering import Answering, answering_of
-from cacheblend_cli.cli.answers import Streams, summary_line
+from cacheblend_cli.cli.answers import Streams, Told, summary_line
 from cacheblend_cli.cli.conversation import COMMANDS, Conversation, do_command
 from cacheblend_cli.cli.exits import report
+from cacheblend_cli.cli.inputs import Asked, read_ids
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import CacheBlendError, ExitCode, UsageError
+from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
+from cacheblend_cli.inquiry import Manner
 from cacheblend_cli.settings import Resolved
 
 
@@ -29,9 +31,7 @@ def chat(
     ] = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
-    local: Annotated[
-        bool, typer.Option("--local", help="Load the model here, also where an engine runs (cacheblend serve).")
-    ] = False,
+    local: options.Local = False,
     quiet: options.NoMessages = False,
 ) -> None:
     """Ask in turns: every question goes behind what was said before, over the chunks that suit it.
@@ -40,8 +40,13 @@ def chat(
     """
     output = Output(quiet=quiet)
     interactive = sys.stdin.isatty() and output.out_tty
-    with answering_of(resolved, output, chunks=chunks, source=source, everywhere=everywhere, local=local) as answering:
-        talk = Conversation()
+    named = None if chunks is None else read_ids(chunks)
+    with answering_of(
+        resolved, Manner(), output, source=source, everywhere=everywhere, local=local, searched=named is None
+    ) as answering:
+        talk = Conversation(named)
+        for name in named or ():
+            answering.store.resolve(name)
         if interactive:
             output.note(f"questions; {', '.join(COMMANDS)}; Ctrl-D ends")
         failed = 0
@@ -67,13 +72,30 @@ def chat(
 
 def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
     streams = Streams(output)
-    text, answer = answering.ask(line, talk, streams)
+    told = _answered(line, talk, answering, streams, output)
     streams.end_reasoning()
     output.text("")
-    for note in answer.notes:
+    for note in told.answer.notes:
         output.warn(note)
-    output.note(summary_line(answer) + answering.by)
-    talk.said(line, text, answer)
+    output.note(summary_line(told.answer) + told.by)
+    talk.said(line, told.answer.text, told.answer)
+
+
+def _answered(question: str, talk: Conversation, answering: Answering, streams: Streams, output: Output) -> Told:
+    """What was said first is forgotten where all of it is too long."""
+    named = talk.named
+    while True:
+        try:
+            return answering.ask(Asked(question, named), streams, talk.history)
+        except PromptTooLong:
+            if not talk.turns:
+                raise
+            del talk.turns[0]
+            output.note("the conversation is too long: its first turn is forgotten")
+        except CacheBlendError as error:  # a question such as "why?": it is about what the last one was about
+            if error.exit_code != ExitCode.NOT_FOUND or named is not None or talk.last is None:
+                raise
+            named = tuple(chunk.id for chunk in talk.last.chunks)
 
 
 def _commanded(line: str, talk: Conversation, answering: Answering, output: Output) -> bool:

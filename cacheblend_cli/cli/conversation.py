@@ -26,8 +26,10 @@ _BAR = 20  # columns
 
 @dataclass
 class Conversation:
-    """turns: question and answer of each. last: the last answer, None before it. chunks: keys in hex of those it was over."""
+    """named: ids of the chunks that it is over, None to search for each question. turns: question and answer of each. last: the
+    last answer, None before it."""
 
+    named: tuple[str, ...] | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)
     last: Any = None
 

@@ -38,6 +38,7 @@ Source = Annotated[
 Everywhere = Annotated[
     bool, typer.Option("--all", help="Search all documents, not only those below the current project.")
 ]
+Local = Annotated[bool, typer.Option("--local", help="Ask no engine that runs (cacheblend serve): do it here.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
 NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
@@ -211,12 +212,12 @@ def open_store(
 
 
 def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:
-    """For writing, so that uses are noted and computed chunks stored; for reading where this user may not write."""
+    """A store that is there: for writing, so that uses are noted and computed chunks stored; for reading where this user may not."""
     from cacheblend_store import StorePermission
 
     if write:
         try:
-            return open_store(settings, write=True)
+            return open_store(settings, write=True, create=False)
         except StorePermission:
             pass
     return open_store(settings, write=False)

@@ -1,151 +1,134 @@
-"""ask, over the socket of a running engine: the same answer, the same output, and no model loaded. Imports no torch."""
+"""An engine that runs already, asked over its socket: the same answers, the same output, no model loaded. Imports no torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import Explained, Streams, changed, show_answer, show_plan
-from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.cli.answers import Explained, Streams, Told
+from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.inquiry import Inquiry, scope_on_wire, settings_on_wire
 from cacheblend_cli.runtime.clock import since_process_start
-from cacheblend_cli.server.client import Connection, EngineLost, named
-from cacheblend_cli.server.place import socket_of
-from cacheblend_cli.settings import Resolved
+from cacheblend_cli.server.client import Connection, lost, named
+from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
+from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.api import AskPlan
     from cacheblend_cli.corpus.scopes import Scope
+    from cacheblend_cli.corpus.search import Found
 
 
-@dataclass(frozen=True)
-class Flags:
-    """What `ask` was told beside the question and the settings. source, everywhere: of which documents."""
+class WarmEngine:
+    """Each thing that it is asked is a connection of its own."""
 
-    source: str | None = None
-    everywhere: bool = False
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    verify: bool = False
-    confirm: bool = False
-    explain: bool = False
-    dry_run: bool = False
-    ids: bool = False
-    save: bool = True
-    json: bool = False
-
-
-class WarmAsk:
-    """A question to a running engine. said: whether anything of the answer was shown; exit_code: as of an
-    `ask` without an engine."""
-
-    def __init__(self, connection: Connection, resolved: Resolved, flags: Flags, output: Output) -> None:
-        self._connection, self._resolved, self._flags, self._output = connection, resolved, flags, output
-        self._first_at: float | None = None
-        self.said, self.exit_code = False, ExitCode.OK
+    def __init__(self, path: Path, store: ChunkStore) -> None:
+        self._path, self._store = path, store
 
     @classmethod
-    def over(cls, resolved: Resolved, flags: Flags, output: Output) -> WarmAsk | None:
+    def of(cls, settings: Settings, store: ChunkStore) -> WarmEngine | None:
         """None when no engine of this store, model and settings runs."""
-        connection = Connection.to(socket_of(resolved.settings))
-        return None if connection is None else cls(connection, resolved, flags, output)
+        connection = Connection.to(socket_of(settings))
+        if connection is None:
+            return None
+        connection.__exit__()
+        return cls(socket_of(settings), store)
 
-    def ask(self, question: str, chunks: Sequence[str] | None) -> bool:
-        """Answer as `ask` does. False when the engine is gone before anything was shown: then nothing was done."""
-        settings, flags = self._resolved.settings, self._flags
-        with self._connection, options.open_store(settings, write=False) as store:
-            keys, scope = None, None
-            if chunks is None:
-                scope = options.scope_of(store, flags.source, flags.everywhere, self._output, settings.collection)
-            else:
-                keys = [store.resolve(name).hex() for name in chunks]
-            request = request_of(self._resolved, flags, question, keys, scope)
+    def begin(self, inquiry: Inquiry) -> Callable[[Streams | None], Told]:
+        """Have it asked; the answer's pieces are streamed while its end is waited for. Raises what the engine tells, EngineLost."""
+        connection = self._connected()
+        events = connection.request({"op": "ask", **inquiry.wire})
+
+        def end(streams: Streams | None) -> Told:
+            with connection:
+                return self._read(events, streams)
+
+        return end
+
+    def plan(self, inquiry: Inquiry) -> AskPlan:
+        with self._connected() as connection:
+            [event] = connection.request({"op": "plan", **inquiry.wire})
+        plan: Any = SimpleNamespace(**event["plan"])
+        self._cite(plan.chunks, event["keys"])
+        return plan  # type: ignore[no-any-return]
+
+    def _connected(self) -> Connection:
+        connection = Connection.to(self._path)
+        if connection is None:
+            raise lost()
+        return connection
+
+    def _read(self, events: Iterator[dict[str, Any]], streams: Streams | None) -> Told:
+        first_at: float | None = None
+        for event in events:
+            if event["event"] == "done":
+                return self._told(event, first_at)
+            first_at = first_at or time.perf_counter()
+            if streams is not None:
+                (streams.text if event["event"] == "text" else streams.reasoning)(event["text"])
+        raise lost()
+
+    def _told(self, event: dict[str, Any], first_at: float | None) -> Told:
+        """The answer has the attributes that are shown, and its documents are called what a person standing here calls them."""
+        record = event["record"]
+        process_s = since_process_start(first_at or time.perf_counter())
+        for timing in (record["timing"], event["answer"]["timing"]):
+            timing |= {"process_s": round(process_s, 6), "model_load_s": 0.0}
+        for chunks in (record["chunks"], event["answer"]["chunks"]):
+            self._cite(chunks, event["keys"])
+        answer = named(event["answer"])
+        answer.to_dict = lambda ids=False, explain=False: record
+        tokens = [[named(token) for token in chunk] for chunk in event["tokens"]]
+        return Told(answer, Explained(event["differences"], tokens), f", by the engine of process {event['pid']}")
+
+    def _cite(self, chunks: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
+        """Give each chunk the name that its document has from here. keys: what was asked for."""
+        from cacheblend_store import BadBlob
+
+        from cacheblend_cli.corpus.citations import Citations
+
+        citations = Citations(self._store)
+        for chunk, key in zip(chunks, keys, strict=True):
             try:
-                sources = self._shown(store, request)
-            except EngineLost:
-                if self.said:
-                    raise
-                return False
-        if not flags.dry_run:
-            options.about_demo(settings, self._output, sources)
-        return True
-
-    def _shown(self, store: ChunkStore, request: dict[str, Any]) -> list[str]:
-        """Show the answer as it comes; the sources of its chunks."""
-        flags, streams, sources = self._flags, Streams(self._output, draft=self._flags.confirm), list[str]()
-        for event in self._connection.request(request):
-            match event["event"]:
-                case "text" | "reasoning":
-                    self._first_at = self._first_at or time.perf_counter()
-                    if not flags.json:
-                        self.said = True
-                        (streams.text if event["event"] == "text" else streams.reasoning)(event["text"])
-                case "plan":
-                    self.said = True
-                    plan = SimpleNamespace(**event["plan"])
-                    _cite(store, plan.chunks, event["keys"])
-                    show_plan(plan, self._output, json=flags.json, extra={})  # type: ignore[arg-type]
-                case "done":
-                    self.said = True
-                    streams.end_reasoning()
-                    sources = self._show(store, event)
-        return sources
-
-    def _show(self, store: ChunkStore, event: dict[str, Any]) -> list[str]:
-        flags, answer = self._flags, answer_of(store, event, self._first_at)
-        by = f", by the engine of process {event['pid']}"
-        told = None
-        if event["differences"] is not None:
-            told = Explained(event["differences"], [[named(token) for token in chunk] for chunk in event["tokens"]])
-        show_answer(answer, self._output, json=flags.json, ids=flags.ids, explain=told, extra={}, by=by)
-        self.exit_code = changed(answer)
-        return [chunk.source for chunk in answer.chunks]
+                manifest = self._store.get_chunk(bytes.fromhex(key))
+            except BadBlob:
+                continue
+            if manifest is not None:
+                chunk["source"] = citations.of(manifest).source
 
 
-def request_of(
-    resolved: Resolved,
-    flags: Flags,
-    question: str,
-    keys: Sequence[str] | None,
-    scope: Scope | None,
-    history: Sequence[str] = (),
-) -> dict[str, Any]:
-    """What is sent. keys: of the chunks, in hex; None to search them in the scope."""
-    found = None if scope is None else {**asdict(scope), "linked": sorted(scope.linked)}
-    asked = {"op": "ask", "question": question, "keys": keys, "scope": found, "history": list(history)}
-    return {**asked, "settings": asdict(resolved.settings), "origin": dict(resolved.origin), **asdict(flags)}
+def look_warm(settings: Settings, query: str, scope: Scope, say: Callable[[str], None]) -> tuple[Found, str] | None:
+    """What an engine over this store finds, of whatever model, and which it is; None when none runs."""
+    request = {"op": "search", "query": query, "settings": settings_on_wire(settings), "scope": scope_on_wire(scope)}
+    for path in sockets_of(settings):
+        if _speaks_so(path) and (connection := Connection.to(path)) is not None:
+            with connection:
+                [event] = connection.request(request)
+            return _found(event, say), f"by the engine of process {event['pid']}"
+    return None
 
 
-def answer_of(store: ChunkStore, event: dict[str, Any], first_at: float | None) -> Any:
-    """The answer of a "done", with the attributes that are shown, its documents called what a person standing here calls
-    them. first_at: perf_counter at its first token, None where it has none."""
-    record = event["record"]
-    process_s = since_process_start(first_at or time.perf_counter())
-    for timing in (record["timing"], event["answer"]["timing"]):
-        timing |= {"process_s": round(process_s, 6), "model_load_s": 0.0}
-    for chunks in (record["chunks"], event["answer"]["chunks"]):
-        _cite(store, chunks, event["keys"])
-    answer = named(event["answer"])
-    answer.to_dict = lambda ids, explain: record
-    return answer
-
-
-def _cite(store: ChunkStore, chunks: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
-    """Give each chunk the name that its document has from here. keys: what was asked for."""
-    from cacheblend_store import BadBlob
-
-    from cacheblend_cli.corpus.citations import Citations
-
-    citations = Citations(store)
-    for chunk, key in zip(chunks, keys, strict=True):
+def _speaks_so(path: Path) -> bool:
+    """Whether an engine listens there that is of this version."""
+    connection = Connection.to(path)
+    if connection is None:
+        return False
+    with connection:
         try:
-            manifest = store.get_chunk(bytes.fromhex(key))
-        except BadBlob:
-            continue
-        if manifest is not None:
-            chunk["source"] = citations.of(manifest).source
+            [status] = connection.request({"op": "status"})
+        except CacheBlendError:
+            return False
+    return bool(status.get("protocol") == PROTOCOL)
+
+
+def _found(event: dict[str, Any], say: Callable[[str], None]) -> Found:
+    from cacheblend_cli.corpus.search import Found, Hit
+
+    for text in event["said"]:
+        say(text)
+    return Found([Hit(**{**hit, "key": bytes.fromhex(hit["key"])}) for hit in event["hits"]], event["by"])

@@ -235,6 +235,31 @@ def searchable(store: ChunkStore) -> list[str]:
     return sorted(filter(EVERYTHING.holds, names))
 
 
+class Found(NamedTuple):
+    """by: "words", "meaning" or "both"."""
+
+    hits: list[Hit]
+    by: str
+
+
+def look(
+    store: ChunkStore,
+    settings: Settings,
+    query: str,
+    scope: Scope | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Found:
+    """What the settings find in the scope, None being all that can be searched. Raises NotFoundError where there is nothing in it."""
+    check_context(settings.context)
+    how = how_of(settings, say)
+    hits = search(store, query, settings.top_k, context=settings.context, scope=scope or EVERYTHING, how=how)
+    if not hits and search(store, query, 1):
+        raise found_elsewhere()
+    if not hits:
+        raise NotFoundError(f"no stored chunk matches {query!r}", "try other words, or precompute more documents")
+    return Found(hits, how.by)
+
+
 def found_elsewhere() -> NotFoundError:
     """For a search whose scope has nothing, while the rest of the store has something."""
     return NotFoundError(

@@ -50,9 +50,15 @@ class Connection:
             self._socket.close()
 
     def request(self, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send it, and read events until the one that says "end". Raises what the engine failed of, and EngineLost."""
+        """Send it now; events until the one that says "end". They raise what the engine failed of, and EngineLost."""
         try:
             self._socket.sendall(json.dumps(what).encode() + b"\n")
+        except OSError as error:
+            raise lost() from error
+        return self._events()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        try:
             for line in self._file:
                 event = json.loads(line)
                 if event["event"] == "failed":

@@ -8,29 +8,25 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, TypeVar
 
 from cacheblend_store import StoreError
 
 from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
-from cacheblend_cli.corpus.scopes import Scope
+from cacheblend_cli.corpus.search import look
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
+from cacheblend_cli.inquiry import Inquiry, Manner, scope_of_wire, settings_of_wire
 from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
-from cacheblend_cli.runtime.plan import plan
-from cacheblend_cli.runtime.request import Question, resolve
-from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.search import Lookup, with_chunks
-from cacheblend_cli.runtime.service import Done, Job, Reasoning, Text
+from cacheblend_cli.runtime.request import Question
+from cacheblend_cli.runtime.service import Done, Reasoning, Text
 from cacheblend_cli.server.asking import Asking
 from cacheblend_cli.server.host import Host
-from cacheblend_cli.settings import Resolved, Settings
+from cacheblend_cli.server.place import PROTOCOL
 
 _LINE = 64 << 20  # bytes of a request at most
 _LEFT_OUT = (
@@ -40,6 +36,7 @@ _LEFT_OUT = (
     "prompt_logprobs",
     "chosen",
 )  # of what is shown; the record has them where they are asked for
+T = TypeVar("T")
 Request = dict[str, Any]
 Tell = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -106,9 +103,9 @@ class WarmSocket:
                 case "stop":
                     await tell({"event": "stopping", "end": True})
                     self.on_stop()
-                case "ask":
+                case "ask" | "plan" | "search" as what:
                     with self._host:
-                        await self._ask(request, tell)
+                        await {"ask": self._ask, "plan": self._plan, "search": self._search}[what](request, tell)
                 case other:
                     raise NotFoundError(f"the engine knows no {other!r}", "is it of another version?")
         except (CacheBlendError, StoreError) as error:
@@ -123,74 +120,55 @@ class WarmSocket:
     def _status(self) -> dict[str, Any]:
         host = self._host
         return {
-            "pid": os.getpid(), "version": __version__, "model": host.model, "url": self._url, "socket": str(self._path),
+            "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": host.model, "url": self._url, "socket": str(self._path),
             "up_s": round(time.time() - host.started, 1), "idle_s": round(host.idle_s, 1), **vars(host.service.stats()),
         }  # fmt: skip
 
     async def _ask(self, request: Request, tell: Tell) -> None:
-        resolved = resolved_of(request)
-        prepared = await asyncio.wrap_future(
-            self._host.service.run(lambda runtime: self._job(runtime, request, resolved))
-        )
-        if isinstance(prepared, dict):
-            await tell({"event": "plan", "end": True, **prepared})
-            return
-        async with Asking(self._host, prepared) as asking:
+        inquiry = Inquiry.of_wire(request)
+        job = await self._in_engine(lambda engine: engine.job(self._host.store, inquiry))
+        async with Asking(self._host, job) as asking:
             async for event in asking.events():
                 if isinstance(event, Text):
                     await tell({"event": "text", "text": event.text})
                 elif isinstance(event, Reasoning):
                     await tell({"event": "reasoning", "text": event.text})
                 elif isinstance(event, Done):
-                    await tell({"event": "done", "end": True, **await self._ended(event, prepared.question, request)})
+                    told = await self._ended(event.answers[0], job.question, inquiry.manner)
+                    await tell({"event": "done", "end": True, **told})
 
-    def _job(self, runtime: Runtime, request: Request, resolved: Resolved) -> Job | dict[str, Any]:
-        """The job, or with "dry_run" the plan of it: in the engine's thread."""
-        settings, store = resolved.settings, self._host.store
-        sampling = sampling_of(resolved, stop=tuple(request["stop"]), logprobs=request["logprobs"])
-        sampling = as_the_model(sampling, resolved, runtime.model)
-        keys, history = request["keys"], tuple(request.get("history", ()))
-        question = Question(request["question"], [], BlendConfig.of(settings), sampling, settings.salt, history=history)
-        if keys is None:
-            scope = Scope(**{**request["scope"], "linked": frozenset(request["scope"]["linked"])})
-            question = with_chunks(runtime, store, question, Lookup.of(settings, scope))
-        else:
-            question = replace(question, keys=[bytes.fromhex(key) for key in keys])
-        auto = settings.ratio == "auto"
-        if request["dry_run"]:
-            told = plan(runtime, resolve(runtime, store, question), auto=auto)
-            return {"plan": plain(told), "keys": [key.hex() for key in question.keys]}
-        return Job(
-            question, verify=request["verify"], confirm=request["confirm"], auto=auto, save_holes=request["save"]
+    async def _plan(self, request: Request, tell: Tell) -> None:
+        inquiry, store = Inquiry.of_wire(request), self._host.store
+
+        def planned(engine: Engine) -> Request:
+            job = engine.job(store, inquiry)
+            told = engine.plan(store, job.question, auto=job.auto)
+            return {"plan": plain(told), "keys": [key.hex() for key in job.question.keys]}
+
+        await tell({"event": "plan", "end": True, **await self._in_engine(planned)})
+
+    async def _search(self, request: Request, tell: Tell) -> None:
+        said: list[str] = []
+        settings, scope = settings_of_wire(request["settings"]), scope_of_wire(request["scope"])
+        found = await asyncio.to_thread(look, self._host.store, settings, request["query"], scope, said.append)
+        hits = [{**vars(hit), "key": hit.key.hex()} for hit in found.hits]
+        await tell({"event": "found", "end": True, "hits": hits, "by": found.by, "said": said, "pid": os.getpid()})
+
+    async def _in_engine(self, work: Callable[[Engine], T]) -> T:
+        return await asyncio.wrap_future(self._host.service.run(lambda runtime: work(Engine(runtime))))
+
+    async def _ended(self, answer: Answer, question: Question, manner: Manner) -> dict[str, Any]:
+        differences, tokens = await self._in_engine(
+            lambda engine: engine.told(self._host.store, question, answer, manner)
         )
-
-    async def _ended(self, done: Done, question: Question, request: Request) -> dict[str, Any]:
-        [answer] = done.answers
-        differences: list[str] | None = None
-        tokens: list[list[dict[str, str]]] = []
-        if request["explain"]:
-            run = self._host.service.run
-
-            def told(runtime: Runtime) -> tuple[list[str], list[list[dict[str, str]]]]:
-                engine = Engine(runtime)
-                uses = [[vars(token) for token in chunk] for chunk in engine.token_uses(answer)]
-                return [*engine.remarks, *engine.prompt_differences(self._host.store, question, answer)], uses
-
-            differences, tokens = await asyncio.wrap_future(run(told))
         return {
-            "record": answer.to_dict(ids=request["ids"], explain=request["explain"]),
+            "record": answer.to_dict(ids=manner.ids, explain=manner.explain),
             "answer": shown(answer),
             "keys": [key.hex() for key in question.keys],
             "differences": differences,
-            "tokens": tokens,
+            "tokens": [[vars(token) for token in chunk] for chunk in tokens],
             "pid": os.getpid(),
         }
-
-
-def resolved_of(request: Request) -> Resolved:
-    """The settings as the command line resolved them."""
-    given = request["settings"]
-    return Resolved(Settings(**{**given, "template_var": tuple(given["template_var"])}), request["origin"])
 
 
 def shown(answer: Answer) -> dict[str, Any]:

@@ -69,6 +69,80 @@ def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
     assert "by the engine" not in other.last  # that engine has another prompt
 
 
+def test_a_page_and_a_form_come_from_the_engine(cli: Cli, server: Any, tmp_path: Path) -> None:
+    for flags in (["--html", "a.html"], ["--html", "b.html", "--explain"]):
+        warm, cold = cli(*ASK, *flags), cli(*ASK, *flags[:1], "cold.html", *flags[2:], "--local")
+        assert ("by the engine" in warm.last, "by the engine" in cold.last) == (True, False), warm.err
+        assert ("layers" in warm.err) == ("layers" in cold.err) == ("--explain" in flags)
+        page = (tmp_path / flags[1]).read_text()
+        assert all(word in page for word in ("who leads billing?", "<mark class=", "docs/0.md"))
+    pytest.importorskip("llguidance")
+    (tmp_path / "form.json").write_text('{"enum": ["ja", "nein"]}')
+    for flags in (["--regex", "(ja|nein)"], ["--json-schema", "form.json"]):
+        warm, cold = cli(*ASK, *flags), cli(*ASK, *flags, "--local")
+        assert warm.out == cold.out
+        assert warm.out.strip().strip('"') in ("ja", "nein")
+        assert "by the engine" in warm.last
+    assert cli(*ASK, "--regex", "(").code == 2
+
+
+def test_a_batch_is_answered_by_the_engine(cli: Cli, server: Any, tmp_path: Path) -> None:
+    rows = [{"question": f"who leads billing? Jonas {i}"} for i in range(5)]
+    rows[2]["chunks"] = ["ffff"]  # type: ignore[assignment]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = ("ask", "--batch", "q.jsonl", "--json", "--ids", "--concurrency", "2")
+    warm, cold = cli(*batch, "--resume", "kept.jsonl"), cli(*batch, "--local")
+    assert (warm.code, cold.code) == (3, 3)
+    ours, theirs = ([json.loads(line) for line in said.out.splitlines()] for said in (warm, cold))
+    assert [r["question"] for r in ours] == [row["question"] for row in rows]
+    assert [r.get("generated_ids") for r in ours] == [r.get("generated_ids") for r in theirs]
+    assert "error" in ours[2]
+    assert server.host.service.stats().finished == 4
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
+    assert "4 answers in" in warm.err
+    plans = cli(*batch[:3], "--dry-run", "--json")
+    assert (plans.code, len(plans.out.splitlines())) == (3, 5)
+
+
+def test_what_an_engine_leaves_of_a_batch_is_answered_here(
+    cli: Cli, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_cli.cli.warm import WarmEngine
+    from cacheblend_cli.server.client import lost
+
+    rows = [{"question": f"who leads billing? Jonas {i}"} for i in range(4)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    begin, asked = WarmEngine.begin, []
+
+    def twice(engine: WarmEngine, inquiry: Any) -> Any:
+        asked.append(inquiry)
+        if len(asked) > 2:
+            raise lost()
+        return begin(engine, inquiry)
+
+    monkeypatch.setattr(WarmEngine, "begin", twice)
+    done = cli("ask", "--batch", "q.jsonl", "--json", "--concurrency", "1")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["question"] for line in done.out.splitlines()] == [row["question"] for row in rows]
+    assert "are answered here" in done.err
+    assert server.host.service.stats().finished == 2
+
+
+def test_a_search_by_an_engine_over_the_store(cli: Cli, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_MODEL", "another")  # what is found depends on no model
+    for flags in (["--json"], ["-q"], []):
+        warm, cold = cli("search", "parrot", *flags), cli("search", "parrot", "--local", *flags)
+        assert (warm.code, warm.out) == (cold.code, cold.out) == (0, cold.out), warm.err
+        assert ("by the engine" in warm.err, "by the engine" in cold.err) == ("-q" not in flags, False)
+    for words in (["zebra"], ["parrot", "--search", "magic"], ["parrot", "--source", "docs/0.md"]):
+        warm, cold = cli("search", *words), cli("search", *words, "--local")
+        assert warm.code == cold.code != 0
+        assert warm.err == cold.err
+    monkeypatch.setattr(place, "PROTOCOL", 0)
+    monkeypatch.setattr("cacheblend_cli.cli.warm.PROTOCOL", 0)
+    assert "by the engine" not in cli("search", "parrot").err
+
+
 def test_the_same_errors(cli: Cli, server: Any) -> None:
     for flags in (
         ["--selector", "magic"],
@@ -126,18 +200,15 @@ def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
-    from dataclasses import asdict
-
-    from cacheblend_cli.cli.warm import Flags
+    from cacheblend_cli.inquiry import Inquiry
     from cacheblend_cli.server.client import Connection
     from cacheblend_cli.settings import resolve
 
     resolved = resolve({"max_tokens": 800, "temperature": 3.0, "seed": 1})
     connection = Connection.to(place.socket_of(server.host.settings))
     assert connection is not None
-    request = {"op": "ask", "question": "who?", "keys": [], "scope": None, **asdict(Flags())}
     with connection:
-        next(connection.request({**request, "settings": asdict(resolved.settings), "origin": dict(resolved.origin)}))
+        next(connection.request({"op": "ask", **Inquiry("who?", (), resolved).wire}))
     while not (stats := server.host.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1
