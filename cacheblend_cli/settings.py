@@ -83,9 +83,7 @@ class Settings:
     block: int = _setting(1, "Choose runs of this many tokens.")
     nucleus: float = _setting(0.0, "Stop when this share of the scores' sum is covered; 0 is off.", shown="0")
     gradual: str = _setting("", "Several check layers, each keeping a smaller share, as 1:0.3,4:0.15.", shown=False)
-    probe_layers: str = _setting(
-        "", "Layers whose attention query and draft follow: FIRST-LAST.", shown="the middle half"
-    )
+    probe_layers: str = _setting("", "Layers that query and draft look at: FIRST-LAST.", shown="the middle half")
     draft_tokens: int = _setting(8, "Answer tokens that draft looks ahead.")
     mean_shift: bool = _setting(
         False, "Move what is not recomputed by the mean change of what is.", shown=False,

@@ -57,7 +57,7 @@ def ask(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the answers of --batch in this file (JSON lines), and ask only what it does not answer yet.",
+            help="Keep answers of --batch in this JSON-lines file, and ask only what it lacks.",
             show_default=False,
         ),
     ] = None,

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Only documents at, below or like this, from here on: docs, 'docs/*.md', /*NAME*.",
+        help="Only documents at, below or like this: docs, 'docs/*.md', /*NAME*.",
         metavar="GLOB",
         show_default=False,
         autocompletion=completion.sources,
