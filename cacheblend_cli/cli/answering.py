@@ -79,6 +79,8 @@ class Answering:
                 return
             except EngineLost as error:
                 self._output.note(f"{error.message}; the questions that are left are answered here")
+        if not left:
+            return
         here = self._loaded()
         here.serve(concurrency)
         # twice as many are known, so that the next one's KV loads meanwhile

@@ -28,7 +28,8 @@ class LocalEngine:
         from cacheblend_cli.runtime.config import BlendConfig
         from cacheblend_cli.runtime.model_sampling import sampling_of
 
-        BlendConfig.of(resolved.settings), sampling_of(resolved, **manner.sampled)
+        BlendConfig.of(resolved.settings)
+        sampling_of(resolved, **manner.sampled)
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
         self._service: Service | None = None
         self._say = cache(output.note)  # once, of however many questions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from cacheblend_cli.cli.answers import Explained, Streams, Told
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.inquiry import Inquiry, scope_on_wire, settings_on_wire
 from cacheblend_cli.runtime.clock import since_process_start
-from cacheblend_cli.server.client import Connection, lost, named
+from cacheblend_cli.server.client import Connection, EngineLost, lost, named
 from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
 from cacheblend_cli.settings import Settings
 
@@ -107,9 +108,9 @@ def look_warm(settings: Settings, query: str, scope: Scope, say: Callable[[str],
     request = {"op": "search", "query": query, "settings": settings_on_wire(settings), "scope": scope_on_wire(scope)}
     for path in sockets_of(settings):
         if _speaks_so(path) and (connection := Connection.to(path)) is not None:
-            with connection:
+            with connection, suppress(EngineLost):
                 [event] = connection.request(request)
-            return _found(event, say), f"by the engine of process {event['pid']}"
+                return _found(event, say), f"by the engine of process {event['pid']}"
     return None
 
 
