@@ -146,7 +146,7 @@ def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]
 
 
 def of_store(folder: Path, count: int) -> dict[str, float]:
-    """Documents of 100 paragraphs, a chunk each; seconds of each command, medians of three, and of eight look-ups."""
+    """Documents of 100 paragraphs, a chunk or two each; seconds of each command, medians of three, and of eight look-ups."""
     from cacheblend_store import ChunkStore
 
     docs, path, rng = folder / f"docs{count}", folder / f"store{count}", random.Random(0)
@@ -252,7 +252,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         "## With the store",
         "",
-        "A model of one tiny layer, chunks of a paragraph, 100 a document. Seconds of the whole command, interpreter and "
+        "A model of one tiny layer, chunks of 16 tokens at most, documents of 100 paragraphs. Seconds of the whole command, interpreter and "
         "libraries included; `precompute again` finds nothing to do. Look-up: what `ask` reads of eight chunks named by id.",
         "",
         "![by chunks in the store](scaling-store.svg)",
