@@ -1,11 +1,13 @@
-"""How far blended answers are from full prefill's, and what closes the gap: the study behind docs/fidelity.md.
+"""How far blended answers are from a full prefill's, on real text with a real model: the study behind docs/fidelity.md.
 
-    python benchmarks/fidelity.py [--records FILE] [--only GROUP] [--report]
-    python benchmarks/fidelity.py --out FILE.json [--data FILE] [--model DIR] [--limit N] ...
+    python benchmarks/fidelity.py --data FOLDER [--records FILE] [--set NAME] [--only WORD] [--questions N] [--seconds S]
+    python benchmarks/fidelity.py --data FOLDER --quick       # ten minutes on two cores
+    python benchmarks/fidelity.py --report                    # draw the page again from the committed result
 
-Every setting is measured on every question, against one full prefill of the same token ids. Writes
-benchmarks/results/fidelity.json and the tables and plots of docs/fidelity.md, or those of another --out. --only replaces
-groups of the result that is there. --records keeps what is measured and goes on from it; --report draws again.
+FOLDER holds musique_dev.json and rag/*.json; fidelity_sets.py says what is made of them. Every setting is measured on every
+question of a set's test half (odd places) against one full prefill of the same token ids; --half fit is for choosing.
+--records keeps what is measured and goes on from it, also after another method was added; --seconds ends a run early.
+Writes benchmarks/results/fidelity.json, and the tables and plot of docs/fidelity.md, or those of another --out.
 """
 
 from __future__ import annotations
@@ -14,179 +16,192 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
 from contexts import hardware
-from fidelity_report import merged, mismatch, write_report
-from fidelity_variants import ExpectedContexts, bottom_right, scaled_keys
+from fidelity_report import write_report
+from fidelity_sets import read_sets
+from published import published_settings
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
-from cacheblend_cli.evaluation.demo_table import spellable_samples
-from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, EvaluateOptions, evaluate
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, mean
+from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, Results, evaluate
 from cacheblend_cli.evaluation.records import RecordFile
-from cacheblend_cli.evaluation.samples import Sample, read_samples
-from cacheblend_cli.evaluation.settings import Prefill, Setting
-from cacheblend_cli.evaluation.summary import Summary, summarise
+from cacheblend_cli.evaluation.samples import Sample
+from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.summary import summarise
 
 ROOT = Path(__file__).parent.parent
 OUT, PAGE = ROOT / "benchmarks/results/fidelity.json", ROOT / "docs/fidelity.md"
-ANSWER_TOKENS = 24
-RATIOS = (0.05, 0.15, 0.30)
-TIMES = ("ttft_s", "prefill_s")
-"""Left out: the study does not ask for a quiet machine. benchmarks/prefill.py measures time."""
+TOKENS, OWN_TOKENS = 64, 16
+"""Of full prefill's answer, over which the distributions are compared; of a setting's own answer."""
+RATIOS = (0.05, 0.10, 0.15, 0.30)
 REUSE = Setting("reuse", BlendConfig(mode="reuse"))
+QUESTIONS = {
+    "musique": 6,
+    "needles-2k": 8,
+    "pages": 8,
+    "tracking-2k": 6,
+    "needles-7k": 3,
+    "musique-10": 3,
+    "rag": 2,
+    "tracking-7k": 2,
+}
+"""Of each set's test half, in the order of what is measured first."""
+WIDE = ("musique",)  # sets that every method is measured on, at every ratio
+NARROW_RATIOS = (0.05, 0.15)
+KEPT = ("label", "samples", "top1", "kl", "kl_first", "same_answer", "f1", "exact_match", "k_error", "ratio", "recomputed", "budget")  # fmt: skip
 
 
-def blend(label: str, context: str = "sink", prefill: Prefill | None = None, **config: Any) -> Setting:
-    return Setting(label, BlendConfig(**config), context, prefill)
+class TimeIsUp(Exception):
+    """--seconds have passed."""
 
 
 def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink", **config: Any) -> list[Setting]:
-    return [blend(f"{name} {r:g}", context, selector=selector, ratio=r, **config) for r in ratios]
+    return [Setting(f"{name} {r:g}", BlendConfig(selector=selector, ratio=r, **config), context) for r in ratios]
 
 
-def groups() -> dict[str, list[Setting]]:
-    """What is compared, a table each. All but `expected` use one store."""
-    shifted: dict[str, Any] = {"mean_shift": True}
-    return {
-        "selectors": [
-            *(s for n in ("random", "first", "hkvd", "perturb", "query", "draft") for s in over(RATIOS, n, n)),
-        ],
-        "budget": [
-            *over((0.15,), "hkvd on v", "hkvd", deviation="v"),
-            *over((0.15,), "hkvd on k and v", "hkvd", deviation="kv"),
-            blend("hkvd 1:0.3,3:0.15", selector="hkvd", checks=((1, 0.3), (3, 0.15))),
-            blend("perturb 1:0.3,3:0.15", selector="perturb", checks=((1, 0.3), (3, 0.15))),
-            blend("perturb at layer 3 0.15", selector="perturb", check_layer=3, ratio=0.15),
-            *over((0.15,), "hkvd, runs of 4", "hkvd", block=4),
-            *over((0.15,), "draft, runs of 4", "draft", block=4),
-            *over((0.15,), "query, nucleus .5", "query", nucleus=0.5),
-            *over((0.15,), "first:4+query", "first:4+query"),
-            *over((0.15,), "first:4+hkvd", "first:4+hkvd"),
-        ],
-        "corrections": [
-            *over((0.05, 0.10, 0.15), "random, shifted", "random", **shifted),
-            *over((0.05, 0.15), "first, shifted", "first", **shifted),
-            *over((0.15,), "hkvd, shifted", "hkvd", **shifted),
-            *over((0.05, 0.15), "query, shifted", "query", **shifted),
-            *over((0.05, 0.15), "draft, shifted", "draft", **shifted),
-            *over((0.02, 0.05, 0.10, 0.15), "random:2+draft, shifted", "random:2+draft", **shifted),
-            *(
-                blend(f"hkvd 0.15, keys x {f:g}", prefill=scaled_keys(f), selector="hkvd", ratio=0.15, **shifted)
-                for f in (0.9, 1.1)
-            ),
-        ],
-        "contexts": [
-            Setting("reuse, document", BlendConfig(mode="reuse"), "document"),
-            *over((0.02, 0.05, 0.15), "query, document", "query", "document"),
-            *over((0.05, 0.15), "hkvd, document", "hkvd", "document"),
-            *over((0.05, 0.15), "first, document", "first", "document"),
-            *over((0.05, 0.15), "random, document", "random", "document"),
-            *over((0.05,), "draft, document", "draft", "document"),
-            *over((0.05,), "query, document, shifted", "query", "document", **shifted),
-            Setting("reuse, neighbours", BlendConfig(mode="reuse"), "neighbours"),
-            *over((0.15,), "hkvd, neighbours", "hkvd", "neighbours"),
-            *over((0.15,), "query, neighbours", "query", "neighbours"),
-        ],
-        "mask": [
-            *(blend(f"hkvd {r:g}, bottom-right", prefill=bottom_right, selector="hkvd", ratio=r) for r in RATIOS),
-            *(blend(f"random {r:g}, bottom-right", prefill=bottom_right, selector="random", ratio=r) for r in (0.15,)),
-            *(blend(f"draft {r:g}, bottom-right", prefill=bottom_right, selector="draft", ratio=r) for r in (0.15,)),
-        ],
-    }
-
-
-def expected_settings(contexts: ExpectedContexts) -> list[Setting]:
-    """Over the mean KV of several contexts. The labels are their own: these chunks are not what the others reuse."""
-    run = contexts.prefill
+def leading(ratios: Sequence[float], context: str = "sink") -> list[Setting]:
+    """What is measured on every set."""
+    ours: dict[str, Any] = {"mean_shift": True}
+    reuse = Setting("reuse", BlendConfig(mode="reuse"), context)
     return [
-        blend("reuse, expected", prefill=run, mode="reuse"),
-        *(blend(f"spread {r:g}, expected", prefill=run, selector="spread", ratio=r) for r in RATIOS),
-        blend("hkvd 0.15, expected", prefill=run, selector="hkvd", ratio=0.15),
-        blend("spread 0.15, expected, shifted", prefill=run, selector="spread", ratio=0.15, mean_shift=True),
+        reuse,
+        *over(ratios, "hkvd", "hkvd", context),
+        *over(ratios, "query", "query", context),
+        *over(ratios, "query, shifted", "query", context, **ours),
+        *over(ratios, "random:2+draft, shifted", "random:2+draft", context, **ours),
     ]
 
 
+def wide(ratios: Sequence[float]) -> list[Setting]:
+    """What is measured beside them where chunks are of different documents."""
+    shifted: dict[str, Any] = {"mean_shift": True}
+    return [
+        *published_settings(ratios),
+        *over(ratios, "random", "random"),
+        *over(ratios, "perturb", "perturb"),
+        *over(ratios, "draft", "draft"),
+        *over(ratios, "random, shifted", "random", **shifted),
+        *over(ratios, "draft, shifted", "draft", **shifted),
+    ]
+
+
+def settings_of(name: str, only: Sequence[str]) -> list[Setting]:
+    """What is measured on a set. only: methods whose name contains one of these words."""
+    found = leading(RATIOS if name in WIDE else NARROW_RATIOS, "document" if name == "pages" else "sink")
+    if name in WIDE:
+        found += wide(RATIOS)
+    return [s for s in found if s.label == "reuse" or not only or any(word in s.label for word in only)]
+
+
 def measure(
-    engine: Engine, samples: list[Sample], records: RecordFile, only: set[str]
-) -> tuple[dict[str, list[str]], list[Summary]]:
-    """The settings of each group, and a summary of every setting."""
-    wanted = {name: settings for name, settings in groups().items() if not only or name in only}
-    settings = [FULL, REUSE, NOISE_FLOOR, *(s for group in wanted.values() for s in group)]
-    named = {name: [s.label for s in group] for name, group in wanted.items()}
+    engine: Engine, samples: list[Sample], settings: list[Setting], records: RecordFile, until: float
+) -> tuple[Results, int]:
+    """The settings on as many of the samples as there is time for, and how many those are."""
+    done = 0
 
-    def progress(done: int, total: int, text: str) -> None:
-        if done % 20 == 0 or done == total:
-            print(f"{done}/{total}", file=sys.stderr, flush=True)
+    def progress(number: int, total: int, text: str) -> None:
+        nonlocal done
+        done = number
+        print(f"  {number}/{total}", file=sys.stderr, flush=True)
+        if number < total and time.monotonic() > until:
+            raise TimeIsUp
 
+    options = EvaluateOptions(TOKENS, records, keep_chunks=False, own_tokens=OWN_TOKENS)
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-fidelity-") as folder,
-        ChunkStore.open(Path(folder) / "plain", mode="write") as store,
-        ChunkStore.open(Path(folder) / "expected", mode="write") as other,
+        ChunkStore.open(Path(folder) / "store", mode="write") as store,
     ):
-        results = evaluate(
-            engine, store, samples, settings, EvaluateOptions(ANSWER_TOKENS, records), on_progress=progress
-        )
-        if not only or "expected" in only:
-            contexts = ExpectedContexts(engine, other)
-            contexts.collect(samples)
-            more = expected_settings(contexts)
-            named["expected"] = [s.label for s in more]
-            found = evaluate(
-                engine, other, samples, [FULL, *more], EvaluateOptions(ANSWER_TOKENS, records), on_progress=progress
-            )
-            results.settings += more
-            results.by_label |= {s.label: found.by_label[s.label] for s in more}
-    return named, summarise(results, baseline=REUSE.label)
+        try:
+            return evaluate(engine, store, samples, [FULL, *settings], options, progress), len(samples)
+        except TimeIsUp:
+            return evaluate(engine, store, samples[:done], [FULL, *settings], options), done
+
+
+def summary(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """A row a setting. found: share of the answers that hold a reference answer. likelihood: of the reference answer, nats a
+    token. ttft: share of full prefill's, the median."""
+    bootstrap = Bootstrap(len(samples))
+    rows = []
+    for told in summarise(results, baseline=REUSE.label):
+        records = results.by_label[told.label]
+        found = [
+            float(any(answer.lower() in record.answer.lower() for answer in sample.answers))
+            for sample, record in zip(samples, records, strict=True)
+        ]
+        likelihood = [record.likelihood for record in records]
+        share = sorted(r.ttft_s / full.ttft_s for r, full in zip(records, results.full, strict=True))
+        answered = all(sample.answers for sample in samples)
+        rows.append(
+            {name: value for name, value in told.to_dict().items() if name in KEPT}
+            | {
+                "context": told.setting["context"],
+                "found": asdict(interval) if answered and (interval := bootstrap.interval(mean, found)) else None,
+                "likelihood": asdict(interval)
+                if None not in likelihood and (interval := bootstrap.interval(mean, [x for x in likelihood if x is not None]))
+                else None,
+                "ttft": share[len(share) // 2],
+            }
+        )  # fmt: skip
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="default: the demo's held-out questions")
-    parser.add_argument("--model", default="handbook", help="default: the handbook's")
-    parser.add_argument("--limit", type=int, default=None, help="the first questions only")
-    parser.add_argument("--records", type=Path, default=None, help="keep records here, and go on from them")
-    parser.add_argument(
-        "--only", action="append", default=[], choices=(*groups(), "expected"), help="a group alone (repeatable)"
-    )
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--data", type=Path, help="folder with musique_dev.json and rag/")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--set", action="append", default=[], choices=QUESTIONS, help="this set alone (repeatable)")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="methods with it in their name")
+    parser.add_argument("--questions", type=int, help="of each set, instead of its own number")
+    parser.add_argument("--half", choices=("fit", "test"), default="test")
+    parser.add_argument("--quick", action="store_true", help="three questions of two sets, the leading methods")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no question after so long")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--records", type=Path, help="keep records here, and go on from them")
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument(
-        "--page", type=Path, default=None, help="default: docs/fidelity.md; beside another --out, OUT.md"
-    )
     parser.add_argument("--report", action="store_true", help="write the page from --out again, measure nothing")
     arguments = parser.parse_args()
-    page = arguments.page or (PAGE if arguments.out == OUT else arguments.out.with_suffix(".md"))
-    if (arguments.data or arguments.model != "handbook" or arguments.limit) and (arguments.out == OUT or page == PAGE):
-        parser.error("docs/fidelity.md is of the demo's questions, all of them: give --out FILE.json")
+    page = PAGE if arguments.out == OUT else arguments.out.with_suffix(".md")
     if not arguments.report:
-        if arguments.threads:
-            torch.set_num_threads(arguments.threads)
-        engine = Engine.load(EngineConfig(model=arguments.model or "handbook", dtype="float32"))
-        samples = read_samples(arguments.data) if arguments.data else spellable_samples()
-        samples = samples[: arguments.limit]
-        facts = {"hardware": hardware(), "model": engine.model.name, "questions": len(samples)}
-        old = json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else None
-        if old and (different := mismatch(old, facts)):
-            parser.error(
-                f"{arguments.out} differs in {', '.join(different)}: measure all groups, or give another --out"
-            )
-        with RecordFile(arguments.records) as records:
-            named, summaries = measure(engine, samples, records, set(arguments.only))
-        result = {
-            **facts,
-            "questions": summaries[0].samples,
-            "groups": named,
-            "settings": [{k: v for k, v in s.to_dict().items() if k not in TIMES} for s in summaries],
-        }
-        result = merged(old, result) if old else result
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        if arguments.data is None:
+            parser.error("give --data FOLDER, or --report")
+        partly = arguments.quick or arguments.set or arguments.only or arguments.questions or arguments.half == "fit"
+        if partly and arguments.out == OUT:
+            parser.error("docs/fidelity.md is of all of it: give --out FILE.json")
+        run(arguments)
     write_report(json.loads(arguments.out.read_text()), page)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, and write the result after every set."""
+    until = time.monotonic() + arguments.seconds
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    engine = Engine.load(EngineConfig(model=arguments.model, dtype=arguments.dtype))
+    sets = read_sets(arguments.data)
+    result: dict[str, Any] = {
+        "hardware": hardware(), "model": engine.model.name, "dtype": arguments.dtype, "half": arguments.half, "sets": {},
+    }  # fmt: skip
+    names = arguments.set or (["musique", "needles-2k"] if arguments.quick else list(QUESTIONS))
+    with RecordFile(arguments.records) as records:
+        for name in names:
+            count = arguments.questions or (3 if arguments.quick else QUESTIONS[name])
+            samples = sets[name]()[1 if arguments.half == "test" else 0 :: 2][:count]
+            settings = leading(NARROW_RATIOS) if arguments.quick else settings_of(name, arguments.only)
+            print(f"{name}: {len(samples)} questions, {len(settings)} settings", file=sys.stderr, flush=True)
+            results, done = measure(engine, samples, settings, records, until)
+            if done:
+                result["sets"][name] = {"questions": done, "settings": summary(results, samples[:done])}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

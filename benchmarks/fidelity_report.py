@@ -1,9 +1,8 @@
-"""The tables and plots of docs/fidelity.md. The prose is the page's own: only what stands between markers is replaced."""
+"""The tables and the plot of docs/fidelity.md. The prose is the page's own: only what stands between markers is replaced."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,128 +12,130 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
 
-HEAD = (
-    "| setting | ratio | budget | exact | F1 | NormF1 (95 %) | top-1 | KL | K error |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
-LEVELS = ("full prefill", "noise floor", "reuse")
-ORDER = ("random", "first", "hkvd", "query", "draft")  # a colour each in every panel; the last is for one more
-SAME = ("model", "questions", "hardware")
-
-
-def mismatch(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What keeps the groups of two results off one page, which names one model, number of questions and machine."""
-    return [name for name in SAME if old[name] != new[name]]
-
-
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The old result with the new one's groups in the place of its own. Raises ValueError where they do not match."""
-    if different := mismatch(old, new):
-        raise ValueError(f"different {', '.join(different)}")
-    groups = old["groups"] | new["groups"]
-    rows = {row["label"]: row for row in (*old["settings"], *new["settings"])}
-    shown = {*LEVELS, *(label for labels in groups.values() for label in labels)}
-    return {**new, "groups": groups, "settings": [row for label, row in rows.items() if label in shown]}
+SHOWN = ("hkvd", "query", "query, shifted", "random:2+draft, shifted")
+"""Of the plot, each with a colour; one more may be the best of a panel."""
+TITLES = {"musique": "chunks of different documents", "pages": "chunks of one page, in order"}
+MAIN_RATIO = 0.15
+Row = dict[str, Any]
 
 
 def write_report(result: dict[str, Any], page: Path) -> None:
     """Fill the page's `<!-- NAME -->` ... `<!-- end -->` blocks and draw its plot beside it. A page that is not there is
     made of the blocks alone."""
-    rows = {row["label"]: row for row in result["settings"]}
-    blocks = {"setup": _setup(result), "levels": _table(rows, [n for n in LEVELS if n in rows])}
-    for name, labels in result["groups"].items():
-        blocks[name] = _table(rows, labels)
-    blocks["layers"] = _layers(rows)
+    blocks = {"setup": _setup(result)}
+    for name, found in result["sets"].items():
+        blocks[name] = _about(found) + "\n\n" + _table(found["settings"])
+        if len(_ratios(found["settings"])) > 2:
+            blocks[f"{name} by ratio"] = _by_ratio(found["settings"])
     empty = "\n\n".join(f"<!-- {name} -->\n<!-- end -->" for name in blocks) + "\n"
     text = page.read_text(encoding="utf-8") if page.exists() else empty
     for name, block in blocks.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n\n{m[2]}", text, flags=re.DOTALL)
     page.write_text(text, encoding="utf-8")
-    _plot(result, rows, page.with_suffix(".svg"))
+    _plot(result, page.with_suffix(".svg"))
 
 
 def _setup(result: dict[str, Any]) -> str:
     h = result["hardware"]
     return (
-        f"{result['questions']} questions, model `{result['model']}`, fp32, greedy; {h['cpu']}, {h['cores']} cores "
-        f"({h['threads']} thread(s) used), torch {h['torch']}."
+        f"Model `{result['model']}`, {result['dtype']}, greedy; {h['cpu']}, {h['cores']} cores ({h['threads']} thread(s) "
+        f"used), torch {h['torch']}; the {result['half']} half of each set."
     )
 
 
-def _table(rows: dict[str, dict[str, Any]], labels: list[str]) -> str:
-    return "\n".join([HEAD, *(_row(rows[label]) for label in labels)])
+def _about(found: Row) -> str:
+    full = found["settings"][0]
+    said = [f"{found['questions']} questions."]
+    if full["found"]:
+        said.append(f"Full prefill's own answers hold the reference in {full['found']['value']:.0%}")
+        said[-1] += f"; likelihood of the reference {full['likelihood']['value']:.2f} nats a token."
+    return " ".join(said)
 
 
-def _row(row: dict[str, Any]) -> str:
-    full = row["setting"]["mode"] == "full"
-    cells = [
-        row["label"],
-        "" if full else f"{row['ratio']:g}",
-        "" if full else f"{row['budget']:.1%}",
-        cell(row["exact_match"], "{value:.1%}"),
-        cell(row["f1"], "{value:.3f}"),
-        cell(row["norm_f1"], "{value:.3f} ({low:.3f} to {high:.3f})"),
-        cell(row["top1"], "{value:.1%}"),
-        cell(row["kl"], "{value:.2g}"),
-        f"{sum(row['k_error'][1:]) / (len(row['k_error']) - 1):.3f}" if row["k_error"] else "",
+def method(row: Row) -> str:
+    """The label without its ratio."""
+    name, _, last = row["label"].rpartition(" ")
+    return name if name and last[0].isdigit() else row["label"]
+
+
+def _ratios(rows: list[Row]) -> list[float]:
+    return sorted({row["ratio"] for row in rows if row["kl"] and row["ratio"]})
+
+
+def _table(rows: list[Row]) -> str:
+    """Every method at .15, or where a set has none of it at each ratio it has; all measures."""
+    ratios = [MAIN_RATIO] if MAIN_RATIO in _ratios(rows) and len(_ratios(rows)) > 2 else _ratios(rows)
+    lines = [
+        "| method | ratio | work | KL (95 %) | top-1 | same answer | reference in it | its likelihood | first token |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _layers(rows: dict[str, dict[str, Any]]) -> str:
-    """Error of K, V and attention output a layer, of a few settings."""
-    shown = ["reuse", "hkvd 0.15", "draft 0.15", "random, shifted 0.15", "reuse, document", "query, document 0.05"]
-    lines = ["| setting | of | layers 0, 1, ... |", "|---|---|---|"]
-    for label in (s for s in shown if s in rows):
-        for name, key in (("K", "k_error"), ("V", "v_error"), ("attention output", "attention_error")):
-            lines.append(f"| {label} | {name} | {', '.join(f'{e:.3f}' for e in rows[label][key])} |")
+    full = rows[0]["likelihood"]["value"] if rows[0]["likelihood"] else 0.0
+    for row in rows[1:]:
+        if not row["kl"] or (row["ratio"] and row["ratio"] not in ratios):
+            continue
+        likelihood = f"{row['likelihood']['value'] - full:+.3f}" if row["likelihood"] else ""
+        cells = [
+            method(row), f"{row['ratio']:g}", f"{row['budget']:.1%}", cell(row["kl"], "{value:.3f} ({low:.3f} to {high:.3f})"),
+            cell(row["top1"], "{value:.1%}"), cell(row["same_answer"], "{value:.0%}"), cell(row["found"], "{value:.0%}"),
+            likelihood, f"{row['ttft']:.0%}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _plot(result: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """NormF1 over the budget, a line a selector: chunks collected alone, the same with the mean shift, behind their page."""
-    figure = Figure(figsize=(13, 4.4), layout=ConstrainedLayoutEngine(w_pad=0.15))
-    labels = result["groups"]
-    panels = (
-        ("chunks collected alone", labels.get("selectors", []), ""),
-        ("collected alone, with the mean shift", labels.get("corrections", []), ", shifted"),
-        ("collected behind their page", labels.get("contexts", []), ", document"),
-    )
-    for axes, (title, named, suffix) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
-        found = _lines(axes, rows, named, suffix)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("budget: share of the work", fontsize=9)
-        axes.axhline(1, color="#333333", linestyle="--", linewidth=1)
-        axes.axhline(0, color="#d55e00", linestyle=":", linewidth=1)
-        axes.grid(alpha=0.25)
+def _by_ratio(rows: list[Row]) -> str:
+    """KL, top-1 and same answer of every method over the ratios."""
+    ratios = _ratios(rows)
+    lines = ["| method | " + " | ".join(f"{r:g}" for r in ratios) + " |", "|---|" + "---|" * len(ratios)]
+    for name in dict.fromkeys(method(row) for row in rows[1:] if row["kl"] and row["ratio"]):
+        at = {row["ratio"]: row for row in rows[1:] if method(row) == name}
+        cells = [
+            f"{r['kl']['value']:.3f} · {r['top1']['value']:.1%} · {r['same_answer']['value']:.0%}" if r else ""
+            for r in (at.get(ratio) for ratio in ratios)
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    """KL over the work, a line a method, a panel for each way chunks belong together."""
+    named = [name for name in TITLES if name in result["sets"]]
+    if not named:
+        return
+    figure = Figure(figsize=(6.2 * len(named), 4.6), layout=ConstrainedLayoutEngine(w_pad=0.15))
+    for axes, name in zip(figure.subplots(1, len(named), squeeze=False)[0], named, strict=True):
+        rows = [row for row in result["sets"][name]["settings"] if row["kl"]]
+        labels = []
+        for place, shown in enumerate(_shown(rows)):
+            points = sorted((r for r in rows if method(r) == shown and r["ratio"]), key=lambda r: r["budget"])
+            values = [max(r["kl"]["value"], 1e-4) for r in points]
+            spread = [[max(0.0, r["kl"]["value"] - r["kl"]["low"]) for r in points],
+                      [max(0.0, r["kl"]["high"] - r["kl"]["value"]) for r in points]]  # fmt: skip
+            axes.errorbar([r["budget"] for r in points], values, yerr=spread, marker=MARKERS[place], markersize=4,
+                          color=COLOURS[place], capsize=2, linewidth=1.3)  # fmt: skip
+            labels.append((shown, COLOURS[place], values[-1]))
+        reuse = next(r for r in rows if r["label"] == "reuse")
+        axes.axhline(reuse["kl"]["value"], color="#d55e00", linestyle=":", linewidth=1)
+        axes.text(0, reuse["kl"]["value"], " plain reuse", color="#d55e00", fontsize=8, va="bottom")
+        axes.set_title(f"{TITLES[name]} ({result['sets'][name]['questions']} questions)", fontsize=10)
+        axes.set_xlabel("work: share of a full prefill of the chunks", fontsize=9)
+        axes.set_ylabel("KL from full prefill, nats a token", fontsize=9)
         axes.set_xlim(left=0)
-        axes.set_ylim(-0.05, 1.08)
-        label_lines(axes, found)
-        if not suffix:
-            axes.set_ylabel("NormF1 (0: plain reuse, 1: full prefill)")
-    figure.suptitle(f"{result['model']}, {result['questions']} questions", fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        label_lines(axes, labels)
+    figure.suptitle(f"{result['model']}, {result['dtype']}", fontsize=10)
     figure.savefig(path, metadata={"Date": None})
 
 
-def _lines(
-    axes: Any, rows: dict[str, dict[str, Any]], labels: Iterable[str], suffix: str
-) -> list[tuple[str, str, float]]:
-    """Draw the settings whose names end so, each a line over its ratios; their names, colours and last values."""
-    families: dict[str, list[dict[str, Any]]] = {}
-    for label in labels:
-        name = label.rpartition(" ")[0] if label[-1].isdigit() else label
-        if name.endswith(suffix) and "," not in name.removesuffix(suffix) and rows[label]["norm_f1"]:
-            families.setdefault(name.removesuffix(suffix), []).append(rows[label])
-    found = []
-    for name, points in families.items():
-        place = ORDER.index(name) if name in ORDER else len(ORDER)
-        colour, marker = COLOURS[place], MARKERS[place]
-        points = sorted(points, key=lambda p: p["budget"])
-        values = [p["norm_f1"]["value"] for p in points]
-        spread = [[max(0.0, v - p["norm_f1"]["low"]) for v, p in zip(values, points, strict=True)],
-                  [max(0.0, p["norm_f1"]["high"] - v) for v, p in zip(values, points, strict=True)]]  # fmt: skip
-        axes.errorbar([p["budget"] for p in points], values, yerr=spread, marker=marker, markersize=4, color=colour,
-                      capsize=2, linewidth=1.3)  # fmt: skip
-        found.append((name, colour, values[-1]))
-    return found
+def _shown(rows: list[Row]) -> list[str]:
+    """The plot's methods that were measured at several ratios, and the one that is best at .15 if it is none of them."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row["ratio"]:
+            counts[method(row)] = counts.get(method(row), 0) + 1
+    named = [name for name in SHOWN if counts.get(name, 0) > 1]
+    at = [row for row in rows if row["ratio"] == MAIN_RATIO and counts[method(row)] > 1]
+    best = min(at, key=lambda row: row["kl"]["value"], default=None)
+    return named if best is None or method(best) in named else [*named, method(best)]

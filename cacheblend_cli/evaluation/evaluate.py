@@ -13,7 +13,7 @@ from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.measures import Measured, Reference, prefill_in_pieces, run_full, run_setting
+from cacheblend_cli.evaluation.measures import Measured, Reference, Wanted, prefill_in_pieces, run_full, run_setting
 from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
@@ -31,7 +31,8 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """max_tokens: of an answer. records: what is there already is not measured again. keep_chunks False: chunks leave the
+    """max_tokens: of full prefill's answer, which settings are compared over; own_tokens: of a setting's own, None for as many.
+    records: what is there already is not measured again. keep_chunks False: chunks leave the
     store after their last sample, so that a store made for the run stays small. collecting: window and number of neighbours.
     """
 
@@ -39,6 +40,7 @@ class EvaluateOptions:
     records: RecordFile | None = None
     keep_chunks: bool = True
     collecting: CollectSettings | None = None
+    own_tokens: int | None = None
 
 
 @dataclass
@@ -99,6 +101,8 @@ class _Run:
     ) -> None:
         self._runtime, self._store, self._settings = engine.runtime, store, settings
         self._max_tokens = options.max_tokens
+        self._own_tokens = min(options.own_tokens or options.max_tokens, options.max_tokens)
+        self._encode = engine.model.tokenizer.encode_text
         self._records = RecordFile() if options.records is None else options.records
         self._chunks = SampleChunks(engine, store, samples, options.collecting)
         facts: dict[str, Any] = {
@@ -109,6 +113,7 @@ class _Run:
             "codec": engine.runtime.collection().codec,
             "pool": engine.config.kv_pool_dtype,
             "max_tokens": options.max_tokens,
+            "own_tokens": self._own_tokens,
         }
         self._digests = {
             s.label: s.digest(facts | (self._chunks.facts(s.context) if s.reuses else {})) for s in settings
@@ -140,6 +145,7 @@ class _Run:
     def _measure(self, sample: Sample, missing: list[Setting], keys: dict[str, str]) -> None:
         """Full prefill, then the missing settings, the chunks of one context after those of another."""
         contexts = _contexts(missing)
+        wanted = Wanted(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
         self._chunks.store([sample], contexts)
         reference: Reference | None = None
         for context in contexts:
@@ -149,13 +155,13 @@ class _Run:
             before_s = time.perf_counter() - start
             for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
                 if reference is None:
-                    reference = run_full(self._runtime, request, self._max_tokens, before_s)
+                    reference = run_full(self._runtime, request, wanted, before_s)
                 key = keys[setting.label]
                 if setting.is_full:
                     record = self._full(sample, setting, key, reference)
                 else:
                     found = run_setting(
-                        self._runtime, replace(request, blend=setting.blend), reference, self._max_tokens, before_s,
+                        self._runtime, replace(request, blend=setting.blend), reference, before_s,
                         setting.prefill or prefill,
                     )  # fmt: skip
                     record = self._compared(sample, setting, key, reference, found)
@@ -174,6 +180,7 @@ class _Run:
             label=setting.label,
             sample=sample.digest,
             ttft_s=reference.ttft_s,
+            likelihood=reference.likelihood,
             **_prompt(reference.prefilled),
             **_scores(sample, reference.text),
         )
@@ -184,6 +191,7 @@ class _Run:
             label=setting.label,
             sample=sample.digest,
             ttft_s=found.ttft_s,
+            likelihood=found.likelihood,
             kl=found.divergence.kl,
             top1=found.divergence.top1,
             signals=tuple(map(tuple, found.signals.tolist())),

@@ -25,18 +25,36 @@ from cacheblend_cli.runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What of an answer is measured. tokens: of full prefill's answer at most, over which settings are teacher-forced.
+    own_tokens: of a setting's own greedy answer at most, no more than tokens. reference_ids: the reference answer whose
+    likelihood is taken; none: not at all."""
+
+    tokens: int
+    own_tokens: int
+    reference_ids: tuple[int, ...] = ()
+
+    @property
+    def room(self) -> int:
+        """Positions an answer needs after the prompt."""
+        return max(self.tokens, len(self.reference_ids))
+
+
+@dataclass(frozen=True)
 class Reference:
     """Full prefill of a prompt: its greedy answer and everything that is compared.
 
-    log_p: fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: a layer each,
+    text: of the first own_tokens tokens of the answer. likelihood: of the reference answer, nats a token, or None. log_p: fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: a layer each,
     fp32 [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: a layer each, fp32 [num_answer_tokens,
     num_heads, head_dim], the attention output (before o_proj) of the rows that predict them.
     """
 
     prefilled: Prefilled
+    wanted: Wanted
     ttft_s: float
     text: str
     answer_ids: list[int]
+    likelihood: float | None
     log_p: Tensor
     k: list[Tensor]
     v: list[Tensor]
@@ -45,13 +63,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting's greedy answer and its distance from the reference. Errors are relative RMSEs, one a layer: of K and V
-    over the chunks' tokens, of the attention output over the rows that predict the answer's tokens. signals: of these tokens,
-    see runtime/risk.py."""
+    """A setting's greedy answer, the likelihood it gives the reference answer, and its distance from full prefill. Errors are
+    relative RMSEs, one a layer: of K and V over the chunks' tokens, of the attention output over the rows that predict the
+    answer's tokens. signals: of these tokens, see runtime/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float
     text: str
+    likelihood: float | None
     divergence: Divergence
     k_error: list[float]
     v_error: list[float]
@@ -60,13 +79,15 @@ class Measured:
 
 
 @torch.no_grad()
-def run_full(runtime: Runtime, request: Request, max_tokens: int, before_s: float) -> Reference:
+def run_full(runtime: Runtime, request: Request, wanted: Wanted, before_s: float) -> Reference:
     """Prefill everything, answer greedily, and keep what settings are compared with. before_s: time spent before."""
     model = runtime.model
     start = time.perf_counter()
-    done = prefill(runtime, request.in_full(), room=max_tokens)
+    done = prefill(runtime, request.in_full(), room=wanted.room)
     first = done.result.logits[-1].clone()
-    generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=max_tokens))
+    generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=wanted.tokens))
+    first_token_s = generation.first_token_at - start
+    likelihood = _likelihood(runtime, done, wanted.reference_ids)
     attended = _Attended(model.spec.num_layers)
     logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, generation.token_ids, attended)
     logits = torch.cat((first[None], logits[1:]))
@@ -74,9 +95,11 @@ def run_full(runtime: Runtime, request: Request, max_tokens: int, before_s: floa
     done.sequence.release()
     return Reference(
         prefilled=done,
-        ttft_s=before_s + generation.first_token_at - start,
-        text=generation.text,
+        wanted=wanted,
+        ttft_s=before_s + first_token_s,
+        text=_text(runtime, generation.token_ids[: wanted.own_tokens]),
         answer_ids=generation.token_ids,
+        likelihood=likelihood,
         log_p=log_distribution(logits),
         k=k,
         v=v,
@@ -89,7 +112,6 @@ def run_setting(
     runtime: Runtime,
     request: Request,
     reference: Reference,
-    max_tokens: int,
     before_s: float,
     run: Prefill = prefill,
 ) -> Measured:
@@ -98,12 +120,13 @@ def run_setting(
     Greedy decoding follows the reference's answer as long as the most likely tokens agree, so it only starts where they
     first differ: the tokens before are those teacher forcing has computed.
     """
-    model = runtime.model
+    model, wanted = runtime.model, reference.wanted
     start = time.perf_counter()
-    done = run(runtime, request, room=max_tokens)
+    done = run(runtime, request, room=wanted.room)
     first = done.result.logits[-1].clone()
     int(first.argmax())  # the first token is on the host: what TTFT counts
     ttft_s = before_s + time.perf_counter() - start
+    likelihood = _likelihood(runtime, done, wanted.reference_ids)
     attended = _Attended(model.spec.num_layers)
     ids = reference.answer_ids
     logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, ids, attended)
@@ -111,16 +134,16 @@ def run_setting(
     found = divergence(reference.log_p, log_distribution(logits))
     k, v = _chunk_kv(done)
     text, same = reference.text, found.first_difference
-    if same is not None:
+    if same is not None and same < wanted.own_tokens:
         begin = Continuation(done.sequence, done.plan.num_tokens + same, logits[same])
-        generation = generate(runtime, begin, SamplingParams(max_tokens=max_tokens - same))
-        own = [i for i in (*ids[:same], *generation.token_ids) if i not in model.eos_ids]
-        text = model.tokenizer.decode(own)
+        generation = generate(runtime, begin, SamplingParams(max_tokens=wanted.own_tokens - same))
+        text = _text(runtime, (*ids[:same], *generation.token_ids))
     done.sequence.release()
     return Measured(
         prefilled=done,
         ttft_s=ttft_s,
         text=text,
+        likelihood=likelihood,
         divergence=found,
         k_error=relative_rmse(k, reference.k),
         v_error=relative_rmse(v, reference.v),
@@ -149,6 +172,18 @@ def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0, piec
     none = torch.empty(0, dtype=torch.int64, device=decoder.device)
     result = PrefillResult(logits[-1:], none)
     return Prefilled(request, sequence, result, NothingToLoad(), time.perf_counter() - start)
+
+
+def _text(runtime: Runtime, token_ids: Sequence[int]) -> str:
+    return runtime.model.tokenizer.decode([i for i in token_ids if i not in runtime.model.eos_ids])
+
+
+def _likelihood(runtime: Runtime, done: Prefilled, answer_ids: Sequence[int]) -> float | None:
+    """Mean log-probability of the answer's tokens, nats, after the prompt. The answer's KV is written behind it."""
+    if not answer_ids:
+        return None
+    log_p = log_distribution(teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, answer_ids))
+    return float(log_p[torch.arange(len(answer_ids)), list(answer_ids)].mean())
 
 
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:

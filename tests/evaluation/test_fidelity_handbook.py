@@ -1,4 +1,4 @@
-"""benchmarks/fidelity.py: a group measured anew replaces that group, and other data never lands on the committed page."""
+"""benchmarks/fidelity_handbook.py: a group measured anew replaces that group, and other data never lands on the committed page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CALM, HARDWARE = {"value": 0.5, "low": 0.4, "high": 0.6}, {"cpu": "x", "cores": 
 def fidelity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script, its committed result and page being copies."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("fidelity")
-    monkeypatch.setattr(module, "OUT", tmp_path / "fidelity.json")
+    module = importlib.import_module("fidelity_handbook")
+    monkeypatch.setattr(module, "OUT", tmp_path / "fidelity_handbook.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(module, "hardware", lambda: HARDWARE)
     (tmp_path / "page.md").write_text(
@@ -61,7 +61,7 @@ def test_another_out_gets_a_page_of_its_own(
 ) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(result(mask={"a": 1.0})))
     before = (tmp_path / "page.md").read_text()
-    monkeypatch.setattr("sys.argv", ["fidelity.py", "--report", "--out", str(tmp_path / "mine.json")])
+    monkeypatch.setattr("sys.argv", ["fidelity_handbook.py", "--report", "--out", str(tmp_path / "mine.json")])
     fidelity.main()
     assert "| a | 0.15 |" in (tmp_path / "mine.md").read_text()
     assert (tmp_path / "mine.svg").exists()
@@ -82,10 +82,10 @@ def test_what_would_spoil_the_page_is_refused_before_anything_is_measured(
     fidelity: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     flags: tuple[str, ...], said: str,
 ) -> None:  # fmt: skip
-    (tmp_path / "fidelity.json").write_text(json.dumps(result(mask={"a": 1.0}) | {"questions": 519}))
+    (tmp_path / "fidelity_handbook.json").write_text(json.dumps(result(mask={"a": 1.0}) | {"questions": 519}))
     monkeypatch.setattr(fidelity, "measure", lambda *told: pytest.fail("measured"))
     flags = tuple(str(tmp_path / "page.md") if flag == "PAGE" else flag for flag in flags)
-    monkeypatch.setattr("sys.argv", ["fidelity.py", *flags])
+    monkeypatch.setattr("sys.argv", ["fidelity_handbook.py", *flags])
     with pytest.raises(SystemExit) as ended:
         fidelity.main()
     assert ended.value.code == 2
