@@ -27,6 +27,7 @@ from cacheblend_store import ChunkStore
 from contexts import hardware
 from fidelity_report import write_report
 from fidelity_sets import read_sets
+from fidelity_variants import further_settings
 from published import published_settings
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
@@ -64,12 +65,13 @@ class TimeIsUp(Exception):
 
 
 def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink", **config: Any) -> list[Setting]:
+    config = {"correction": "none", **config}
     return [Setting(f"{name} {r:g}", BlendConfig(selector=selector, ratio=r, **config), context) for r in ratios]
 
 
 def leading(ratios: Sequence[float], context: str = "sink") -> list[Setting]:
     """What is measured on every set."""
-    ours: dict[str, Any] = {"mean_shift": True}
+    ours: dict[str, Any] = {"correction": "mean-shift"}
     reuse = Setting("reuse", BlendConfig(mode="reuse"), context)
     return [
         reuse,
@@ -77,12 +79,14 @@ def leading(ratios: Sequence[float], context: str = "sink") -> list[Setting]:
         *over(ratios, "query", "query", context),
         *over(ratios, "query, shifted", "query", context, **ours),
         *over(ratios, "random:2+draft, shifted", "random:2+draft", context, **ours),
+        *over(ratios, "query, regression", "query", context, correction="regression"),
+        *over(ratios, "random:2+draft, regression", "random:2+draft", context, correction="regression"),
     ]
 
 
 def wide(ratios: Sequence[float]) -> list[Setting]:
     """What is measured beside them where chunks are of different documents."""
-    shifted: dict[str, Any] = {"mean_shift": True}
+    shifted: dict[str, Any] = {"correction": "mean-shift"}
     return [
         *published_settings(ratios),
         *over(ratios, "random", "random"),
@@ -90,6 +94,7 @@ def wide(ratios: Sequence[float]) -> list[Setting]:
         *over(ratios, "draft", "draft"),
         *over(ratios, "random, shifted", "random", **shifted),
         *over(ratios, "draft, shifted", "draft", **shifted),
+        *further_settings(),
     ]
 
 

@@ -42,7 +42,7 @@ REUSE = Setting("reuse", BlendConfig(mode="reuse"))
 
 
 def blend(label: str, context: str = "sink", prefill: Prefill | None = None, **config: Any) -> Setting:
-    return Setting(label, BlendConfig(**config), context, prefill)
+    return Setting(label, BlendConfig(**{"correction": "none", **config}), context, prefill)
 
 
 def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink", **config: Any) -> list[Setting]:
@@ -51,7 +51,7 @@ def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink
 
 def groups() -> dict[str, list[Setting]]:
     """What is compared, a table each. All but `expected` use one store."""
-    shifted: dict[str, Any] = {"mean_shift": True}
+    shifted: dict[str, Any] = {"correction": "mean-shift"}
     return {
         "selectors": [
             *(s for n in ("random", "first", "hkvd", "perturb", "query", "draft") for s in over(RATIOS, n, n)),
@@ -107,7 +107,7 @@ def expected_settings(contexts: ExpectedContexts) -> list[Setting]:
         blend("reuse, expected", prefill=run, mode="reuse"),
         *(blend(f"spread {r:g}, expected", prefill=run, selector="spread", ratio=r) for r in RATIOS),
         blend("hkvd 0.15, expected", prefill=run, selector="hkvd", ratio=0.15),
-        blend("spread 0.15, expected, shifted", prefill=run, selector="spread", ratio=0.15, mean_shift=True),
+        blend("spread 0.15, expected, shifted", prefill=run, selector="spread", ratio=0.15, correction="mean-shift"),
     ]
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine
-from cacheblend_cli.blend import prefill as blend
-from cacheblend_cli.blend.corrections import MeanShift
+from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.prefill import ChunkKV
@@ -57,7 +57,7 @@ def _attend_bottom_right(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
 
 def scaled_keys(factor: float) -> Prefill:
     """The keys that are not recomputed, times a factor: the logits they get are sharpened or flattened, which is APE's
-    attention temperature (arXiv 2502.05431, section 4.2). For settings with mean_shift, whose place it takes."""
+    attention temperature (arXiv 2502.05431, section 4.2). For settings with the correction "mean-shift", whose place it takes."""
 
     class ScaledKeys(MeanShift):
         def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
@@ -65,7 +65,7 @@ def scaled_keys(factor: float) -> Prefill:
             self._pool.write(layer.index, self._stale.slots, keys * factor, values)
 
     def run(*args: Any, **kwargs: Any) -> Prefilled:
-        with _swapped(blend, "MeanShift", ScaledKeys):
+        with patch.dict(CORRECTIONS, {"mean-shift": ScaledKeys}):
             return prefill(*args, **kwargs)
 
     return run
@@ -136,12 +136,9 @@ class Spread:
         return self._contexts.spread(candidates.positions)
 
 
-def further_settings(ratios: Sequence[float] = (0.05, 0.10, 0.15, 0.20, 0.30)) -> list[Setting]:
-    """Chunks collected alone, the stale KV moved by regression (`corrections.Regression`): what looks ahead at each ratio,
-    what looks at the question only, and what looks at nothing."""
-    chosen = [("random:2+draft", ratio) for ratio in ratios]
-    chosen += [(selector, 0.15) for selector in ("random:2+query", "random", "draft")]
+def further_settings() -> list[Setting]:
+    """Chunks collected alone, what is not recomputed moved by regression, over choices that tell it more and less."""
     return [
-        Setting(f"{selector}, regression {ratio:g}", BlendConfig(selector=selector, ratio=ratio, regression=True))
-        for selector, ratio in chosen
+        Setting(f"{selector}, regression 0.15", BlendConfig(selector=selector, ratio=0.15, correction="regression"))
+        for selector in ("random:2+query", "random", "draft")
     ]

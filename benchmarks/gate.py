@@ -41,9 +41,10 @@ from cacheblend_cli.runtime.runtime import Runtime
 ROOT = Path(__file__).parent.parent
 OUT, PAGE = ROOT / "benchmarks/results/gate.json", ROOT / "docs/gate.md"
 SETTINGS = {
-    "query .15": BlendConfig(selector="query", ratio=0.15),
-    "random:2+draft .15, shifted": BlendConfig(selector="random:2+draft", ratio=0.15, mean_shift=True),
-    "random:2+draft .30, shifted": BlendConfig(selector="random:2+draft", ratio=0.30, mean_shift=True),
+    "query .15, regression": BlendConfig(selector="query", ratio=0.15, correction="regression"),
+    "query .15": BlendConfig(selector="query", ratio=0.15, correction="none"),
+    "random:2+draft .15, shifted": BlendConfig(selector="random:2+draft", ratio=0.15, correction="mean-shift"),
+    "random:2+draft .30, shifted": BlendConfig(selector="random:2+draft", ratio=0.30, correction="mean-shift"),
 }
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 """Of the answers that fall back, where the curve is read."""

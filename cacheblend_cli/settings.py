@@ -85,14 +85,7 @@ class Settings:
     gradual: str = _setting("", "Several check layers, each keeping a smaller share, as 1:0.3,4:0.15.", shown=False)
     probe_layers: str = _setting("", "Layers that query and draft look at: FIRST-LAST.", shown="the middle half")
     draft_tokens: int = _setting(8, "Answer tokens that draft looks ahead.")
-    mean_shift: bool = _setting(
-        False, "Move what is not recomputed by the mean change of what is.", shown=False,
-        flag="--mean-shift/--no-mean-shift",
-    )  # fmt: skip
-    regression: bool = _setting(
-        False, "Move what is not recomputed as the near and the like of it.", shown=False,
-        flag="--regression/--no-regression",
-    )  # fmt: skip
+    correction: str = _setting("regression", "Move what is not recomputed by what is: regression, mean-shift or none.")
     max_risk: float | None = _setting(
         None,
         "Go on with a full prefill above this risk (eval --fit-risk).",
@@ -160,7 +153,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "search": ("top_k", "search", "embeddings", "min_score", "expand", "context", "collection", "order"),
     "blend": (
         "mode", "ratio", "ratio_floor", "selector", "gradual", "max_risk", "deviation", "check_layer", "block", "nucleus", "probe_layers",
-        "draft_tokens", "mean_shift", "regression",
+        "draft_tokens", "correction",
     ),
     "sampling": (
         "max_tokens", "reasoning_tokens", "temperature", "top_p", "sample_top_k", "min_p", "repetition_penalty", "presence_penalty",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +13,12 @@ from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
+
+
+class Correction(Protocol):
+    """Made when the tokens to recompute are chosen; applied at every layer after that."""
+
+    def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None: ...
 
 
 class MeanShift:
@@ -88,7 +96,7 @@ class Regression:
             plain_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
             alike = part.placed + torch.exp(-(_distance(plain_k, known) + _distance(old_v, known)) / 2)
             change = torch.cat((k[part.own].float() - plain_k[known], v[part.own].float() - old_v[known]), -1)
-            root = torch.linalg.cholesky(alike[known] + NOISE * torch.eye(len(known), device=k.device))
+            root = torch.linalg.cholesky_ex(alike[known] + NOISE * torch.eye(len(known), device=k.device)).L
             moved = alike @ torch.cholesky_solve(change.flatten(1), root)
             moved_k, moved_v = moved.view(len(old_k), *change.shape[1:]).chunk(2, -1)
             moved_k = layer.kernels.rope(moved_k, cos, sin)
@@ -126,3 +134,6 @@ def _distance(old: Tensor, known: Tensor) -> Tensor:
 CHUNK, NEAR, LENGTHS, NOISE = 2.0, 0.3, (8.0, 30.0), 0.5
 """How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for
 the same old K and V; and what of a change is a token's own. What is left unexplained hardly changes with twice or half of any."""
+
+CorrectionKind = Callable[[Prompt, Candidates, Candidates], Correction]
+CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression, "mean-shift": MeanShift}

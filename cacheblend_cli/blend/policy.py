@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from cacheblend_cli.blend.corrections import CorrectionKind
 from cacheblend_cli.blend.selectors import Candidates, Evidence, Selector, budget, select
 
 
@@ -22,8 +23,8 @@ class BlendPolicy:
     """What to recompute. checks: (layer, ratio) pairs, layers rising and ratios falling (gradual filtering); a selector
     that needs no check layer uses the ratio of the first one before layer 0. deviation: "v", "k" or "kv".
     block, nucleus: see `selectors.choose`. probe_layers, draft_tokens: where a selector that follows the question's
-    attention looks, and how many tokens of the answer it drafts. mean_shift, regression: see
-    `corrections`.
+    attention looks, and how many tokens of the answer it drafts. correction: of what
+    is not recomputed, None for none.
     layer0_exact: the stored K and V of layer 0 are what this run would compute (a lossless codec)."""
 
     selector: Selector
@@ -33,8 +34,7 @@ class BlendPolicy:
     nucleus: float = 0.0
     probe_layers: tuple[int, ...] = (0,)
     draft_tokens: int = 0
-    mean_shift: bool = False
-    regression: bool = False
+    correction: CorrectionKind | None = None
     layer0_exact: bool = True
 
     @property

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.corrections import MeanShift, Regression
+from cacheblend_cli.blend.corrections import Correction
 from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.blend.policy import BlendPolicy, LayerReport, Status
 from cacheblend_cli.blend.prompt import Prompt
@@ -69,7 +69,7 @@ class BlendSteps(Observer):
     def __init__(self, prompt: Prompt, policy: BlendPolicy, output_positions: Tensor) -> None:
         self._prompt, self._policy, self._output_positions = prompt, policy, output_positions
         self._all, self._fresh = _split(prompt.plan, prompt.decoder.device)
-        self._correction: MeanShift | Regression | None = None
+        self._correction: Correction | None = None
         self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
         self._last_layer = len(prompt.decoder.layers) - 1
@@ -120,9 +120,8 @@ class BlendSteps(Observer):
         self.rows: Rows = self._prompt.rows(positions, None if narrowed else self._one_run)
         self._candidate_index = torch.searchsorted(positions, candidates.positions)
         self._fresh_index = torch.searchsorted(positions, self._fresh)
-        if narrowed and len(candidates) and (self._policy.mean_shift or self._policy.regression):
-            kind = Regression if self._policy.regression else MeanShift
-            self._correction = kind(self._prompt, self._all, candidates)
+        if narrowed and len(candidates) and self._policy.correction is not None:
+            self._correction = self._policy.correction(self._prompt, self._all, candidates)
 
     def _outputs(self) -> Tensor:
         """The rows whose logits are asked for: no others go through the last layer."""

@@ -9,7 +9,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir, questions
-from cacheblend_cli.evaluation.measures import run_full, run_setting
+from cacheblend_cli.evaluation.measures import Wanted, run_full, run_setting
 from cacheblend_cli.runtime.request import resolve
 
 PROMPTS, PAGES, ANSWER_TOKENS = 8, 4, 16
@@ -50,11 +50,11 @@ def check_blend(engine: Engine, store: ChunkStore) -> list[Blended]:
         resolve(runtime, store, Question(q.question, first[n : n + PAGES], sampling=sampling))
         for n, q in enumerate(asked)
     ]
-    references = [run_full(runtime, request, max_tokens, 0.0) for request in requests]
+    references = [run_full(runtime, request, Wanted(max_tokens, max_tokens), 0.0) for request in requests]
     for ratio in RATIOS:
         blends = [replace(request, blend=BlendConfig(ratio=ratio)) for request in requests]
         measured = [
-            run_setting(runtime, request, reference, max_tokens, 0.0).divergence
+            run_setting(runtime, request, reference, 0.0).divergence
             for request, reference in zip(blends, references, strict=True)
         ]
         kl = [k for m in measured for k in m.kl]

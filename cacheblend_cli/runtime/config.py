@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_cli.blend.corrections import CORRECTIONS
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import UsageError
@@ -73,9 +74,9 @@ class BlendConfig:
     """mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; a tuple of (layer, ratio)
     pairs in `checks` replaces ratio and check_layer (gradual filtering). nucleus > 0: fewer, when that share of the
     scores' sum is covered. probe_layers: the first and the last layer whose attention `query` and `draft` follow, None
-    for the middle half. draft_tokens: how much of the answer `draft` drafts. mean_shift, regression: see
-    `corrections.MeanShift` and `corrections.Regression`, of which there can be one.
-    max_risk: of an answer that is another than a full prefill's, see runtime/gate.py; None for any."""
+    for the middle half. draft_tokens: how much of the answer `draft` drafts. correction: what is done to the tokens that are
+    not recomputed, see `corrections.CORRECTIONS`; or none. max_risk: of an answer that is another than a full prefill's, see
+    runtime/gate.py; None for any."""
 
     mode: str = "blend"
     ratio: float = 0.15
@@ -88,8 +89,7 @@ class BlendConfig:
     nucleus: float = 0.0
     probe_layers: tuple[int, int] | None = None
     draft_tokens: int = 8
-    mean_shift: bool = False
-    regression: bool = False
+    correction: str = "regression"
     max_risk: float | None = None
 
     def __post_init__(self) -> None:
@@ -109,8 +109,8 @@ class BlendConfig:
         for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
             if count < 1:
                 raise UsageError(f"--{name} {count} is not 1 or more", "see: cacheblend ask --help")
-        if self.mean_shift and self.regression:
-            raise UsageError("--mean-shift and --regression are two ways to move the same KV", "leave one out")
+        if self.correction != "none" and self.correction not in CORRECTIONS:
+            raise UsageError(f"unknown correction {self.correction!r}", f"known: {', '.join(CORRECTIONS)}, none")
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
         if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
             raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
@@ -163,8 +163,7 @@ class BlendConfig:
             nucleus=nucleus,
             probe_layers=self._probed(num_layers),
             draft_tokens=self.draft_tokens,
-            mean_shift=self.mean_shift,
-            regression=self.regression,
+            correction=CORRECTIONS.get(self.correction),
             layer0_exact=layer0_exact,
         )
 

@@ -54,8 +54,7 @@ class BlendIn(BaseModel):
     gradual: str | None = None
     probe_layers: str | None = None
     draft_tokens: int | None = None
-    mean_shift: bool | None = None
-    regression: bool | None = None
+    correction: str | None = None
     max_risk: float | None = None
 
 

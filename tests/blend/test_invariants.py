@@ -117,13 +117,11 @@ def test_more_repair_is_closer(llama: Setup) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5])
-@pytest.mark.parametrize("selector", ["hkvd", "first", "query", "first, mean_shift", "first, regression"])
+@pytest.mark.parametrize("selector", ["hkvd", "first", "query", "first, mean-shift", "first, regression"])
 def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> None:
     """Two prompts that differ in their last chunk only: at the same rows before it, nothing differs."""
     name, _, moved = selector.partition(", ")
-    blend = BlendConfig(
-        ratio=ratio, selector=name, check_layer=1, mean_shift=moved == "mean_shift", regression=moved == "regression"
-    )
+    blend = BlendConfig(ratio=ratio, selector=name, check_layer=1, correction=moved or "none")
     last = setup.engine.model.spec.num_layers - 1
 
     def cache(keys: list[bytes]) -> tuple[torch.Tensor, list[int], int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend import evidence
-from cacheblend_cli.blend.corrections import MeanShift, Regression
+from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector, select
@@ -176,8 +176,8 @@ def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench
     assert (whole.result.logits - full.result.logits).abs().max() <= 1e-4
     assert torch.isfinite(some.result.logits).all()
     everything = BlendConfig(selector=name, ratio=1.0)
-    for moved in (replace(everything, mean_shift=True), replace(everything, regression=True)):
-        found = bench.prefill(moved)
+    for correction in CORRECTIONS:
+        found = bench.prefill(replace(everything, correction=correction))
         assert torch.equal(found.result.logits, whole.result.logits), "there is nothing left to move"
 
 
@@ -362,21 +362,21 @@ def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None
 def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
     """What an earlier check layer left behind is moved at the later one too."""
     checks = ((1, 0.5), (2, 0.25))
-    found = [bench.prefill(BlendConfig(selector="hkvd", checks=checks, mean_shift=m)) for m in (False, True)]
+    found = [bench.prefill(BlendConfig(selector="hkvd", checks=checks, correction=c)) for c in ("none", "mean-shift")]
     slots = [f.sequence.slots(torch.arange(f.plan.num_tokens)) for f in found]
     plain, shifted = ([f.pool.read(layer, s)[1] for layer in (1, 2)] for f, s in zip(found, slots, strict=True))
     assert torch.equal(plain[0], shifted[0]), "nothing is left behind yet"
     assert not torch.equal(plain[1], shifted[1])
 
 
-@pytest.mark.parametrize("how", ["mean_shift", "regression"])
+@pytest.mark.parametrize("how", CORRECTIONS)
 def test_a_correction_brings_reused_kv_nearer(bench: Bench, how: str) -> None:
-    plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3))
-    moved = BlendConfig(selector="random", ratio=0.3, mean_shift=how == "mean_shift", regression=how == "regression")
+    plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3, correction="none"))
+    moved = BlendConfig(selector="random", ratio=0.3, correction=how)
     assert bench.kv_error(moved) < plain
     assert bench.kv_error(moved) == bench.kv_error(moved)
 
 
-def test_there_is_one_correction() -> None:
-    with pytest.raises(UsageError, match="two ways"):
-        BlendConfig(mean_shift=True, regression=True)
+def test_an_unknown_correction_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown correction 'shift'"):
+        BlendConfig(correction="shift")

@@ -119,7 +119,7 @@ def test_rows_that_are_not_computed_keep_their_old_kv(counted: Counted) -> None:
         counted.prefill(blend)
         for blend in (
             BlendConfig(mode="reuse"),
-            BlendConfig(selector="hkvd", ratio=0.25),
+            BlendConfig(selector="hkvd", ratio=0.25, correction="none"),
             BlendConfig(mode="full"),
         )
     )

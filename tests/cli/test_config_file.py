@@ -38,11 +38,11 @@ def test_set_keeps_the_rest_of_the_file(cli: Cli, file: Path) -> None:
     assert cli("config", "set", "top_k", "7").code == 0
     assert cli("config", "set", "ratio", "auto").code == 0
     assert cli("config", "set", "template-var", "a=1", "b=x y").code == 0
-    assert cli("config", "set", "mean_shift", "yes").code == 0
+    assert cli("config", "set", "model_sampling", "no").code == 0
     text = file.read_text()
     assert text.startswith("# mine\n")
     assert tomllib.loads(text) == {
-        "top_k": 7, "system": "x", "ratio": "auto", "template_var": ["a=1", "b=x y"], "mean_shift": True,
+        "top_k": 7, "system": "x", "ratio": "auto", "template_var": ["a=1", "b=x y"], "model_sampling": False,
     }  # fmt: skip
     settings = resolve({}).settings
     assert (settings.top_k, settings.ratio, settings.template_var) == (7, "auto", ("a=1", "b=x y"))
@@ -52,7 +52,7 @@ def test_set_keeps_the_rest_of_the_file(cli: Cli, file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("nothing", "1"), ("top_k", "many"), ("top_k", "0"), ("top_k", "1", "2"), ("mean_shift", "maybe")]
+    "arguments", [("nothing", "1"), ("top_k", "many"), ("top_k", "0"), ("top_k", "1", "2"), ("model_sampling", "maybe")]
 )
 def test_what_is_no_setting_or_no_value_is_refused(cli: Cli, file: Path, arguments: tuple[str, ...]) -> None:
     assert cli("config", "set", *arguments).code == 2

@@ -104,7 +104,9 @@ def test_the_page_keeps_its_prose_and_shows_every_measure(monkeypatch: pytest.Mo
         "sets": {"musique": found, "needles-2k": {**found, "settings": settings[:4]}},
     }  # fmt: skip
     page = tmp_path / "page.md"
-    page.write_text("prose\n\n<!-- musique -->\nbefore\n<!-- end -->\n\nmore\n\n<!-- musique by ratio -->\n<!-- end -->\n")
+    page.write_text(
+        "prose\n\n<!-- musique -->\nbefore\n<!-- end -->\n\nmore\n\n<!-- musique by ratio -->\n<!-- end -->\n"
+    )
     report.write_report(result, page)
     text = page.read_text()
     assert text.startswith("prose\n")

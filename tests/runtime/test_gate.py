@@ -139,7 +139,7 @@ def test_a_fit_is_of_one_model_and_one_way_to_blend(house: House, fit: RiskFit) 
         return RiskFile.of(collection, contexts, replace(BLEND, **other)).read()  # type: ignore[arg-type]
 
     assert read() == read(seed=7, max_risk=0.5) == fit
-    assert [read(ratio=0.4), read(selector="first"), read(mean_shift=True), read(["document"])] == [None] * 4
+    assert [read(ratio=0.4), read(selector="first"), read(correction="none"), read(["document"])] == [None] * 4
     RiskFile.of(collection, ["sink"], BLEND).path.write_text('{"weights": [1, 2]}')
     assert read() is None
 

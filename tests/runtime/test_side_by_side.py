@@ -29,7 +29,7 @@ def random_question(rng: random.Random, keys: list[bytes]) -> Question:
         mode=rng.choice(("blend", "blend", "reuse", "full")),
         ratio=rng.choice((0.1, 0.4, 1.0)),
         selector=rng.choice(("query", "hkvd", "first", "perturb")),
-        mean_shift=rng.random() < 0.2,
+        correction=rng.choice(("regression", "mean-shift", "none")),
     )
     sampling = SamplingParams(
         max_tokens=rng.randint(1, 10),
