@@ -203,9 +203,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "CacheClip": {"selector": "cacheclip", "block": 8},
     "FusionRAG": {"selector": "fusionrag", "context": "neighbours"},
     "ProphetKV": {"selector": "prophetkv"},
-    "PSR": {"selector": "hkvd", "deviation": "k", "mean_shift": True, "prefill": scaled_keys(1 / TEMPERATURE)},
+    "PSR": {"selector": "hkvd", "deviation": "k", "correction": "mean-shift", "prefill": scaled_keys(1 / TEMPERATURE)},
     "QCFuse": {"selector": "qcfuse"},
-    "AgentKVShift": {"selector": "hkvd", "mean_shift": True},
+    "AgentKVShift": {"selector": "hkvd", "correction": "mean-shift"},
     "RelaxKV": {"selector": "prophetkv", "prefill": relaxkv},
 }
 """How each is set. CacheBlend compares V, as its code does. EPIC (arXiv 2410.15332) has the first tokens of each chunk.
@@ -236,7 +236,7 @@ def published_settings(ratios: Iterable[float]) -> list[Setting]:
 
 
 def _setting(label: str, ratio: float, context: str = "sink", prefill: Prefill | None = None, **how: Any) -> Setting:
-    return Setting(label, BlendConfig(ratio=ratio, **how), context, prefill)
+    return Setting(label, BlendConfig(ratio=ratio, **{"correction": "none", **how}), context, prefill)
 
 
 def _prompt(evidence: Evidence) -> Prompt:
