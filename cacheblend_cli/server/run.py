@@ -73,6 +73,7 @@ class Serving:
         config = uvicorn.Config(
             app,
             log_level="warning",
+            log_config=None,  # its own closes every handler there is: absl's takes stderr with it
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
