@@ -52,6 +52,7 @@ def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink
 def groups() -> dict[str, list[Setting]]:
     """What is compared, a table each. All but `expected` use one store."""
     shifted: dict[str, Any] = {"correction": "mean-shift"}
+    moved: dict[str, Any] = {"correction": "regression"}
     return {
         "selectors": [
             *(s for n in ("random", "first", "hkvd", "perturb", "query", "draft") for s in over(RATIOS, n, n)),
@@ -79,6 +80,12 @@ def groups() -> dict[str, list[Setting]]:
                 blend(f"hkvd 0.15, keys x {f:g}", prefill=scaled_keys(f), selector="hkvd", ratio=0.15, **shifted)
                 for f in (0.9, 1.1)
             ),
+        ],
+        "regression": [
+            *over((0.05, 0.15), "random, regression", "random", **moved),
+            *over((0.05, 0.15), "query, regression", "query", **moved),
+            *over((0.05, 0.15), "random:2+draft, regression", "random:2+draft", **moved),
+            *over((0.05, 0.15), "query, document, regression", "query", "document", **moved),
         ],
         "contexts": [
             Setting("reuse, document", BlendConfig(mode="reuse"), "document"),
