@@ -99,7 +99,7 @@ class Regression:
             root = torch.linalg.cholesky_ex(alike[known] + NOISE * torch.eye(len(known), device=k.device)).L
             moved = alike @ torch.cholesky_solve(change.flatten(1), root)
             moved_k, moved_v = moved.view(len(old_k), *change.shape[1:]).chunk(2, -1)
-            moved_k = layer.kernels.rope(moved_k, cos, sin)
+            moved_k = layer.kernels.rope(moved_k.contiguous(), cos, sin)
             self._pool.write(layer.index, rows.slots[stale], (old_k + moved_k)[stale], (old_v + moved_v)[stale])
 
 

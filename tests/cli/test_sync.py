@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_changes_of_hidden_files_and_of_the_store_do_not_matter(tmp_path: Path) 
 def watching(docs: Path, model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     arguments = ["watch", "docs", "--model", str(model), "--store", "store"]
     entry = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
-    process = subprocess.Popen(entry, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background have it ignored
+    process = subprocess.Popen(entry, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     yield process
     process.kill()
     process.communicate()
