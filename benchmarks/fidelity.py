@@ -130,7 +130,7 @@ def measure(
 
 def summary(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """A row a setting. found: share of the answers that hold a reference answer. likelihood: of the reference answer, nats a
-    token. ttft: share of full prefill's, the median."""
+    token."""
     bootstrap = Bootstrap(len(samples))
     rows = []
     for told in summarise(results, baseline=REUSE.label):
@@ -140,7 +140,6 @@ def summary(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]]
             for sample, record in zip(samples, records, strict=True)
         ]
         likelihood = [record.likelihood for record in records]
-        share = sorted(r.ttft_s / full.ttft_s for r, full in zip(records, results.full, strict=True))
         answered = all(sample.answers for sample in samples)
         rows.append(
             {name: value for name, value in told.to_dict().items() if name in KEPT}
@@ -150,7 +149,6 @@ def summary(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]]
                 "likelihood": asdict(interval)
                 if None not in likelihood and (interval := bootstrap.interval(mean, [x for x in likelihood if x is not None]))
                 else None,
-                "ttft": share[len(share) // 2],
             }
         )  # fmt: skip
     return rows

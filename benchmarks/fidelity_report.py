@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
 
-SHOWN = ("hkvd", "query", "query, shifted", "random:2+draft, shifted")
+SHOWN = ("hkvd", "query", "query, shifted", "random:2+draft, shifted", "query, regression")
 """Of the plot, each with a colour; one more may be the best of a panel."""
 TITLES = {"musique": "chunks of different documents", "pages": "chunks of one page, in order"}
 MAIN_RATIO = 0.15
@@ -67,8 +67,8 @@ def _table(rows: list[Row]) -> str:
     """Every method at .15, or where a set has none of it at each ratio it has; all measures."""
     ratios = [MAIN_RATIO] if MAIN_RATIO in _ratios(rows) and len(_ratios(rows)) > 2 else _ratios(rows)
     lines = [
-        "| method | ratio | work | KL (95 %) | top-1 | same answer | reference in it | its likelihood | first token |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | ratio | work | KL (95 %) | top-1 | same answer | reference in it | its likelihood |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     full = rows[0]["likelihood"]["value"] if rows[0]["likelihood"] else 0.0
     for row in rows[1:]:
@@ -78,7 +78,7 @@ def _table(rows: list[Row]) -> str:
         cells = [
             method(row), f"{row['ratio']:g}", f"{row['budget']:.1%}", cell(row["kl"], "{value:.3f} ({low:.3f} to {high:.3f})"),
             cell(row["top1"], "{value:.1%}"), cell(row["same_answer"], "{value:.0%}"), cell(row["found"], "{value:.0%}"),
-            likelihood, f"{row['ttft']:.0%}",
+            likelihood,
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -107,7 +107,8 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     for axes, name in zip(figure.subplots(1, len(named), squeeze=False)[0], named, strict=True):
         rows = [row for row in result["sets"][name]["settings"] if row["kl"]]
         labels = []
-        for place, shown in enumerate(_shown(rows)):
+        for shown in _shown(rows):
+            place = SHOWN.index(shown) if shown in SHOWN else len(SHOWN)
             points = sorted((r for r in rows if method(r) == shown and r["ratio"]), key=lambda r: r["budget"])
             values = [max(r["kl"]["value"], 1e-4) for r in points]
             spread = [[max(0.0, r["kl"]["value"] - r["kl"]["low"]) for r in points],
