@@ -6,7 +6,7 @@ import os
 from collections.abc import MutableMapping
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPIN_COUNT = "10000"
+SPIN_COUNT = "1000"
 """Of libgomp, whose own is some 300,000: beside busy programs a thread that spins takes the core from the one it waits for
 (benchmarks/results/busy.md)."""
 
