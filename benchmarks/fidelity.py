@@ -2,11 +2,13 @@
 
     python benchmarks/fidelity.py --data FOLDER [--records FILE] [--set NAME] [--only WORD] [--questions N] [--seconds S]
     python benchmarks/fidelity.py --data FOLDER --quick       # ten minutes on two cores
+    python benchmarks/fidelity.py --data FOLDER --time        # of what --out holds: the first token, on a quiet machine
     python benchmarks/fidelity.py --report                    # draw the page again from the committed result
 
 FOLDER holds musique_dev.json and rag/*.json; fidelity_sets.py says what is made of them. Every setting is measured on every
 question of a set's test half (odd places) against one full prefill of the same token ids; --half fit is for choosing.
 --records keeps what is measured and goes on from it, also after another method was added; --seconds ends a run early.
+--time measures no distance: it adds to the result, made before, how long each method of the wide table takes to its first token.
 Writes benchmarks/results/fidelity.json, and the tables and plot of docs/fidelity.md, or those of another --out.
 """
 
@@ -27,6 +29,7 @@ from cacheblend_store import ChunkStore
 from contexts import hardware
 from fidelity_report import write_report
 from fidelity_sets import read_sets
+from fidelity_times import first_tokens
 from fidelity_variants import further_settings
 from published import published_settings
 
@@ -57,6 +60,7 @@ QUESTIONS = {
 """Of each set's test half, in the order of what is measured first."""
 WIDE = ("musique",)  # sets that every method is measured on, at every ratio
 NARROW_RATIOS = (0.05, 0.15)
+TIMED_ROUNDS = 3
 KEPT = ("label", "samples", "top1", "kl", "kl_first", "same_answer", "f1", "exact_match", "k_error", "ratio", "recomputed", "budget")  # fmt: skip
 
 
@@ -168,6 +172,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--records", type=Path, help="keep records here, and go on from them")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--time", action="store_true", help="add times to --out, of a question of each wide set")
     parser.add_argument("--report", action="store_true", help="write the page from --out again, measure nothing")
     arguments = parser.parse_args()
     page = PAGE if arguments.out == OUT else arguments.out.with_suffix(".md")
@@ -177,7 +182,7 @@ def main() -> None:
         partly = arguments.quick or arguments.set or arguments.only or arguments.questions or arguments.half == "fit"
         if partly and arguments.out == OUT:
             parser.error("docs/fidelity.md is of all of it: give --out FILE.json")
-        run(arguments)
+        (add_times if arguments.time else run)(arguments)
     write_report(json.loads(arguments.out.read_text()), page)
 
 
@@ -203,6 +208,22 @@ def run(arguments: argparse.Namespace) -> None:
                 result["sets"][name] = {"questions": done, "settings": summary(results, samples[:done])}
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def add_times(arguments: argparse.Namespace) -> None:
+    """Put times to the first token beside the rows of the wide sets of a result. A later run of the study drops them."""
+    result, until = json.loads(arguments.out.read_text()), time.monotonic() + arguments.seconds
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    engine = Engine.load(EngineConfig(model=result["model"], dtype=result["dtype"]))
+    for name in [name for name in WIDE if name in result["sets"]]:
+        found, sample = result["sets"][name], read_sets(arguments.data)[name]()[1]
+        timed = first_tokens(engine, sample, settings_of(name, arguments.only), TIMED_ROUNDS, until)
+        shares = timed.pop("shares")
+        found["timed"] = {"hardware": hardware(), **timed}
+        for row in found["settings"]:
+            row["first_token"] = shares.get(row["label"])
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

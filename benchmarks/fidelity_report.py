@@ -50,7 +50,17 @@ def _about(found: Row) -> str:
     if full["found"]:
         said.append(f"Full prefill's own answers hold the reference in {full['found']['value']:.0%}")
         said[-1] += f"; likelihood of the reference {full['likelihood']['value']:.2f} nats a token."
+    if timed := found.get("timed"):
+        said.append(
+            f"First token of a full prefill, one question: {timed['full_s']:.2f} s, {timed['hardware']['threads']} thread(s)."
+        )
     return " ".join(said)
+
+
+def _first_token(row: Row) -> str:
+    """Time to the first token over a full prefill's."""
+    share = row.get("first_token")
+    return "." if share is None else f"{share:.0%}"
 
 
 def method(row: Row) -> str:
@@ -67,8 +77,8 @@ def _table(rows: list[Row]) -> str:
     """Every method at .15, or where a set has none of it at each ratio it has; all measures."""
     ratios = [MAIN_RATIO] if MAIN_RATIO in _ratios(rows) and len(_ratios(rows)) > 2 else _ratios(rows)
     lines = [
-        "| method | ratio | work | KL (95 %) | top-1 | same answer | reference in it | its likelihood |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | ratio | work | first token | KL (95 %) | top-1 | same answer | reference in it | its likelihood |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     full = rows[0]["likelihood"]["value"] if rows[0]["likelihood"] else 0.0
     for row in rows[1:]:
@@ -76,7 +86,8 @@ def _table(rows: list[Row]) -> str:
             continue
         likelihood = f"{row['likelihood']['value'] - full:+.3f}" if row["likelihood"] else ""
         cells = [
-            method(row), f"{row['ratio']:g}", f"{row['budget']:.1%}", cell(row["kl"], "{value:.3f} ({low:.3f} to {high:.3f})"),
+            method(row), f"{row['ratio']:g}", f"{row['budget']:.1%}", _first_token(row),
+            cell(row["kl"], "{value:.3f} ({low:.3f} to {high:.3f})"),
             cell(row["top1"], "{value:.1%}"), cell(row["same_answer"], "{value:.0%}"), cell(row["found"], "{value:.0%}"),
             likelihood,
         ]  # fmt: skip
@@ -85,13 +96,15 @@ def _table(rows: list[Row]) -> str:
 
 
 def _by_ratio(rows: list[Row]) -> str:
-    """KL, top-1 and same answer of every method over the ratios."""
+    """KL, top-1, same answer and first token of every method over the ratios."""
     ratios = _ratios(rows)
     lines = ["| method | " + " | ".join(f"{r:g}" for r in ratios) + " |", "|---|" + "---|" * len(ratios)]
     for name in dict.fromkeys(method(row) for row in rows[1:] if row["kl"] and row["ratio"]):
         at = {row["ratio"]: row for row in rows[1:] if method(row) == name}
         cells = [
-            f"{r['kl']['value']:.3f} · {r['top1']['value']:.1%} · {r['same_answer']['value']:.0%}" if r else ""
+            f"{r['kl']['value']:.3f} · {r['top1']['value']:.1%} · {r['same_answer']['value']:.0%} · {_first_token(r)}"
+            if r
+            else ""
             for r in (at.get(ratio) for ratio in ratios)
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -9,6 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from checkpoints import write_checkpoint
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.evaluation.samples import Sample, pages
+from cacheblend_cli.evaluation.settings import Setting
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -99,9 +104,11 @@ def test_the_page_keeps_its_prose_and_shows_every_measure(monkeypatch: pytest.Mo
         row(f"{name} {r:g}", kl / r, r) for name, kl in (("hkvd", 0.015), ("mine, at 2", 0.003)) for r in ratios
     ]
     found = {"questions": 3, "settings": settings}
+    settings[3]["first_token"] = 0.4
+    hardware = {"cpu": "x", "cores": 2, "threads": 1, "torch": "2"}
     result = {
-        "hardware": {"cpu": "x", "cores": 2, "threads": 1, "torch": "2"}, "model": "m", "dtype": "float32", "half": "test",
-        "sets": {"musique": found, "needles-2k": {**found, "settings": settings[:4]}},
+        "hardware": hardware, "model": "m", "dtype": "float32", "half": "test",
+        "sets": {"musique": {**found, "timed": {"hardware": hardware, "full_s": 2.0, "rounds": 3}}, "needles-2k": {**found, "settings": settings[:4]}},
     }  # fmt: skip
     page = tmp_path / "page.md"
     page.write_text(
@@ -111,7 +118,25 @@ def test_the_page_keeps_its_prose_and_shows_every_measure(monkeypatch: pytest.Mo
     text = page.read_text()
     assert text.startswith("prose\n")
     assert "before" not in text
-    assert "| hkvd | 0.15 | 13.5% | 0.100 (0.050 to 0.200) | 90.0% | 50% | 25% | +0.000 |" in text
+    assert "| hkvd | 0.15 | 13.5% | 40% | 0.100 (0.050 to 0.200) | 90.0% | 50% | 25% | +0.000 |" in text
     assert "| hkvd | 0.05 |" not in text
-    assert "| mine, at 2 | 0.060 · 90.0% · 50% | 0.020 · 90.0% · 50% | 0.010 · 90.0% · 50% |" in text
+    assert "| mine, at 2 | 0.060 · 90.0% · 50% · . | 0.020 · 90.0% · 50% · . | 0.010 · 90.0% · 50% · . |" in text
+    assert "First token of a full prefill, one question: 2.00 s, 1 thread(s)." in text
     assert page.with_suffix(".svg").exists()
+
+
+def test_the_first_token_of_every_setting_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    times = importlib.import_module("fidelity_times")
+    write_checkpoint(tmp_path / "model", "qwen3", seed=3)
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32", block_size=16))
+    sample = Sample("Who?", ("Mara",), pages(["a", "a"], ["Mara leads billing.\n\n", "She works in Bergen.\n\n"]), {})
+    settings = [
+        Setting("reuse", BlendConfig(mode="reuse")),
+        Setting("query 0.5", BlendConfig(selector="query", ratio=0.5), "document"),
+    ]
+    found = times.first_tokens(engine, sample, settings, rounds=2)
+    assert list(found["shares"]) == ["reuse", "query 0.5"]
+    assert min(found["full_s"], *found["shares"].values()) > 0
+    assert found["rounds"] == 2
+    assert times.first_tokens(engine, sample, settings, rounds=9, until=0.0)["rounds"] == 1
