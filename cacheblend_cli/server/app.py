@@ -12,10 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from cacheblend_cli import __version__
 from cacheblend_cli.runtime.runtime import Runtime
@@ -33,88 +36,73 @@ from cacheblend_cli.server.tenants import Tenant
 
 T = TypeVar("T")
 logger = logging.getLogger("cacheblend")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
 
 
-def make_app(host: Host, runtime: Runtime) -> FastAPI:
+def make_app(host: Host, runtime: Runtime) -> Starlette:
     """runtime: of the service; only what never changes of it is read here."""
-    app = FastAPI(title="cacheblend", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, host=host)
-    app.add_exception_handler(HTTPException, _not_there)
-    _asking_routes(app, host, runtime)
-    _document_routes(app, host)
-    _plain_routes(app, host)
-    _page_routes(app)
-    return app
+
+    def route(method: str, path: str, answer: Callable[[Request, Host, Runtime], Awaitable[Response]]) -> Route:
+        async def guarded(request: Request) -> Response:
+            try:
+                return await answer(request, host, runtime)
+            except Exception as error:
+                return _told(_logged(error))
+
+        return Route(path, guarded, methods=[method])
+
+    return Starlette(
+        routes=[
+            route("POST", "/v1/chat/completions", _chat),
+            route("POST", "/v1/completions", _complete),
+            route("POST", "/v1/search", _search),
+            route("PUT", "/v1/documents/{id:path}", _put),
+            route("GET", "/v1/documents", _list),
+            route("DELETE", "/v1/documents/{id:path}", _delete),
+            route("GET", "/v1/models", _models),
+            route("GET", "/v1/models/{name:path}", _models),
+            route("GET", "/health", _health),
+            route("GET", "/ready", _ready),
+            route("GET", "/metrics", _metrics),
+            route("GET", "/", _page),
+            route("GET", "/page.{kind}", _page),
+        ],
+        middleware=[Middleware(Guard, host=host)],
+        exception_handlers={HTTPException: _not_there},
+    )
 
 
-def _asking_routes(app: FastAPI, host: Host, runtime: Runtime) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await _guarded(_chat, request, host, runtime)
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await _guarded(_complete, request, host, runtime)
-
-    @app.post("/v1/search")
-    async def search(request: Request) -> Response:
-        return await _guarded(_search, request, host, runtime)
-
-
-def _document_routes(app: FastAPI, host: Host) -> None:
-    @app.put("/v1/documents/{document_id:path}")
-    async def put(request: Request, document_id: str) -> Response:
-        return await _guarded(_put, request, host, document_id)
-
-    @app.get("/v1/documents")
-    async def list_all(request: Request) -> Response:
-        return await _guarded(_list, request, host)
-
-    @app.delete("/v1/documents/{document_id:path}")
-    async def delete(request: Request, document_id: str) -> Response:
-        return await _guarded(_delete, request, host, document_id)
-
-
-def _plain_routes(app: FastAPI, host: Host) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(host)]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if name != host.model:
-            return _told(ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found"))
-        return JSONResponse(_model(host))
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok", "version": __version__}
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        return JSONResponse({"status": "stopping" if host.draining else "ready"}, 503 if host.draining else 200)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _page_routes(app: FastAPI) -> None:
-    folder = Path(__file__).parent / "page"
+async def _models(request: Request, host: Host, _: Runtime) -> Response:
     own = {
-        "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
-        "Cache-Control": "no-cache",
-    }
+        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.context,
+    }  # fmt: skip
+    name = request.path_params.get("name")
+    if name not in (None, host.model):
+        raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
+    return JSONResponse({"object": "list", "data": [own]} if name is None else own)
 
-    @app.get("/")
-    async def page() -> Response:
-        return FileResponse(folder / "index.html", headers=own)
 
-    @app.get("/page.{kind}")
-    async def part(kind: str) -> Response:
-        if kind not in ("css", "js"):
-            raise HTTPException(404)
-        return FileResponse(folder / f"page.{kind}", headers=own)
+async def _health(_: Request, host: Host, __: Runtime) -> Response:
+    return JSONResponse({"status": "ok", "version": __version__})
+
+
+async def _ready(_: Request, host: Host, __: Runtime) -> Response:
+    return JSONResponse({"status": "stopping" if host.draining else "ready"}, 503 if host.draining else 200)
+
+
+async def _metrics(_: Request, host: Host, __: Runtime) -> Response:
+    return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _page(request: Request, _: Host, __: Runtime) -> Response:
+    kind = request.path_params.get("kind")
+    if kind not in (None, "css", "js"):
+        raise ApiError(404, "no such route")
+    name = "index.html" if kind is None else f"page.{kind}"
+    return FileResponse(Path(__file__).parent / "page" / name, headers=_PAGE_HEADERS)
 
 
 async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
@@ -247,14 +235,14 @@ async def _first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, Non
                 await task
 
 
-async def _search(request: Request, host: Host, runtime: Runtime) -> Response:
+async def _search(request: Request, host: Host, _: Runtime) -> Response:
     body = parse(SearchBody, await _json(request))
     hits = await in_engine(host, lambda runtime: find(runtime, host, body.query, body.k, _tenant(request)))
     return JSONResponse({"object": "list", "data": hits})
 
 
-async def _put(request: Request, host: Host, document_id: str) -> Response:
-    body = parse(PutBody, await _json(request))
+async def _put(request: Request, host: Host, _: Runtime) -> Response:
+    body, document_id = parse(PutBody, await _json(request)), request.path_params["id"]
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad("the id of a document is 1 to 256 printable characters", "id")
     tenant = _tenant(request)
@@ -273,7 +261,7 @@ async def _put(request: Request, host: Host, document_id: str) -> Response:
     return JSONResponse(record, 201 if putting.is_new else 200)
 
 
-async def _list(request: Request, host: Host) -> Response:
+async def _list(request: Request, host: Host, _: Runtime) -> Response:
     tenant = _tenant(request)
     found = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
     data = [
@@ -283,7 +271,8 @@ async def _list(request: Request, host: Host) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 
-async def _delete(request: Request, host: Host, document_id: str) -> Response:
+async def _delete(request: Request, host: Host, _: Runtime) -> Response:
+    document_id = request.path_params["id"]
     if not await run_in_threadpool(documents.delete, host.store, _tenant(request), document_id):
         raise ApiError(404, f"no document {document_id[:80]!r}", code="document_not_found")
     return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
@@ -292,13 +281,6 @@ async def _delete(request: Request, host: Host, document_id: str) -> Response:
 async def in_engine(host: Host, work: Callable[[Runtime], T]) -> T:
     """Have it done in the engine's thread."""
     return await asyncio.wrap_future(host.service.run(work))
-
-
-async def _guarded(route: Callable[..., Awaitable[Response]], *arguments: Any) -> Response:
-    try:
-        return await route(*arguments)
-    except Exception as error:
-        return _told(_logged(error))
 
 
 def _logged(error: Exception) -> ApiError:
@@ -340,9 +322,3 @@ def _check_model(host: Host, body: Asked) -> None:
 def _tenant(request: Request) -> Tenant:
     tenant: Tenant = request.state.tenant
     return tenant
-
-
-def _model(host: Host) -> dict[str, Any]:
-    return {
-        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.context,
-    }  # fmt: skip

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.client import Connection
@@ -68,7 +68,7 @@ def bind_unix(path: Path) -> socket.socket:
 class Serving:
     """idle_exit_s: end when nobody has asked for so long, 0 never. grace_s: what answers have to finish when it ends."""
 
-    def __init__(self, app: FastAPI, host: Host, warm: WarmSocket, *, grace_s: float, idle_exit_s: float) -> None:
+    def __init__(self, app: Starlette, host: Host, warm: WarmSocket, *, grace_s: float, idle_exit_s: float) -> None:
         self._host, self._warm, self._grace_s, self._idle_exit_s = host, warm, grace_s, idle_exit_s
         config = uvicorn.Config(
             app,
