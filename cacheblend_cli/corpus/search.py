@@ -57,13 +57,15 @@ _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chu
 class How:
     """How to search. by: "words", "meaning" or "both"; without an embedder it is words.
 
-    min_score: hits below it do not count (see Hit). expand: so many chunks before and after each hit come with it.
+    min_score: hits below it do not count (see Hit). expand: so many chunks before and after each hit come with it. context:
+    of a document that is stored in several, which one counts, see corpus/contexts.py.
     """
 
     by: str = "words"
     embedder: Embedder | None = None
     min_score: float = 0.0
     expand: int = 0
+    context: str = "document"
 
 
 WORDS = How()
@@ -77,16 +79,15 @@ def how_of(settings: Settings, say: Callable[[str], None] | None = None) -> How:
     by = settings.search
     if by not in ("auto", *BY):
         raise UsageError(f"unknown search {by!r}", f"known: auto, {', '.join(BY)}")
-    if by == "words":
-        return How(by, None, settings.min_score, settings.expand)
-    from cacheblend_cli.corpus.embedding import INSTALL, find_embedder
+    embedder = None
+    if by != "words":
+        from cacheblend_cli.corpus.embedding import INSTALL, find_embedder
 
-    embedder = find_embedder(settings.embeddings)
-    if embedder is None and by != "auto" and say:
-        say(f"there are no embedding weights to search by meaning with: words are searched ({INSTALL})")
-    return How(
-        "words" if embedder is None else "both" if by == "auto" else by, embedder, settings.min_score, settings.expand
-    )
+        embedder = find_embedder(settings.embeddings)
+        if embedder is None and by != "auto" and say:
+            say(f"there are no embedding weights to search by meaning with: words are searched ({INSTALL})")
+    by = "words" if embedder is None else "both" if by == "auto" else by
+    return How(by, embedder, settings.min_score, settings.expand, settings.context)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,6 @@ def search(
     query: str,
     k: int,
     collections: Sequence[str] | None = None,
-    context: str = "document",
     scope: Scope = EVERYTHING,
     how: How = WORDS,
 ) -> list[Hit]:
@@ -137,11 +137,11 @@ def search(
     (Cormack et al., 2009). A passage that is stored for several models, and a paragraph that stands in
     several documents, is found once. collections: only chunks of these; of a document that is in several, those of the
     first. Of two texts of one document the one that was stored last counts. Of a document that is stored in several
-    contexts, the chunks of the one named `context` are found; where that is not among them, of the first there is of
+    contexts, the chunks of the one `how` names are found; where that is not among them, of the first there is of
     document, neighbours, sink. Behind the k come those beside them, where `how` wants them.
     """
     with open_index(store) as db:
-        counted = _Counted(db, collections, context, scope)
+        counted = _Counted(db, collections, how.context, scope)
         meaning = how.embedder if how.by != "words" else None
         weights = _term_weights(db, query_terms(query)) if meaning is None or how.by == "both" else {}
         asked = Asked(meaning, query) if meaning is not None and query_terms(query) else None
@@ -208,24 +208,39 @@ class _Counted:
     """Which places count: of the scope, of the wanted collections, of a document's newest text, in one context; each passage once."""
 
     def __init__(self, db: sqlite3.Connection, collections: Sequence[str] | None, context: str, scope: Scope) -> None:
-        self._collections, self._scope = collections, scope
-        self._versions = _Versions(db, collections, context)
-        self._in_scope: dict[str, bool] = {}
+        self._db, self._collections, self._scope = db, collections, scope
+        self._order = (context, *_CONTEXT_ORDER)
+        self._known: dict[str, dict[str, str]] = {}
 
     def of(self, rows: Iterable[_Row]) -> Iterator[_Row]:
         keys: set[str] = set()
         places: set[tuple[str, int]] = set()
         for row in rows:
-            if self._collections is not None and row.collection not in self._collections:
-                continue
-            if row.source not in self._in_scope:
-                self._in_scope[row.source] = self._scope.holds(settle(row.source))
-            if not self._in_scope[row.source] or not self._versions.counts(row.source, row.collection, row.context):
+            if row.source not in self._known:
+                self._known[row.source] = self._contexts(row.source)
+            if self._known[row.source].get(row.collection) != row.context:
                 continue
             if row.key not in keys and (row.source, row.position) not in places:
                 yield row
             keys.add(row.key)
             places.add((row.source, row.position))
+
+    def _contexts(self, source: str) -> dict[str, str]:
+        """collection -> context, of a document in the scope: of the first of the wanted collections that has it, or of every
+        one. What is stored of an older text does not count."""
+        if not self._scope.holds(settle(source)):
+            return {}
+        rows = self._db.execute(_VERSIONS, (source,)).fetchall()
+        rows = [row for row in rows if self._collections is None or row[0] in self._collections]
+        newest = max(rows, key=lambda row: row[3], default=("", "", "", 0.0))
+        found: dict[str, str] = {}
+        for collection, context, digest, _ in rows:
+            if digest == newest[2]:
+                known = found.get(collection, context)
+                found[collection] = min(known, context, key=self._order.index)
+        if self._collections is None:
+            return found
+        return {c: found[c] for c in [c for c in self._collections if c in found][:1]}
 
 
 def searchable(store: ChunkStore) -> list[str]:
@@ -252,7 +267,7 @@ def look(
     """What the settings find in the scope, None being all that can be searched. Raises NotFoundError where there is nothing in it."""
     check_context(settings.context)
     how = how_of(settings, say)
-    hits = search(store, query, settings.top_k, context=settings.context, scope=scope or EVERYTHING, how=how)
+    hits = search(store, query, settings.top_k, scope=scope or EVERYTHING, how=how)
     if not hits and search(store, query, 1):
         raise found_elsewhere()
     if not hits:
@@ -271,34 +286,6 @@ def check_context(name: str) -> None:
     """Raises UsageError for a name that is no context chunks are collected in."""
     if name not in CONTEXTS:
         raise UsageError(f"unknown context {name!r}", f"known: {', '.join(CONTEXTS)}")
-
-
-class _Versions:
-    """Which chunks of a document count, when it is stored in several collections and contexts."""
-
-    def __init__(self, db: sqlite3.Connection, collections: Sequence[str] | None, context: str) -> None:
-        self._db, self._collections, self._order = db, collections, (context, *_CONTEXT_ORDER)
-        self._known: dict[str, dict[str, str]] = {}
-
-    def counts(self, source: str, collection: str, context: str) -> bool:
-        if source not in self._known:
-            self._known[source] = self._contexts(source)
-        return self._known[source].get(collection) == context
-
-    def _contexts(self, source: str) -> dict[str, str]:
-        """collection -> context: of the first of the wanted collections that has the document, or of every one. What is
-        stored of an older text does not count."""
-        rows = self._db.execute(_VERSIONS, (source,)).fetchall()
-        rows = [row for row in rows if self._collections is None or row[0] in self._collections]
-        newest = max(rows, key=lambda row: row[3], default=("", "", "", 0.0))
-        found: dict[str, str] = {}
-        for collection, context, digest, _ in rows:
-            if digest == newest[2]:
-                known = found.get(collection, context)
-                found[collection] = min(known, context, key=self._order.index)
-        if self._collections is None:
-            return found
-        return {c: found[c] for c in [c for c in self._collections if c in found][:1]}
 
 
 def query_terms(query: str) -> list[str]:

@@ -22,11 +22,10 @@ ORDERS = ("rank", "exact")
 
 @dataclass(frozen=True)
 class Lookup:
-    """What to search for. context: which of a document's contexts counts, see corpus/contexts.py. scope: of which
-    documents. order: of what is found, see `in_order`. query: what to look for, "" for the question."""
+    """What to search for. scope: of which documents. order: of what is found, see `in_order`. query: what to look for, ""
+    for the question."""
 
     k: int = 5
-    context: str = "document"
     scope: Scope = EVERYTHING
     how: How = WORDS
     order: str = "exact"
@@ -37,7 +36,7 @@ class Lookup:
         """What the settings say. Raises UsageError and NotFoundError as `how_of` does, which see for `say`, too."""
         if settings.order not in ORDERS:
             raise UsageError(f"unknown order {settings.order!r}", f"known: {', '.join(ORDERS)}")
-        return cls(settings.top_k, settings.context, scope, how_of(settings, say), settings.order)
+        return cls(settings.top_k, scope, how_of(settings, say), settings.order)
 
 
 def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup) -> Question:
@@ -48,7 +47,7 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
     runtime.take_date(store, question.salt)
     collections = [collection.id for collection in runtime.collections(question.salt, question.wording)]
     query = lookup.query or question.text
-    hits = search(store, query, lookup.k, collections, lookup.context, lookup.scope, lookup.how)
+    hits = search(store, query, lookup.k, collections, lookup.scope, lookup.how)
     if not hits:
         if search(store, query, 1, collections):
             raise found_elsewhere()

@@ -16,7 +16,7 @@ def find(runtime: Runtime, host: Host, query: str, k: int, tenant: Tenant) -> li
     """The best chunks of the tenant's, in the engine's thread."""
     runtime.take_date(host.store, tenant.salt)
     collections = [collection.id for collection in runtime.collections(tenant.salt)]
-    hits = search(host.store, query, k, collections, host.settings.context, how=how_of(host.settings))
+    hits = search(host.store, query, k, collections, how=how_of(host.settings))
     found = []
     for hit in hits:
         manifest = chunk_of(host.store, hit.key)
