@@ -14,7 +14,7 @@ from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
 if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore, SalvageReport, Share, VerifyReport
+    from cacheblend_store import Amount, ChunkStore, SalvageReport, VerifyReport
 
     from cacheblend_cli.api import RecheckReport
 
@@ -77,15 +77,15 @@ def stats(
         )
 
 
-def _by_source(store: ChunkStore) -> dict[str, Share]:
+def _by_source(store: ChunkStore) -> dict[str, Amount]:
     """What each document takes; a chunk that several share is counted with the one that is cited."""
-    from cacheblend_store import Share
+    from cacheblend_store import Amount
 
     from cacheblend_cli.corpus.citations import Citations
 
-    citations, shares = Citations(store), dict[str, Share]()
+    citations, shares = Citations(store), dict[str, Amount]()
     for manifest in store.chunks(prefixes=True):
-        shares.setdefault(citations.of(manifest).source, Share()).add(manifest)
+        shares.setdefault(citations.of(manifest).source, Amount()).add(manifest.num_tokens, manifest.num_bytes)
     return shares
 
 
@@ -250,13 +250,13 @@ def compact(
     output = Output()
     import cacheblend_store
 
-    with options.open_store(settings, write=True, create=False) as kv_store, output.progress("compact") as bar:
-        before, after = cacheblend_store.compact(kv_store, lambda done, total: bar(done, total, ""))
+    with options.open_store(settings, write=True, create=False) as kv_store:
+        before, after = cacheblend_store.compact(kv_store)
     if json:
         output.json({"bytes_before": before, "bytes_after": after})
     else:
         output.note(f"{format_size(before)} before, {format_size(after)} after")
 
 
-def _share(share: Share) -> tuple[str, str, str]:
+def _share(share: Amount) -> tuple[str, str, str]:
     return f"{share.chunks:,}", f"{share.tokens:,}", format_size(share.bytes)

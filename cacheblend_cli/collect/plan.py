@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
+from cacheblend_store import Amount, ChunkStore, DocumentRecord
 
 from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
@@ -33,20 +33,6 @@ class Part:
     @property
     def chunks(self) -> list[PlannedChunk]:
         return [chunk for _, chunks in self.planned for chunk in chunks]
-
-
-@dataclass
-class Amount:
-    """bytes: of KV."""
-
-    chunks: int = 0
-    tokens: int = 0
-    bytes: int = 0
-
-    def add(self, tokens: int, num_bytes: int) -> None:
-        self.chunks += 1
-        self.tokens += tokens
-        self.bytes += num_bytes
 
 
 @dataclass
@@ -204,7 +190,7 @@ def _count_removed(
 ) -> None:
     with store.read() as reader:
         for key in {c.key for record in leaving.values() for c in record.chunks} - planned:
-            manifest = manifest_or_none(reader, key)
+            manifest = reader.undamaged(key)
             if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
                 found.removed.add(manifest.num_tokens, manifest.num_bytes)
 
@@ -223,14 +209,6 @@ def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[s
     for record in records.values():
         for place in record.chunks:
             with store.read() as reader:
-                manifest = manifest_or_none(reader, place.key)
+                manifest = reader.undamaged(place.key)
             if manifest is not None:
                 yield Passage(manifest.text, manifest.token_ids)
-
-
-def manifest_or_none(reader: StoreReader, key: bytes) -> ChunkManifest | None:
-    """A damaged manifest is a miss."""
-    try:
-        return reader.manifest(key)
-    except BadBlob:
-        return None

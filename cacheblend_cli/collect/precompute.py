@@ -13,7 +13,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
 from cacheblend_cli.collect.document_records import document_record, is_news, old_record, rename_documents, renamed
 from cacheblend_cli.collect.paths import Paths
-from cacheblend_cli.collect.plan import Amount, Difference, Part, Planned, compare, manifest_or_none, plan_parts
+from cacheblend_cli.collect.plan import Difference, Part, Planned, compare, plan_parts
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
@@ -25,7 +25,7 @@ from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
 
-__all__ = ["Amount", "Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
+__all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
@@ -237,7 +237,7 @@ class _Run:
         for planned in places:
             wanted.setdefault(planned.key, planned)
         with store.read() as reader:
-            there = {key: m for key in wanted if (m := manifest_or_none(reader, key)) is not None}
+            there = {key: m for key in wanted if (m := reader.undamaged(key)) is not None}
         missing = {k for k in wanted if k in keep and (force or k not in there or not there[k].has_kv)}
         records = [document_record(part.collection, document, chunks, part.settings) for document, chunks in batch]
         olds = [old_record(store, record) for record in records]

@@ -57,14 +57,13 @@ def recheck(
     count: int,
     *,
     repair: bool = False,
-    seed: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RecheckReport:
     """Compute `count` random chunks of this model again and compare each token of each layer with what is stored.
 
     A token's error is |stored - computed| over the root mean square of the computed tokens' norms. Allowed is twice
     what the codec itself does to the computed KV, and the noise of the compute dtype. Damaged blobs are passed over:
-    `verify` reports those. repair: what is wrong is replaced by what was computed. seed: of the choice.
+    `verify` reports those. repair: what is wrong is replaced by what was computed.
     """
     report = RecheckReport()
     of_codecs = (Collector(replace(collection, codec=codec), store) for codec in _codecs(store))
@@ -72,7 +71,7 @@ def recheck(
     manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
     own = [m for m in manifests if m.collection in collectors]
     report.foreign = len(manifests) - len(own)
-    chosen = random.Random(seed).sample(own, min(count, len(own)))
+    chosen = random.sample(own, min(count, len(own)))
     for done, manifest in enumerate(chosen, 1):
         collector = collectors[manifest.collection]
         fresh = _compute(collector, manifest)

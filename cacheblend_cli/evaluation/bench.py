@@ -85,15 +85,13 @@ class BenchReport:
         return asdict(self)
 
 
-def layout_of(
-    engine: Engine, tokens: int | None, chunks: int, question_tokens: int, room: int, seed: int = 0
-) -> Layout:
+def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, room: int) -> Layout:
     """A prompt of random ids within the model's template. tokens: of the chunks together, None for as many as fit up to
     DEFAULT_TOKENS, a multiple of `chunks`.
 
     Raises UsageError when prompt and `room` tokens after it do not fit the model's context.
     """
-    generator, ordinary = torch.Generator().manual_seed(seed), ordinary_ids(engine.model)
+    generator, ordinary = torch.Generator().manual_seed(0), ordinary_ids(engine.model)
     template = engine.runtime.template
     suffix = (
         *template.tokenizer.encode_template_rest(template.before_question),
@@ -124,7 +122,7 @@ def bench(
     *,
     rounds: int,
     decode_tokens: int,
-    on_run: Callable[[int, int, str], None] = lambda *told: None,
+    on_run: Callable[[int, int, str], None],
 ) -> BenchReport:
     """Collect the chunks into a temporary store, then run every setting and a decode once a round.
 

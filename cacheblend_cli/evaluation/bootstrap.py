@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
 """One number a sample: [num_samples], or [num_resamples, num_samples]."""
+_TAILS = (2.5, 97.5)  # percent: what lies between is 95 %
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,8 @@ class Interval:
 class Bootstrap:
     """Resamples of num_samples samples (Efron, 1979), the same ones for every statistic asked of this object."""
 
-    def __init__(self, num_samples: int, resamples: int = 2000, seed: int = 0, level: float = 0.95) -> None:
+    def __init__(self, num_samples: int, resamples: int = 2000, seed: int = 0) -> None:
         self._draws = np.random.default_rng(seed).integers(0, max(1, num_samples), (resamples, num_samples))
-        self._tail = 50 * (1 - level)
 
     def interval(self, statistic: Callable[..., Column], *columns: Sequence[float]) -> Interval | None:
         """The statistic over columns of one number a sample; it works along the last axis.
@@ -42,7 +42,7 @@ class Bootstrap:
         drawn = drawn[np.isfinite(drawn)]
         if not np.isfinite(value) or not len(drawn):
             return None
-        low, high = np.percentile(drawn, [self._tail, 100 - self._tail])
+        low, high = np.percentile(drawn, _TAILS)
         return Interval(value, float(low), float(high))
 
 

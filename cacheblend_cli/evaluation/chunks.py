@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -50,10 +50,8 @@ class SampleChunks:
         """Tokens of the sample's chunks."""
         return sum(len(self._encode(c.text)) for c in sample.contexts)
 
-    def store(
-        self, samples: Iterable[Sample], contexts: Sequence[str], on_chunk: Callable[[int, int], None] | None = None
-    ) -> int:
-        """Collect and store what the store lacks. on_chunk gets (chunks done, chunks in all). Returns how many."""
+    def store(self, samples: Iterable[Sample], contexts: Sequence[str]) -> int:
+        """Collect and store what the store lacks. Returns how many chunks."""
         wanted = {
             planned.key: planned
             for sample in samples
@@ -62,10 +60,7 @@ class SampleChunks:
         }
         missing = [p for p in wanted.values() if not self._store.has_kv(p.key)]
         self._collector.store_prefix()
-        for done, _ in enumerate(self._collector.store(missing), 1):
-            if on_chunk:
-                on_chunk(done, len(missing))
-        return len(missing)
+        return sum(1 for _ in self._collector.store(missing))
 
     def _plan(self, context: Context, kind: str) -> PlannedChunk:
         planned = self._planned.get((context, kind))

@@ -158,13 +158,13 @@ class _Run:
                     reference = run_full(self._runtime, request, wanted, before_s)
                 key = keys[setting.label]
                 if setting.is_full:
-                    record = self._full(sample, setting, key, reference)
+                    record = self._record(sample, setting, key, reference)
                 else:
                     found = run_setting(
                         self._runtime, replace(request, blend=setting.blend), reference, before_s,
                         setting.prefill or prefill,
                     )  # fmt: skip
-                    record = self._compared(sample, setting, key, reference, found)
+                    record = self._record(sample, setting, key, found, **_compared(found, reference))
                 self._records.add(record)
                 self.results.measured += 1
             self.results.notes += request.notes
@@ -174,33 +174,16 @@ class _Run:
         fixed = len(template.prefix_ids) + len(template.suffix_ids(sample.question))
         return fixed + self._chunks.num_tokens(sample)
 
-    def _full(self, sample: Sample, setting: Setting, key: str, reference: Reference) -> Record:
-        return Record(
-            key=key,
-            label=setting.label,
-            sample=sample.digest,
-            ttft_s=reference.ttft_s,
-            likelihood=reference.likelihood,
-            **_prompt(reference.prefilled),
-            **_scores(sample, reference.text),
-        )
-
-    def _compared(self, sample: Sample, setting: Setting, key: str, reference: Reference, found: Measured) -> Record:
+    def _record(
+        self, sample: Sample, setting: Setting, key: str, found: Reference | Measured, **compared: Any
+    ) -> Record:
         return Record(
             key=key,
             label=setting.label,
             sample=sample.digest,
             ttft_s=found.ttft_s,
             likelihood=found.likelihood,
-            kl=found.divergence.kl,
-            top1=found.divergence.top1,
-            signals=tuple(map(tuple, found.signals.tolist())),
-            k_error=tuple(found.k_error),
-            v_error=tuple(found.v_error),
-            attention_error=tuple(found.attention_error),
-            same_answer=found.text == reference.text,
-            f1_full=f1(found.text, [reference.text]),
-            rouge_full=rouge_l(found.text, [reference.text]),
+            **compared,
             **_prompt(found.prefilled),
             **_scores(sample, found.text),
         )
@@ -209,6 +192,21 @@ class _Run:
 def _contexts(settings: Sequence[Setting]) -> list[str]:
     """The contexts whose chunks are reused; one at least, since the prompt's ids come from chunks."""
     return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
+
+
+def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
+    """Against full prefill."""
+    return {
+        "kl": found.divergence.kl,
+        "top1": found.divergence.top1,
+        "signals": tuple(map(tuple, found.signals.tolist())),
+        "k_error": tuple(found.k_error),
+        "v_error": tuple(found.v_error),
+        "attention_error": tuple(found.attention_error),
+        "same_answer": found.text == reference.text,
+        "f1_full": f1(found.text, [reference.text]),
+        "rouge_full": rouge_l(found.text, [reference.text]),
+    }
 
 
 def _prompt(done: Prefilled) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from cacheblend_cli.runtime.risk import signals_of
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 
+_PIECES = 3  # of the noise floor's prefill
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -153,7 +155,7 @@ def run_setting(
 
 
 @torch.inference_mode()
-def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0, pieces: int = 3) -> Prefilled:
+def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
     """A full prefill in several passes over the prompt: the same mathematics in another tiling.
 
     What it differs from full prefill by is the noise floor of the compute dtype: no setting can be told from full
@@ -163,7 +165,7 @@ def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0, piec
     plan = request.plan
     length = plan.num_tokens
     sequence = runtime.new_sequence(length + room)
-    token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // pieces)
+    token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // _PIECES)
     start = time.perf_counter()
     for begin in range(0, length, size):
         positions = torch.arange(begin, min(begin + size, length), device=decoder.device)

@@ -61,7 +61,6 @@ def summarise(
     baseline: str | None = None,
     keep: Callable[[Record], bool] = lambda record: True,
     resamples: int = 2000,
-    seed: int = 0,
 ) -> list[Summary]:
     """A summary a setting, in order.
 
@@ -74,7 +73,7 @@ def summarise(
     if baseline is None:
         baseline = next((s.label for s in results.settings if s.reuses and s.blend.effective_ratio() == 0), None)
     reuse = columns[baseline] if baseline else []
-    bootstrap = Bootstrap(len(kept), resamples, seed)
+    bootstrap = Bootstrap(len(kept), resamples)
     return [_summary(s, columns[s.label], full, reuse, bootstrap) for s in results.settings]
 
 

@@ -23,13 +23,14 @@ from cacheblend_store.store import ChunkStore, StoreReader
 from cacheblend_store.upkeep.compaction import compact
 from cacheblend_store.upkeep.prune import PruneReport, prune
 from cacheblend_store.upkeep.salvage import SalvageReport, salvage
-from cacheblend_store.upkeep.stats import Share, StoreStats, stats
+from cacheblend_store.upkeep.stats import Amount, StoreStats, stats
 from cacheblend_store.upkeep.verify import Finding, VerifyReport, verify
 
 __all__ = [
     "FORMAT_VERSION",
     "NOWHERE",
     "AmbiguousId",
+    "Amount",
     "ArchiveError",
     "BadBlob",
     "ChunkManifest",
@@ -44,7 +45,6 @@ __all__ = [
     "Memo",
     "PruneReport",
     "SalvageReport",
-    "Share",
     "StoreCorrupt",
     "StoreError",
     "StoreFormat",

@@ -49,9 +49,9 @@ class StoreReader:
             return False
         return manifest is not None and manifest.has_kv
 
-    def manifests(self, start: bytes = b"") -> Iterator[ChunkManifest]:
-        """Those of the keys from `start` on, in order; damaged ones are passed over."""
-        return filter(None, map(self.undamaged, self.keys_from(start)))
+    def manifests(self) -> Iterator[ChunkManifest]:
+        """All that are not damaged, in order of their keys."""
+        return filter(None, map(self.undamaged, self.keys_from(b"")))
 
     def undamaged(self, key: bytes) -> ChunkManifest | None:
         """The manifest, None when there is none or it is damaged."""

@@ -13,7 +13,7 @@ import lmdb
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission, compact
-from cacheblend_store.format.blobs import blob_header, encode_blob, parse_blob
+from cacheblend_store.format.blobs import blob_prefix, encode_blob, parse_blob
 from cacheblend_store.format.layouts import blob_spec
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from small_chunks import make_chunk
@@ -99,6 +99,7 @@ def test_a_damaged_identity_is_damage(path: Path) -> None:
 
 
 SPEC = blob_spec("int8", 5, 2, 8)
+HEADER = blob_prefix(SPEC)[8:]
 PAYLOAD = b"".join(b"\1" * tensor.num_bytes for tensor in SPEC.values())
 
 
@@ -107,7 +108,7 @@ def container(header: bytes) -> memoryview:
 
 
 def _changed(change: Callable[[dict], object]) -> bytes:
-    header = json.loads(blob_header(SPEC))
+    header = json.loads(HEADER)
     change(header)
     return json.dumps(header).encode()
 
@@ -125,7 +126,7 @@ def _changed(change: Callable[[dict], object]) -> bytes:
         _changed(lambda h: h["v"].update(data_offsets=h["k"]["data_offsets"])),
         _changed(lambda h: h["v"].update(data_offsets=[-80, 0])),
         _changed(lambda h: h.update(__metadata__={"format": "pt"})),
-        blob_header(SPEC) + b" ",
+        HEADER + b" ",
         b"[" * 60_000,
         b"",
     ],
@@ -136,5 +137,5 @@ def test_a_header_that_is_not_what_the_manifest_implies_is_refused(header: bytes
         parse_blob(container(header), SPEC)
     for claim in (1 << 63, (1 << 64) - 1, len(PAYLOAD) + 9):
         with pytest.raises(BadBlob):
-            parse_blob(memoryview(struct.pack("<Q", claim) + blob_header(SPEC) + PAYLOAD), SPEC)
+            parse_blob(memoryview(struct.pack("<Q", claim) + HEADER + PAYLOAD), SPEC)
     assert parse_blob(memoryview(encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()})), SPEC)

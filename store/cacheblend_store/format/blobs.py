@@ -42,9 +42,8 @@ def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes
 
 
 def blob_prefix(spec: BlobSpec) -> bytes:
-    """What the container begins with: the header's length and the header. The tensors' bytes follow."""
-    header = blob_header(spec)
-    return struct.pack("<Q", len(header)) + header
+    """What the container begins with: the header's length and its JSON, padded with spaces. The tensors' bytes follow."""
+    return _prefix_of(tuple(spec.items()))
 
 
 def parse_blob(view: memoryview, spec: BlobSpec) -> dict[str, memoryview]:
@@ -65,17 +64,13 @@ def blob_size(spec: BlobSpec) -> int:
     return len(blob_prefix(spec)) + sum(tensor.num_bytes for tensor in spec.values())
 
 
-def blob_header(spec: BlobSpec) -> bytes:
-    """The JSON header of the container, padded with spaces."""
-    return _header_of(tuple(spec.items()))
-
-
 @lru_cache(maxsize=256)  # a loader parses hundreds of blobs of a few shapes
-def _header_of(items: tuple[tuple[str, TensorSpec], ...]) -> bytes:
+def _prefix_of(items: tuple[tuple[str, TensorSpec], ...]) -> bytes:
     header, offset = {}, 0
     for name, tensor in items:
         end = offset + tensor.num_bytes
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
-    return raw + b" " * (-(8 + len(raw)) % ALIGNMENT)
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
+    return struct.pack("<Q", len(raw)) + raw

@@ -80,20 +80,19 @@ def view_kv(
     return EncodedKV(codec, tensors)
 
 
-def decode_kv(encoded: EncodedKV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """k and v [tokens, num_kv_heads, head_dim] in `dtype`, copies."""
+def decode_kv(encoded: EncodedKV) -> tuple[Tensor, Tensor]:
+    """k and v [tokens, num_kv_heads, head_dim] fp32, copies."""
     t = encoded.tensors
     if encoded.codec in PLAIN:
-        return t["k"].to(dtype, copy=True), t["v"].to(dtype, copy=True)
+        return t["k"].to(torch.float32, copy=True), t["v"].to(torch.float32, copy=True)
     if encoded.codec == "float8_e4m3":
-        k, v = (t[n].float() * t[f"{n}_scale"][None, :, None] for n in ("k", "v"))
-        return k.to(dtype), v.to(dtype)
+        return t["k"].float() * t["k_scale"][None, :, None], t["v"].float() * t["v_scale"][None, :, None]
     k, v = t["k"], t["v"]
     if encoded.codec == "int4":
         k, v = _unpack4(k), _unpack4(v)
     num_tokens = k.shape[0]
     k_scale, k_zero = (t[n].repeat_interleave(GROUP, 0)[:num_tokens] for n in ("k_scale", "k_zero"))
-    return (k.float() * k_scale + k_zero).to(dtype), (v.float() * t["v_scale"] + t["v_zero"]).to(dtype)
+    return k.float() * k_scale + k_zero, v.float() * t["v_scale"] + t["v_zero"]
 
 
 def _converted(x: Tensor, codec: str) -> Tensor:

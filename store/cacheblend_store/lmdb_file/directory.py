@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from cacheblend_store.errors import StoreCorrupt, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
+from cacheblend_store.errors import StoreCorrupt, StoreError, StoreFormat, StoreNoSpace, StoreNotFound, StorePermission
 from cacheblend_store.lmdb_file.translation import again_hint, system_errors
 
 DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
@@ -45,7 +45,7 @@ def _is_there(path: Path, *, create: bool) -> bool:
         return True
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if LOCK in names:  # LMDB made it when it opened a data.mdb
-        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
+        raise lost(path)
     if not create:
         raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
     others = sorted(names - set(OWN_FILES))
@@ -89,8 +89,14 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
-def unreadable(path: Path, error: OSError) -> StorePermission:
+def unreadable(path: Path, error: OSError) -> StoreError:
+    if path.name == DATA and isinstance(error, FileNotFoundError):
+        return lost(path.parent)
     return StorePermission(f"cannot read {path}: {error.strerror}", "use a store of your own")
+
+
+def lost(path: Path) -> StoreCorrupt:
+    return StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path))
 
 
 def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

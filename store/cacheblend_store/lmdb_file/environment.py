@@ -23,7 +23,7 @@ from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import check_index, read_metas, snapshot
 from cacheblend_store.lmdb_file.pages.layout import PAGE_SIZES
 from cacheblend_store.lmdb_file.pages.reader import DATABASES, PageReader
-from cacheblend_store.lmdb_file.translation import Reopen, again_hint, damaged, translated
+from cacheblend_store.lmdb_file.translation import Reopen, damaged, translated
 
 _TRIES = 64  # at what others can make fail again and again
 
@@ -175,8 +175,8 @@ class Environment:
         self._require_own()
         try:
             info = os.stat(self.store / DATA)
-        except FileNotFoundError as error:
-            raise StoreCorrupt(f"the store at {self.store} has lost its data.mdb", again_hint(self.store)) from error
+        except OSError as error:
+            raise unreadable(self.store / DATA, error) from error
         if info.st_size < 2 * PAGE_SIZES[0]:
             raise damaged(self.store, f"its file was truncated to {info.st_size} bytes")
         if self._file < 0 or (info.st_dev, info.st_ino) != self._inode:

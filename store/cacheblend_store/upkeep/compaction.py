@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
 from cacheblend_store.lmdb_file.directory import DATA
-from cacheblend_store.progress import Progress
 from cacheblend_store.store import ChunkStore
 
 
-def compact(store: ChunkStore, progress: Progress | None = None) -> tuple[int, int]:
+def compact(store: ChunkStore) -> tuple[int, int]:
     """Copy what is live into a new file and rename it over the old one; (bytes before, bytes after).
 
     Needs room for the copy beside the original, and nobody else who has the store open. Killed or out of power
@@ -21,8 +20,4 @@ def compact(store: ChunkStore, progress: Progress | None = None) -> tuple[int, i
     with store.set_aside(), replacing(store.path, store.lock_timeout, before - free) as folder:
         compact_copy(store.path, folder)
         ChunkStore.open(folder, force=True).close()
-        if progress is not None:
-            progress(1, 2)
-    if progress is not None:
-        progress(2, 2)
     return before, data.stat().st_size

@@ -16,7 +16,6 @@ from cacheblend_store.errors import BadBlob, StoreCorrupt
 from cacheblend_store.lmdb_file.datafile import replacing
 from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
-from cacheblend_store.lmdb_file.translation import again_hint
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import State, decode_state
@@ -43,8 +42,6 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
     """
     try:
         file = (path / DATA).open("rb", buffering=0)
-    except FileNotFoundError as error:
-        raise StoreCorrupt(f"the store at {path} has lost its data.mdb", again_hint(path)) from error
     except OSError as error:
         raise unreadable(path / DATA, error) from error
     with (
@@ -56,12 +53,16 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
 
 
 def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) -> SalvageReport:
-    keys, lost = list(_readable(source, "chunks", bytes)), dict[bytes, str]()  # lost: chunk -> where it stands
-    for done, key in enumerate(keys, 1):
-        with suppress(BadBlob, StoreCorrupt):
-            lost |= _copy_chunk(source, target, key)
+    lost = dict[bytes, str]()  # chunk -> where it stands
+    for done, manifest in enumerate(_readable(source, "chunks", source.manifest), 1):
+        try:
+            target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_layers)])
+        except (BadBlob, StoreCorrupt):  # its text at the least
+            target.put_records([manifest])
+            if not manifest.evicted:
+                lost[manifest.key] = manifest.source if manifest.context != "prefix" else ""
         if progress is not None:
-            progress(done, len(keys))
+            progress(done, source.entries("chunks"))
     documents = list(_readable(source, "documents", source.document))
     target.put_documents(documents)
     target.put_memos(list(_readable(source, "meta", source.memo)))
@@ -72,18 +73,6 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
     for document in documents:  # which know better than a chunk where it stands now
         lost |= {c.key: document.source for c in document.chunks if c.key in lost or c.key not in kept}
     return SalvageReport(len(kept), len(documents), len(lost), tuple(sorted(set(lost.values()) - {""})))
-
-
-def _copy_chunk(source: StoreReader, target: ChunkStore, key: bytes) -> dict[bytes, str]:
-    """Copy what of a chunk reads, its text at the least. Where it stands, if its KV is not there and was not evicted."""
-    manifest = source.manifest(key)
-    if manifest is None:
-        return {}
-    with suppress(BadBlob, StoreCorrupt):
-        target.put_chunk(manifest, [source.blob(manifest, layer) for layer in range(manifest.num_layers)])
-        return {}
-    target.put_records([manifest])
-    return {} if manifest.evicted else {key: manifest.source if manifest.context != "prefix" else ""}
 
 
 def _readable(source: StoreReader, database: str, read: Callable[[bytes], T | None]) -> Iterator[T]:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cacheblend_store.format.records import ChunkManifest
 from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.store import ChunkStore
 
 
 @dataclass
-class Share:
-    """What one model or one document has of a store. bytes: of blobs."""
+class Amount:
+    """So many chunks. bytes: of their blobs."""
 
     chunks: int = 0
     tokens: int = 0
     bytes: int = 0
 
-    def add(self, manifest: ChunkManifest) -> None:
+    def add(self, tokens: int, num_bytes: int) -> None:
+        """One more chunk."""
         self.chunks += 1
-        self.tokens += manifest.num_tokens
-        self.bytes += manifest.num_bytes
+        self.tokens += tokens
+        self.bytes += num_bytes
 
 
 @dataclass
@@ -42,8 +42,8 @@ class StoreStats:
     free_bytes: int
     damaged: int = 0
     without_kv: int = 0
-    models: dict[tuple[str, str, str], Share] = field(default_factory=dict)
-    prefixes: Share = field(default_factory=Share)
+    models: dict[tuple[str, str, str], Amount] = field(default_factory=dict)
+    prefixes: Amount = field(default_factory=Amount)
 
     def totals(self) -> dict[str, int]:
         """The numbers that are no breakdown; chunks: without the prefixes that one told apart."""
@@ -75,6 +75,6 @@ def _break_down(reader: StoreReader, found: StoreStats) -> None:
         num_read += 1
         found.without_kv += not manifest.has_kv
         who = (manifest.model_name, manifest.model, manifest.codec)
-        share = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Share())
-        share.add(manifest)
+        amount = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Amount())
+        amount.add(manifest.num_tokens, manifest.num_bytes)
     found.damaged = found.chunks - num_read

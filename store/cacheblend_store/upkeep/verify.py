@@ -20,6 +20,9 @@ from cacheblend_store.store import ChunkStore
 from cacheblend_store.upkeep.salvage import salvage
 from cacheblend_store.writer import StoreWriter
 
+_DATABASE = {"document": "documents", "memo": "meta", "use": "lru"}
+"""Where a record of a finding's kind is that goes whole."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -180,12 +183,8 @@ def _repair(store: ChunkStore, report: VerifyReport) -> None:
                 writer.evict(finding.key)
             elif finding.kind in ("manifest", "stray-blob"):
                 writer.delete_chunk(finding.key)
-            elif finding.kind == "document":
-                writer.delete("documents", finding.key)
-            elif finding.kind == "memo":
-                writer.delete("meta", finding.key)
-            elif finding.kind == "use":
-                writer.delete("lru", finding.key)
+            elif finding.kind in _DATABASE:
+                writer.delete(_DATABASE[finding.kind], finding.key)
         writer.rebuild_references()
         writer.changed()
 
