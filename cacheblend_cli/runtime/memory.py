@@ -17,12 +17,14 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.runtime.config import BlendConfig
 from cacheblend_cli.runtime.decode import BatchRunner, DecodeRunner, make_runner
 
 if TYPE_CHECKING:
@@ -79,8 +81,10 @@ def reserve(
     eager: bool = False,
     meter: Meter | None = None,
     at_once: int = 1,
+    codec: str = "auto",
 ) -> DeviceMemory | None:
-    """Profile a prefill and take the pool. None on CPU. Raises DeviceError when not even one block fits."""
+    """Profile a prefill, take the pool and warm up over it. None on CPU. codec: see `warm_up`. Raises DeviceError when not
+    even one block fits."""
     if decoder.device.type != "cuda" and meter is None:
         return None
     profile = measure(decoder, block_size, meter or CudaMeter(decoder.device))
@@ -100,22 +104,41 @@ def reserve(
             "end what else uses the GPU, or lower --gpu-memory-utilization",
         ) from error
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
-        warm_up(decoder, pool)
+        warm_up(decoder, pool, codec)
     return DeviceMemory(pool, make_runner(decoder, pool, eager), profile)
 
 
 @torch.inference_mode()
-def warm_up(decoder: Decoder, pool: KVPool) -> None:
-    """A small blend: it compiles what the profile's full prefills do not launch, before loader threads launch it too."""
+def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
+    """Launch what a question may launch, so that nothing is compiled in the first one: attention at all sizes, and small
+    blends, by default and with a check layer. codec: of stored KV, auto for the decoder's dtype."""
     *chunks, suffix = WARM_UP
+    codec = str(decoder.dtype).removeprefix("torch.") if codec == "auto" else codec
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
-    sequence = pool.new_sequence(plan.num_tokens)
+    sequence = pool.new_sequence(max(plan.num_tokens, 2 * pool.block_size))
     try:
-        policy = BlendPolicy(make_selector("hkvd" if decoder.spec.num_layers > 1 else "none"), ((1, 0.5),))
-        blended_prefill(Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan)), policy)
+        checked = BlendConfig(ratio=0.5, selector="hkvd" if decoder.spec.num_layers > 1 else "none")
+        for blend in (BlendConfig(), checked):
+            prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, codec))
+            blended_prefill(prompt, blend.policy(decoder.spec.num_layers, layer0_exact=True))
+        source, target = (upload(sequence.blocks[i : i + 1], decoder.device) for i in range(2))
+        decoder.kernels.copy_blocks(pool.tensors, source, target)
     finally:
         sequence.release()
+    warm_up_attention(decoder, pool)
+
+
+def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
+    """Attention of every kind of layer there is, for any number of rows over contexts as long as one may get."""
+    spec, capacity = decoder.spec, len(pool.layers[0].k) * pool.block_size
+    q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
+    kinds = {}
+    for layer, cache in zip(decoder.layers, pool.layers, strict=True):
+        params = layer.attention
+        kinds[params.sliding_window, params.soft_cap, params.sinks is None] = params, cache
+    for params, cache in kinds.values():
+        decoder.kernels.warm_up(q, cache, params, min(spec.max_context, capacity))
 
 
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:

@@ -104,6 +104,7 @@ class Runtime:
                 self.config.gpu_memory_utilization,
                 eager=self.config.eager,
                 at_once=at_once,
+                codec=self.config.kv_dtype,
             )
         return self._memory
 

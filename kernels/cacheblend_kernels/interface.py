@@ -192,6 +192,10 @@ class KernelBackend(ABC):
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or gelu_pytorch_tanh."""
 
+    def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:  # noqa: B027
+        """Compile all that attention of a layer may launch over contexts of up to max_keys positions, where there is something
+        to compile. q: one row of it, [1, num_heads, head_dim]; cache: of at least one block, which is read, not written."""
+
     def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
         """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]. No block is in both."""
         for pool in pools:

@@ -18,6 +18,8 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.runtime.memory import warm_up
 from cacheblend_cli.runtime.request import Question
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -207,7 +209,8 @@ def test_a_models_launches_are_among_the_variants(arch: int, pool_dtype: torch.d
     ],
 )
 def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collect, load, blend and decode: whatever way it calls the kernels in. Nothing runs, so every result is zero."""
+    """Collect, load, blend and decode: whatever way it calls the kernels in; and nothing that the warm-up has not launched
+    before. Nothing runs, so every result is zero."""
     write_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
     (tmp_path / "a.md").write_text("\n\n".join(" ".join(WORDS[p : p + 3]) + f" {p}." for p in range(3)) + "\n")
     for name in ("empty", "empty_like"):
@@ -223,9 +226,16 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
             engine.precompute(store, [str(tmp_path / "a.md")], PrecomputeOptions(chunk_tokens=8), lambda event: None)
             keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][2::-1]
             blend = BlendConfig(ratio=0.3, selector=selector)
+            with recorded(90) as warmed:
+                decoder = engine.model.decoder
+                warm_up(decoder, KVPool.of(decoder, 8, 16))
+            before = len(launches)
             answer = engine.ask(store, Question("?", keys, blend, SamplingParams(max_tokens=3, ignore_eos=True)))
     assert len(answer.generated_ids) == 3
     assert answer.recomputed_tokens > 0
+    asked = {launch.key: str(launch) for launch in launches[before:]}
+    unexpected = [told for key, told in asked.items() if key not in {launch.key for launch in warmed}]
+    assert not unexpected, "\n".join(unexpected)
     expected = {"load_kv_kernel", "prefill_attention_kernel", "decode_attention_kernel", "rope_and_cache_kernel"}
     assert {launch.kernel.__name__ for launch in launches} >= expected
     lower(launches)

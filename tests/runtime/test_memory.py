@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
+from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
@@ -103,11 +104,11 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     assert memory.pool.allocator.num_used == 0
 
 
-def test_the_warm_up_runs_what_loading_and_checking_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_runs_what_a_question_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves the pool as it was: empty."""
     launched: list[str] = []
-    kernels = engine.model.decoder.kernels
-    for name in ("load_kv", "kv_deviation", "rope_and_cache", "prefill_attention"):
+    kernels, num_layers = engine.model.decoder.kernels, engine.model.spec.num_layers
+    for name in ("load_kv", "kv_deviation", "rope", "rope_and_cache", "prefill_attention", "copy_blocks", "warm_up"):
         plain = getattr(kernels, name)
 
         def counted(*args: Any, name: str = name, plain: Any = plain, **kwargs: Any) -> Any:
@@ -115,10 +116,23 @@ def test_the_warm_up_runs_what_loading_and_checking_run(engine: Engine, monkeypa
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(kernels, name, counted)
+    corrected: list[int] = []
+    plain_apply = Regression.apply
+
+    def applied(self: Any, layer: Any, *args: Any) -> None:
+        corrected.append(layer.index)
+        plain_apply(self, layer, *args)
+
+    monkeypatch.setattr(Regression, "apply", applied)
     pool = KVPool.of(engine.model.decoder, 4, 16)
     warm_up(engine.model.decoder, pool)
-    assert set(launched) == {"load_kv", "kv_deviation", "rope_and_cache", "prefill_attention"}
-    assert launched.count("load_kv") == 2 * engine.model.spec.num_layers
+    assert set(corrected) == set(range(1, num_layers))  # the default's, after the question's probe
+    assert {name: launched.count(name) for name in ("kv_deviation", "copy_blocks", "warm_up")} == {
+        "kv_deviation": 1,
+        "copy_blocks": 1,
+        "warm_up": 1,  # every layer attends as the others do
+    }
+    assert {"load_kv", "rope", "rope_and_cache", "prefill_attention"} <= set(launched)
     assert pool.allocator.num_used == 0
 
 

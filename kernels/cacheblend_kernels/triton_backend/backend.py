@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,12 @@ from cacheblend_kernels.interface import (
 )
 from cacheblend_kernels.triton_backend import cache_ops, deviation, norms
 from cacheblend_kernels.triton_backend.checks import interpreted
-from cacheblend_kernels.triton_backend.configs import LaunchPlan, arch_of
+from cacheblend_kernels.triton_backend.configs import DENSE_ROUTES, DenseRoute, LaunchPlan, arch_of
 from cacheblend_kernels.triton_backend.decode_attention import decode_attention
+from cacheblend_kernels.triton_backend.dense import is_full, sdpa_prefill
 from cacheblend_kernels.triton_backend.load_kv import load_kv
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention
+from cacheblend_kernels.triton_backend.warm_up import warm_up_attention
 
 MINIMUM_CAPABILITY = (8, 0)
 
@@ -27,12 +31,19 @@ MINIMUM_CAPABILITY = (8, 0)
 class TritonBackend(KernelBackend):
     """Kernels for one device. In Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU tensors.
 
-    arch, num_sms: what launches are planned for; read off the device unless given.
+    arch, num_sms: what launches are planned for; read off the device unless given. dense: which full prefills go to torch.
     """
 
     name = "triton"
 
-    def __init__(self, device: torch.device, *, arch: int | None = None, num_sms: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        arch: int | None = None,
+        num_sms: int | None = None,
+        dense: Mapping[tuple[int, int], DenseRoute] = DENSE_ROUTES,
+    ) -> None:
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             if capability < MINIMUM_CAPABILITY:
@@ -47,12 +58,15 @@ class TritonBackend(KernelBackend):
                 f"the {self.name} backend needs a CUDA device, not {device}", "use --attention-backend torch"
             )
         self.device = device
-        self._plan = LaunchPlan(arch or 90, num_sms or 132)
+        self._plan, self._dense = LaunchPlan(arch or 90, num_sms or 132), dense
         self._addresses: dict[tuple[int, ...], Tensor] = {}
 
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
+        route = self._dense.get((self._plan.arch, q.shape[2]))
+        if route is not None and q.shape[0] >= route.least_rows and params.plain and is_full(q, cache, meta):
+            return sdpa_prefill(q, cache, meta.contiguous_slot, params.scale, route.kernel)
         return prefill_attention(q, cache, meta, params, self._plan)
 
     def decode_attention(
@@ -80,6 +94,9 @@ class TritonBackend(KernelBackend):
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         return norms.act_and_mul(gate_up, activation)
+
+    def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:
+        warm_up_attention(q, cache, params, max_keys, self._plan)
 
     def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
         """One launch for all pools, whose addresses are kept on the device."""

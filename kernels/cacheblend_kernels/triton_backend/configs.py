@@ -19,6 +19,19 @@ MIN_KEYS_PER_SPLIT = 256
 
 
 @dataclass(frozen=True)
+class DenseRoute:
+    """Full prefills over adjacent keys, of least_rows rows or more, go to that kernel of torch's SDPA: cudnn or flash."""
+
+    kernel: str
+    least_rows: int
+
+
+DENSE_ROUTES: dict[tuple[int, int], DenseRoute] = {}
+"""By architecture and head size. An entry is what stage 3 of `benchmarks/gpu_check.py` measured to be faster than our kernel,
+and its report writes it; where nothing was measured there is none, and our kernel does all."""
+
+
+@dataclass(frozen=True)
 class TileConfig:
     """block_m: rows x heads of a group in a tile; block_n: keys a step; num_warps, num_stages: Triton's knobs.
 
@@ -148,3 +161,9 @@ def num_context_splits(num_programs: int, max_keys: int, num_sms: int, waves: in
     most = max_keys // MIN_KEYS_PER_SPLIT
     splits = max(1, min(wanted, most, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
+
+
+def split_counts(num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, ...]:
+    """Every number of splits of launches over contexts of up to max_keys: most where one tile or sequence is all there is."""
+    most = num_context_splits(num_kv_heads, max_keys, num_sms)
+    return tuple(1 << n for n in range(most.bit_length()))
