@@ -19,6 +19,7 @@ from gpu_cost import Ceilings
 from gpu_model import RandomModel, transformers_model
 from torch import Tensor
 
+from cacheblend_cli.blend.policy import row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
@@ -167,7 +168,8 @@ class Bench:
             self.synchronize()
             start = time.perf_counter()
             prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
-            result = blended_prefill(prompt, blend.policy(self.model.spec.num_layers, lossless))
+            policy = blend.policy(self.model.spec.num_layers, lossless, row_tile_of(self.device))
+            result = blended_prefill(prompt, policy)
             result.logits[-1].argmax().item()
             return time.perf_counter() - start, result
 

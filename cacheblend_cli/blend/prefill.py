@@ -110,7 +110,7 @@ class BlendSteps(Observer):
         return torch.searchsorted(fresh.rows.positions, kept)
 
     def _choose(self, ratio: float, evidence: Evidence) -> None:
-        kept = self._policy.select(ratio, len(self._all), self.candidates, evidence)
+        kept = self._policy.select(ratio, len(self._all), self.candidates, evidence, len(self._fresh))
         self._keep(self.candidates.take(kept))
 
     def _keep(self, candidates: Candidates) -> None:

@@ -138,8 +138,10 @@ class BlendConfig:
             return 0.0
         return self.checks[-1][1] if self.checks else self.ratio
 
-    def policy(self, num_layers: int, layer0_exact: bool) -> BlendPolicy:
-        """The policy for a model of num_layers. Raises UsageError when a check layer is not in the model."""
+    def policy(self, num_layers: int, layer0_exact: bool, row_tile: int = 1) -> BlendPolicy:
+        """The policy for a model of num_layers. Raises UsageError when a check layer is not in the model.
+
+        row_tile: see `row_tile_of`."""
         checks, selector = self.checks or ((self.check_layer, self.ratio),), make_selector(self.selector, self.seed)
         nucleus = 0.0 if self.selector == "all" else self.nucleus
         wrong = [layer for layer, _ in checks if not 1 <= layer < num_layers]
@@ -165,6 +167,7 @@ class BlendConfig:
             draft_tokens=self.draft_tokens,
             correction=CORRECTIONS.get(self.correction),
             layer0_exact=layer0_exact,
+            row_tile=row_tile,
         )
 
     def _probed(self, num_layers: int) -> tuple[int, ...]:

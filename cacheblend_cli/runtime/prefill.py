@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.policy import LayerReport, Status
+from cacheblend_cli.blend.policy import LayerReport, Status, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.kv.forward import Hidden, LayerStep, run_layers
@@ -109,7 +109,8 @@ class Prefilling:
     ) -> None:
         self.request, self.sequence, self._hot = request, sequence, (hot_tokens, hot_exact)
         self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hot_tokens)
-        self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless)
+        tile = row_tile_of(runtime.decoder.device)
+        self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless, tile)
         self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
         self._positions = positions_of(
             [s for s in self._plan.segments if s.status == "computed"], runtime.decoder.device

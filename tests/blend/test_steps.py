@@ -13,7 +13,8 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.blend.policy import Status
+from cacheblend_cli.blend.policy import Status, row_tile_of
+from cacheblend_cli.runtime import prefill as runtime_prefill
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import resolve
 
@@ -104,6 +105,24 @@ def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
     ]
     assert [r.rows for r in done.result.layers] == [inexact + fresh] * 2 + [chosen + fresh] * (LAYERS - 2)
     assert counted.launches["kv_deviation"] == 1
+
+
+@pytest.mark.parametrize("selector", ["query", "hkvd"])
+def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the best of those it would have left; a ratio of 0 recomputes nothing all the same."""
+    assert [row_tile_of(torch.device(name)) for name in ("cuda", "cpu")] == [128, 1]
+    blend = BlendConfig(selector=selector, ratio=0.25)
+    plain = counted.prefill(blend)
+    fresh, chosen = plain.plan.fresh_tokens, set(plain.result.chosen.tolist())
+    monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device: 16)
+    filled = counted.prefill(blend)
+    more = set(filled.result.chosen.tolist())
+    assert chosen < more
+    assert len(more) == -(-(len(chosen) + fresh) // 16) * 16 - fresh
+    assert counted.attended[-2] % 16 == 0
+    assert not len(counted.prefill(BlendConfig(selector=selector, ratio=0.0)).result.chosen)
+    monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device: 1 << 20)
+    assert len(counted.prefill(blend).result.chosen) == plain.plan.inexact_tokens  # all there are
 
 
 def test_the_probe_stops_where_it_has_looked(counted: Counted) -> None:
