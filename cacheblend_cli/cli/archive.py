@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +57,6 @@ def export(
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
         raise UsageError("chunks to export were named in more than one way", "ids, --source and --model, or --all")
-    named = _read_named(chunks)
     secret = _read_key(sign_key)
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} is there already", "name another path, or give --force to replace it")
@@ -69,7 +67,7 @@ def export(
     from cacheblend_cli.corpus.places import portable
 
     with options.open_store(settings, write=False) as kv_store, output.progress("export") as bar:
-        keys = _choose(kv_store, named, source, model)
+        keys = _choose(kv_store, chunks, source, model)
         ids = [key.hex() for key in keys or {m.key for m in kv_store.chunks()}] if quiet else []
         made_with = ArchiveOptions(secret, settings.salt, portable)
         report = export_chunks(
@@ -145,12 +143,6 @@ def import_(
         raise typer.Exit(int(ExitCode.STORE))
 
 
-def _read_named(chunks: list[str] | None) -> tuple[str, ...] | None:
-    if not chunks:
-        return None
-    return tuple(found for text in chunks for found in read_ids(text))
-
-
 def _read_key(path: Path | None) -> bytes | None:
     """The secret in a file, without a newline at its end."""
     if path is None:
@@ -166,10 +158,10 @@ def _read_key(path: Path | None) -> bytes | None:
     return key
 
 
-def _choose(store: ChunkStore, named: Sequence[str] | None, source: str | None, model: str | None) -> set[bytes] | None:
+def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, model: str | None) -> set[bytes] | None:
     """Keys of what was named, None for everything. Raises NotFoundError when that is nothing."""
-    if named is not None:
-        return {store.resolve(name) for name in named}
+    if chunks:
+        return {store.resolve(name) for text in chunks for name in read_ids(text)}
     if source is None and model is None:
         return None
     from cacheblend_cli.corpus.citations import Citations

@@ -75,7 +75,7 @@ def export_chunks(
         manifest_file = b"".join((*head, *lines, *tail))
         add(MANIFEST, manifest_file)
         if options.sign_key is not None:
-            add(SIGNATURE, sign(options.sign_key, [manifest_file]))
+            add(SIGNATURE, sign(options.sign_key, manifest_file))
     return ExportReport(len(done), len(documents), size, tuple(damaged), without_kv)
 
 

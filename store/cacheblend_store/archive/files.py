@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from cacheblend_store.errors import ArchiveError
 
@@ -76,10 +75,15 @@ class ArchiveFiles:
                 raise ArchiveError(f"the archive holds more than {limits.bytes:,} bytes", "raise --max-bytes")
         self.sizes = {name: member.size for name, member in self._members.items()}
 
-    def open(self, name: str) -> IO[bytes]:
+    def read(self, name: str, most: int) -> bytes:
+        """Raises ArchiveError for a file that is not there, or has more than `most` bytes."""
+        if self.sizes.get(name, most + 1) > most:
+            raise ArchiveError(
+                f"{name} is missing or too long: this is no export", "make one: cacheblend chunks export PATH"
+            )
         file = self._tar.extractfile(self._members[name])
         assert file is not None
-        return file
+        return file.read()
 
 
 @contextmanager

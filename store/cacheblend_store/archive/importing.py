@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from pathlib import Path
@@ -20,18 +20,12 @@ from cacheblend_store.archive.files import (
     ArchiveOptions,
     open_archive,
 )
-from cacheblend_store.archive.manifest import (
-    MAX_LINE_BYTES,
-    ChunkLine,
-    CollectionLine,
-    End,
-    decode_line,
-    sign,
-)
+from cacheblend_store.archive.manifest import AnyLine, ChunkLine, CollectionLine, End, decode_line, sign
 from cacheblend_store.errors import ArchiveError, BadBlob, StoreFull
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.store import ChunkStore
 
+MAX_MANIFEST_BYTES = 4 << 30  # some million chunks
 _BATCH_BYTES = 32 << 20  # of chunks a transaction
 Status = Literal["new", "unchanged", "replaced", "rejected", "skipped"]
 Signature = Literal["right", "absent", "unchecked"]
@@ -82,17 +76,16 @@ def import_chunks(
     Raises FileNotFoundError, ArchiveError, StoreErrors.
     """
     with open_archive(path, options.limits) as files:
-        if MANIFEST not in files.sizes:
-            raise ArchiveError(f"{path} has no {MANIFEST}: it is no export", "make one: cacheblend chunks export PATH")
-        report = ImportReport(_check_signature(files, options.sign_key))
-        manifest = _Manifest(files, options.salt)
+        text = files.read(MANIFEST, MAX_MANIFEST_BYTES)
+        report = ImportReport(_check_signature(files, text, options.sign_key))
+        manifest = _Manifest(text, files.sizes, options.salt)
         report.unproven = manifest.unproven
         taken, needless = _choose_documents(store, manifest, options, replace, report)
         if on_start is not None:
             on_start(report)
         store.put_documents(taken)  # first: no chunk on its way in is one that no document refers to
         report.documents = len(taken)
-        for done, chunk in enumerate(_take(store, files, manifest.read_again(options.rename), needless), 1):
+        for done, chunk in enumerate(_take(store, files, manifest.lines(options.rename), needless), 1):
             report.chunks[chunk.status] = report.chunks.get(chunk.status, 0) + 1
             if on_chunk is not None:
                 on_chunk(chunk, done, len(manifest.chunks))
@@ -102,52 +95,37 @@ def import_chunks(
 # before anything is stored
 
 
-def _check_signature(files: ArchiveFiles, sign_key: bytes | None) -> Signature:
+def _check_signature(files: ArchiveFiles, manifest: bytes, sign_key: bytes | None) -> Signature:
     signed = SIGNATURE in files.sizes
     if sign_key is None:
         return "unchecked" if signed else "absent"
     if not signed:
         raise ArchiveError("the archive is not signed", "get a signed one, or import it without --sign-key")
-    with files.open(SIGNATURE) as file:
-        found = file.read(256)
-    if not hmac.compare_digest(found, sign(sign_key, _lines(files))):
+    if not hmac.compare_digest(files.read(SIGNATURE, 256), sign(sign_key, manifest)):
         what = "the archive's signature is wrong: it was changed, or signed with another key"
         raise ArchiveError(what, "do not use it")
     return "right"
 
 
-def _lines(files: ArchiveFiles) -> Iterator[bytes]:
-    with files.open(MANIFEST) as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            if not line.endswith(b"\n"):
-                raise ArchiveError("the manifest ends within a line, or has one without end", DAMAGED)
-            yield line
-
-
 class _Manifest:
-    """The manifest, read once from end to end and checked. chunks: SHA-256 of each one's line, by key.
+    """The manifest, checked from end to end. chunks: their keys; each one's line is decoded again when its turn comes, since
+    that takes many times its bytes. sizes: of the archive's files."""
 
-    The chunks' lines can be too many to be held: they are read again when their turn comes, and must be the same.
-    """
-
-    def __init__(self, files: ArchiveFiles, salt: str) -> None:
-        self._files, self._salt = files, salt
+    def __init__(self, text: bytes, sizes: Mapping[str, int], salt: str) -> None:
+        self._text, self._sizes, self._salt = text, sizes, salt
         self.collections = dict[str, CollectionLine]()
-        self.chunks = dict[bytes, bytes]()
+        self.chunks = set[bytes]()
         self.documents = dict[tuple[str, str, str], DocumentRecord]()
         self.unproven = 0
         self._shapes = dict[str, tuple[int, int, int]]()
         line = None
-        for number, text in enumerate(_lines(files), 1):
-            if isinstance(line, End):
-                raise ArchiveError("the manifest goes on behind its end", DAMAGED)
-            line = decode_line(text, number)
+        for line in self._decoded():
             if isinstance(line, CollectionLine):
                 line.check(salt)
                 self.collections[line.id] = line
             elif isinstance(line, ChunkLine):
                 self._check_chunk(line)
-                self.chunks[line.manifest.key] = hashlib.sha256(text).digest()
+                self.chunks.add(line.manifest.key)
             elif isinstance(line, DocumentRecord):
                 name = (line.collection, line.source, line.context)
                 if name in self.documents or line.collection not in self.collections:
@@ -155,21 +133,21 @@ class _Manifest:
                 self.documents[name] = line
         if line != End(len(self.collections), len(self.chunks), len(self.documents)):
             raise ArchiveError("the manifest has no end, or its end counts others", DAMAGED)
-        for file in files.sizes:  # that every line has its file is checked with the lines
+        for file in sizes:  # that every line has its file is checked with the lines
             if file.endswith(SUFFIX) and bytes.fromhex(file.removesuffix(SUFFIX)) not in self.chunks:
                 raise ArchiveError(f"the manifest does not name {file}", DAMAGED)
 
-    def read_again(self, rename: Callable[[str], str]) -> Iterator[ChunkLine]:
-        for number, text in enumerate(_lines(self._files), 1):
-            line = decode_line(text, number)
+    def lines(self, rename: Callable[[str], str]) -> Iterator[ChunkLine]:
+        for line in self._decoded():
             if isinstance(line, ChunkLine):
-                if self.chunks.get(line.manifest.key) != hashlib.sha256(text).digest():
-                    raise ArchiveError("the manifest was changed while it was read", "import the archive again")
                 yield changed(line, manifest=changed(line.manifest, source=rename(line.manifest.source)))
+
+    def _decoded(self) -> Iterator[AnyLine | None]:
+        return (decode_line(text, number) for number, text in enumerate(io.BytesIO(self._text), 1))
 
     def _check_chunk(self, line: ChunkLine) -> None:
         chunk, name = line.manifest, f"chunk {line.manifest.id[:12]}"
-        if self._files.sizes.get(line.file, 0) != line.num_bytes:
+        if self._sizes.get(line.file, 0) != line.num_bytes:
             raise ArchiveError(f"the file of {name} is missing or of another size", DAMAGED)
         collection = self.collections.get(chunk.collection)
         if chunk.key in self.chunks or collection is None:
@@ -218,7 +196,9 @@ def _take(
             yield ImportedChunk(line.manifest, "unchanged")
         else:
             try:
-                batch.append((line.manifest, line.blobs(files.open(line.file).read()) if line.num_bytes else []))
+                batch.append(
+                    (line.manifest, line.blobs(files.read(line.file, line.num_bytes)) if line.num_bytes else [])
+                )
                 held += line.num_bytes + len(line.manifest.text)
             except ArchiveError as error:
                 yield ImportedChunk(line.manifest, "rejected", error.message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -185,12 +185,9 @@ def decode_line(text: bytes, number: int) -> AnyLine | None:
     return None
 
 
-def sign(sign_key: bytes, lines: Iterable[bytes]) -> bytes:
+def sign(sign_key: bytes, manifest: bytes) -> bytes:
     """The content of `manifest.hmac`."""
-    digest = hmac.new(sign_key, digestmod=hashlib.sha256)
-    for line in lines:
-        digest.update(line)
-    return f"hmac-sha256 {digest.hexdigest()}\n".encode()
+    return f"hmac-sha256 {hmac.new(sign_key, manifest, hashlib.sha256).hexdigest()}\n".encode()
 
 
 def layer_spec(chunk: ChunkManifest) -> BlobSpec:

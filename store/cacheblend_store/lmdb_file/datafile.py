@@ -25,11 +25,13 @@ Fill = Callable[[Any, dict[str, Any]], None]
 
 
 def open_lmdb(store: Path) -> Any:
-    """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format.
+    """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format. What is made aside
+    (`made_aside`) is synced once, before it is renamed.
 
     The map is as large as the store can get on its file system, or half of the address space where that is limited, and
     does not grow: a process that has many stores open has address space left.
     """
+    sync = store.name != MAKING
     size, limit = min(MAP_SIZE, _room_on_disk(store)), resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         size = max(min(size, limit // 2), _LEAST_MAP)
@@ -37,7 +39,7 @@ def open_lmdb(store: Path) -> Any:
         try:
             return lmdb.open(
                 str(store), map_size=size, max_dbs=len(DATABASES), max_readers=MAX_READERS, mode=0o600,
-                sync=True, metasync=True, writemap=False, readahead=True, lib_version=0,
+                sync=sync, metasync=sync, writemap=False, readahead=True, lib_version=0,
             )  # fmt: skip
         except lmdb.Error as error:
             tight = isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
