@@ -207,7 +207,7 @@ class _Run:
         """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
         another name."""
         gone, names = list(self._found.gone.values()), self._found.names
-        self._report.removed += sum(map(len, self._store.put_documents(renamed(self._store, gone, names), gone)))
+        self._report.removed += len(self._store.put_documents(renamed(self._store, gone, names), gone))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone):
             self._report.gone += 1
             what = f"is {shown(names[digest])} now" if digest in names else "is gone: its chunks were removed"
@@ -222,7 +222,7 @@ class _Run:
             for r in filter(found.is_outdated, found.stored.values())
         )
         outdated = [record for record in now if record is not None and found.is_outdated(record)]
-        self._report.removed += sum(map(len, store.put_documents((), outdated)))
+        self._report.removed += len(store.put_documents((), outdated))
         for record in outdated:
             if record.collection not in found.earlier:
                 what = f"its chunks of context {record.context} in {found.codecs[record.collection]} were removed"
@@ -243,7 +243,7 @@ class _Run:
         olds = [old_record(store, record) for record in records]
         before = {d.source: self._keys_of(part, d.source) for d, _ in batch}
         news = [record for record, old in zip(records, olds, strict=True) if is_news(record, old)]
-        report.removed += sum(map(len, store.put_documents(news)))
+        report.removed += len(store.put_documents(news))
         collector.store_texts([planned for key, planned in wanted.items() if key not in there])
 
         def tell(planned: PlannedChunk, status: str) -> None:

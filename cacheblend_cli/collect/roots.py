@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_store import ChunkStore, Memo
+from msgspec import convert, to_builtins
 
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.places import is_below, is_settled, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.selection import ALL, Selection
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -39,29 +41,16 @@ class DocumentRoot:
         return is_within(name, self.path)
 
     def memo(self) -> Memo:
-        value = {
-            "path": self.path, "model": self.model, "salt": self.salt,
-            "settings": vars(self.settings), "linked": sorted(self.linked),
-            "projects": sorted(self.projects), "selection": self.selection.to_dict(),
-            "collections": sorted(self.collections),
-        }  # fmt: skip
+        value = to_builtins(replace(self, updated=0.0), order="sorted")
         return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
 
     @classmethod
     def of_memo(cls, memo: Memo) -> DocumentRoot | None:
-        """None for one that makes no sense here."""
-        value: Mapping[str, Any] = memo.value
+        """None for one that makes no sense here: a later version may know more contexts."""
         try:
-            path, model, salt = (str(value[name]) for name in ("path", "model", "salt"))
-            linked, projects = (frozenset(map(str, value[name])) for name in ("linked", "projects"))
-            settings = CollectSettings.remembered(value["settings"])
-            collections = frozenset(map(str, value.get("collections", ())))
-            selection = Selection.from_dict(value.get("selection", {}))
-        except (KeyError, TypeError, AttributeError):
+            return replace(convert(memo.value, cls), updated=memo.updated)
+        except (ValueError, UsageError):
             return None
-        if settings is None:
-            return None
-        return cls(path, model, salt, settings, linked, projects, memo.updated, selection, collections)
 
 
 class Roots:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cacheblend_store import DocumentRecord
+from msgspec import convert
 
 from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.errors import UsageError
@@ -52,18 +51,10 @@ class CollectSettings:
         return found
 
     @classmethod
-    def remembered(cls, values: Mapping[str, Any]) -> CollectSettings | None:
-        """From what was written down; None when it makes no sense here: a later version may know more contexts."""
-        known: dict[str, Any] = {n: v for n, v in values.items() if n in _DEFAULTS and type(v) is type(_DEFAULTS[n])}
-        try:
-            return cls(**known)
-        except UsageError:
-            return None
-
-    @classmethod
     def of_document(cls, record: DocumentRecord, kv_dtype: str) -> CollectSettings | None:
-        """How the document of that record was cut and collected."""
-        return cls.remembered({**record.settings, "context": record.context, "kv_dtype": kv_dtype})
-
-
-_DEFAULTS: dict[str, Any] = vars(CollectSettings())
+        """How the document of that record was cut and collected; None when it makes no sense here: a later version may know
+        more contexts."""
+        try:
+            return convert({**record.settings, "context": record.context, "kv_dtype": kv_dtype}, cls)
+        except (ValueError, UsageError):
+            return None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from pathspec import GitIgnoreSpec
 
@@ -38,28 +36,5 @@ class Selection:
             return True
         return self._included is not None and not path.endswith("/") and not self._included.match_file(path)
 
-    @property
-    def includes_by_name(self) -> bool:
-        """Whether what is left was asked for by name."""
-        return self._included is not None
-
-    def to_dict(self) -> dict[str, Any]:
-        """What differs from the default, as JSON."""
-        values = ((name, getattr(self, name)) for name in _DEFAULTS)
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in values if v != _DEFAULTS[n]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Selection:
-        """From what `to_dict` made; what makes no sense here is left out."""
-        found: dict[str, Any] = {}
-        for name, default in _DEFAULTS.items():
-            value = values.get(name, default)
-            if isinstance(default, tuple) and isinstance(value, list) and all(isinstance(v, str) for v in value):
-                value = tuple(value)
-            if type(value) is type(default):
-                found[name] = value
-        return cls(**found)
-
 
 ALL = Selection()
-_DEFAULTS: dict[str, Any] = {name: getattr(ALL, name) for name in Selection.__dataclass_fields__}

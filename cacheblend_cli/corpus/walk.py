@@ -59,7 +59,7 @@ def _walk(
 
 def unwanted(file: Path, selection: Selection) -> NoDocument | None:
     """Why a file that nobody named is not even opened."""
-    if not selection.includes_by_name and converter_of(file.name) is None:
+    if not selection.include and converter_of(file.name) is None:
         suffix = file.suffix.lower()
         told = f"{suffix or 'a name without a suffix'} is not read; name the file, or --include it"
         return NoDocument(told, suffix or "without a suffix", by_rule=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from msgspec import convert
 
 from cacheblend_cli.errors import UsageError
 
@@ -53,12 +55,8 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """Raises ValueError or TypeError for what is no record."""
-        row: Any = json.loads(line)
-        if not isinstance(row, dict) or set(row) - {f.name for f in fields(cls)}:
-            raise ValueError("not a record of cacheblend eval")
-        named: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-        return cls(**named)
+        """Raises ValueError for what is no record."""
+        return convert(json.loads(line), cls)
 
 
 class RecordFile:
@@ -76,7 +74,7 @@ class RecordFile:
             for line, number in self._lines(path):
                 try:
                     record = Record.from_json(line)
-                except (ValueError, TypeError) as error:
+                except ValueError as error:
                     raise UsageError(
                         f"{path}:{number} is no record of cacheblend eval: {error}", "name another file"
                     ) from error

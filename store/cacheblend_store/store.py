@@ -229,19 +229,17 @@ class ChunkStore:
 
     def put_document(self, record: DocumentRecord) -> list[bytes]:
         """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
-        return self.put_documents([record])[0]
+        return self.put_documents([record])
 
-    def put_documents(
-        self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()
-    ) -> list[list[bytes]]:
+    def put_documents(self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()) -> list[bytes]:
         """`put_document` for each and the end of those of `removed`, in one transaction: a document moves so. A chunk that
-        moved from one of them to another stays. Returns the keys of the chunks that went, for each, in this order."""
+        moved from one of them to another stays. Returns the keys of the chunks that went."""
         return self.transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
 
     def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
         """Forget a document in one context and the chunks only it refers to; returns their keys."""
         record = DocumentRecord(source, collection, "", (), 0.0, context=context)
-        return self.put_documents((), [record])[0]
+        return self.put_documents((), [record])
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""

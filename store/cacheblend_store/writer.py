@@ -193,25 +193,23 @@ class StoreWriter:
 
     # documents
 
-    def put_documents(
-        self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()
-    ) -> list[list[bytes]]:
-        """Replace the records, and remove those of `removed`; for each, in this order, the chunks that went with its old
-        one. A chunk that moved from one of these documents to another stays."""
-        dropped = []
+    def put_documents(self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()) -> list[bytes]:
+        """Replace the records, and remove those of `removed`; the chunks that went with the old ones. A chunk that moved from
+        one of these documents to another stays."""
+        dropped = list[bytes]()
         for record in records:
             key = document_key(record.collection, record.source, record.context)
-            dropped.append(self._unrefer(key, keep={c.key for c in record.chunks}))
+            dropped += self._unrefer(key, keep={c.key for c in record.chunks})
             self.put("documents", key, encode_document(record))
             for chunk in record.chunks:
                 self.put("refs", chunk.key + key, b"")
             self.changed()
         for record in removed:
             key = document_key(record.collection, record.source, record.context)
-            dropped.append(self._unrefer(key, keep=set()))
+            dropped += self._unrefer(key, keep=set())
             if self.delete("documents", key):
                 self.changed()
-        return [[k for k in keys if not self.is_referred(k) and self.delete_chunk(k)] for keys in dropped]
+        return [key for key in dropped if not self.is_referred(key) and self.delete_chunk(key)]
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
         """Drop a document's references; the chunks that no other document refers to and `keep` does not name."""

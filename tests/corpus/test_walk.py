@@ -121,13 +121,6 @@ def test_listed_files_are_passed_over_where_no_converter_knows_them(here: Path) 
     assert passed_over(listed=("a.md", "b.png")) == {"b.png": ".png"}
 
 
-def test_a_selection_is_remembered_as_far_as_it_makes_sense() -> None:
-    selection = Selection(include=("*.md",), follow=True)
-    assert selection.to_dict() == {"include": ["*.md"], "follow": True}
-    assert Selection.from_dict(selection.to_dict()) == selection
-    assert Selection.from_dict({"include": 3, "no_ignore": "yes", "later": 1}) == ALL
-
-
 def test_a_broken_rule_is_no_rule(here: Path) -> None:
     write(here / ".gitignore", b"!\n\xff\n///\nb.md\n")
     write(here / "a.md", "a\n")
