@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from cacheblend_kernels import Slots
 from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.rows import Rows
+from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import DecoderLayer
+from cacheblend_cli.model.rope import CosSin
 
 
 class Correction(Protocol):
@@ -80,56 +83,103 @@ class Regression:
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
         self._pool = prompt.pool
-        chunks, counts = torch.unique_consecutive(repaired.chunk, return_counts=True)
-        ends = counts.cumsum(0).tolist()
-        parts = zip(chunks.tolist(), [0, *ends], ends, strict=False)
-        self._parts = [_Part.of(prompt, every.take(every.chunk == c), repaired, slice(a, b)) for c, a, b in parts]
+        known = torch.isin(every.positions, repaired.positions).cpu()
+        lengths = torch.unique_consecutive(every.chunk.cpu(), return_counts=True)[1].tolist()
+        number = known.cumsum(0) - 1  # of each recomputed token among these
+        of_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for tokens, there in zip(torch.arange(len(known)).split(lengths), known.split(lengths), strict=True):
+            if 0 < (count := int(there.sum())) < len(tokens):
+                size = len(tokens).bit_length(), count.bit_length()
+                of_size.setdefault(size, []).append((tokens[~there], tokens[there]))
+        width = 2 * prompt.pool.layers[0].k.shape[2:].numel()
+        self._parts = []
+        for (bits, _), chunks in of_size.items():
+            at_once = max(1, NUMBERS_AT_ONCE // (width << bits))
+            for start in range(0, len(chunks), at_once):
+                self._parts.append(_Part.of(prompt, every, number, chunks[start : start + at_once]))
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
-        """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
-        [num_repaired, num_kv_heads, head_dim]."""
+        """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old and
+        gets afterwards; [num_repaired, num_kv_heads, head_dim]."""
+        fresh = torch.stack((k, v), 1).flatten(1).float()
         for part in self._parts:
-            rows, known, stale = part.rows, part.known, part.stale
-            old_k, old_v = self._pool.read(layer.index, rows.slots)
-            cos, sin = rows.cos_sin(layer)
-            stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
-            plain_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
-            alike = part.placed + torch.exp(-(_distance(plain_k, known) + _distance(old_v, known)) / 2)
-            change = torch.cat((k[part.own].float() - plain_k[known], v[part.own].float() - old_v[known]), -1)
-            root = torch.linalg.cholesky_ex(alike[known] + NOISE * torch.eye(len(known), device=k.device)).L
-            moved = alike @ torch.cholesky_solve(change.flatten(1), root)
-            moved_k, moved_v = moved.view(len(old_k), *change.shape[1:]).chunk(2, -1)
-            moved_k = layer.kernels.rope(moved_k.contiguous(), cos, sin)
-            self._pool.write(layer.index, rows.slots[stale], (old_k + moved_k)[stale], (old_v + moved_v)[stale])
+            part.move(self._pool, layer, fresh)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A chunk that has recomputed tokens. own: which of all the recomputed ones they are; known: [m] int64, where they stand
-    among the chunk's n tokens; stale: [n] bool, the others; placed: fp32 [n, m], how alike their places make them."""
+    """Chunks of much the same size, C of them: each S stale tokens and behind these M recomputed, known ones, R together. A
+    smaller chunk is filled up with a known token of its own, which is taken to be like none; its slot is written anew anyway.
 
-    rows: Rows
-    own: slice
-    known: Tensor
-    stale: Tensor
+    slots: [C, R] int64. back: cos and sin of each RoPE, [C * R, head_dim], that turn old K back; forth: those that turn the
+    stale tokens' K to their places. own: [C, M] int64, which of all the recomputed ones the known are. share: fp32 [C, 1, R],
+    of a token in its chunk's mean. unlike: fp32 [C, R, 1], infinite where one fills up. placed: fp32 [C, M, R], how alike
+    their places make them. noise: fp32 [M, M].
+    """
+
+    slots: Tensor
+    back: tuple[CosSin, ...]
+    forth: tuple[CosSin, ...]
+    own: Tensor
+    share: Tensor
+    unlike: Tensor
     placed: Tensor
+    noise: Tensor
 
     @classmethod
-    def of(cls, prompt: Prompt, chunk: Candidates, repaired: Candidates, own: slice) -> _Part:
-        known = torch.searchsorted(chunk.positions, repaired.positions[own])
-        stale = torch.ones(len(chunk), dtype=torch.bool, device=known.device)
-        stale[known] = False
-        apart = (chunk.offset[:, None] - chunk.offset[known]).abs()
-        near = torch.stack([torch.exp(-apart / length) for length in LENGTHS]).sum(0)
-        return cls(prompt.rows(chunk.positions), own, known, stale, CHUNK + NEAR * near)
+    def of(cls, prompt: Prompt, every: Candidates, number: Tensor, chunks: Sequence[tuple[Tensor, Tensor]]) -> _Part:
+        """chunks: the stale and the known of each, as indexes of `every`, on the host; number: [n] int64, which recomputed
+        token a known one is."""
+        stale, known = (max(len(chunk[i]) for chunk in chunks) for i in (0, 1))
+        index = torch.stack([chunk[1][:1].expand(stale + known) for chunk in chunks])
+        real = torch.zeros(index.shape, dtype=torch.bool)
+        for row, here, (s, k) in zip(index, real, chunks, strict=True):
+            row[: len(s)], row[stale : stale + len(k)] = s, k
+            here[: len(s)] = here[stale : stale + len(k)] = True
+        device = every.positions.device
+        own, real, tokens = number[index[:, stale:]].to(device), real.to(device), every.take(index.to(device))
+        rows = prompt.rows(tokens.positions.flatten(), False)
+        squares = [cos.square() + sin.square() for cos, sin in rows.rotations]  # of RoPE's attention factor, else 1
+        back = [(cos / s, -sin / s) for (cos, sin), s in zip(rows.rotations, squares, strict=True)]
+        first = [(t.view(*index.shape, -1)[:, :stale].flatten(0, 1) for t in pair) for pair in rows.rotations]
+        apart = (tokens.offset[:, stale:, None] - tokens.offset[:, None]).abs()
+        near = sum(torch.exp(-apart / length) for length in LENGTHS)
+        placed = (CHUNK + NEAR * near) * (real[:, stale:, None] & real[:, None])
+        return cls(
+            rows.slots.view(index.shape),
+            tuple(back),
+            tuple((cos, sin) for cos, sin in first),
+            own,
+            (real / real.sum(1, keepdim=True))[:, None],
+            torch.zeros(index.shape, device=device).masked_fill(~real, math.inf)[..., None],
+            placed,
+            NOISE * torch.eye(known, device=device),
+        )
+
+    def move(self, pool: KVPool, layer: DecoderLayer, fresh: Tensor) -> None:
+        """fresh: K before RoPE and V of all recomputed tokens, fp32 [num_repaired, 2 * num_kv_heads * head_dim]."""
+        (num_chunks, num_rows), num_known = self.slots.shape, self.own.shape[1]
+        stale, known = slice(num_rows - num_known), slice(num_rows - num_known, None)
+        old_k, old_v = pool.read(layer.index, self.slots.flatten())
+        turned = layer.kernels.rope(old_k, *self.back[layer.rope])
+        old = torch.cat((turned.flatten(1), old_v.flatten(1)), -1).view(num_chunks, num_rows, -1)
+        apart = old - self.share @ old
+        halves = apart.unflatten(-1, (2, -1))  # of K and of V
+        squares = torch.linalg.vector_norm(halves, dim=-1).square_()
+        unit = (self.share @ squares).clamp_min_(1e-30)  # their mean squared distance from their mean
+        far = torch.baddbmm(self.unlike, squares, 0.5 / unit.mT)
+        near = (halves[:, known] / unit[..., None]).flatten(2)
+        alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1).exp_().add_(self.placed)
+        inverse = torch.linalg.inv_ex(alike[:, :, known] + self.noise).inverse  # a third of a Cholesky solve's time
+        change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
+        halves_moved = zip(old[:, stale].chunk(2, -1), (inverse @ change).chunk(2, -1), strict=True)
+        k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *old_k.shape[1:]) for o, w in halves_moved)
+        slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
+        layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 
 
-def _distance(old: Tensor, known: Tensor) -> Tensor:
-    """fp32 [n, m]: squared, of each row from the known ones, in units of the rows' mean squared distance from their mean."""
-    x = old.flatten(1).float()
-    unit = (x - x.mean(0)).square().sum(1).mean().clamp_min(1e-30)
-    return torch.cdist(x, x[known]).square() / unit
-
+NUMBERS_AT_ONCE = 1 << 22
+"""Of K and V in a part of more than one chunk: 16 MiB in fp32, and a handful of tensors as large beside them."""
 
 CHUNK, NEAR, LENGTHS, NOISE = 2.0, 0.3, (8.0, 30.0), 0.5
 """How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for

@@ -51,12 +51,12 @@ class KVPool:
     def read_k(self, layer: int, slots: slice | Tensor) -> Tensor:
         """K (rotated) as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
         cache = self.layers[layer]
-        return _times(cache.k.flatten(0, 1)[slots].float(), cache.k_scale)
+        return _times(_rows(cache.k, slots).float(), cache.k_scale)
 
     def read_v(self, layer: int, slots: slice | Tensor) -> Tensor:
         """V as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
         cache = self.layers[layer]
-        return _times(cache.v.flatten(0, 1)[slots].float(), cache.v_scale)
+        return _times(_rows(cache.v, slots).float(), cache.v_scale)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put K (rotated) and V, fp32 [n, num_kv_heads, head_dim], into slots [n] int64 of a layer."""
@@ -88,6 +88,11 @@ class KVPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _rows(held: Tensor, slots: slice | Tensor) -> Tensor:
+    every = held.flatten(0, 1)
+    return every[slots] if isinstance(slots, slice) else every.index_select(0, slots)
 
 
 def _times(rows: Tensor, scale: Tensor | None) -> Tensor:

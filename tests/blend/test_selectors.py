@@ -14,7 +14,7 @@ from checkpoints import WORDS, write_checkpoint
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.blend import evidence
+from cacheblend_cli.blend import corrections, evidence
 from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.prompt import Prompt
@@ -337,7 +337,28 @@ def test_regression_moves_no_token_by_another_chunk(bench: Bench) -> None:
     assert not torch.equal(a[1][8:], b[1][8:])
     second = moved.by(change[3:], change[3:], REPAIRED[3:])  # of the first chunk nothing is known
     assert torch.equal(second[1][:8], torch.zeros(8, 2, 16))
-    assert torch.equal(second[1][8:], a[1][8:])
+    torch.testing.assert_close(second[1][8:], a[1][8:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, corrections.NUMBERS_AT_ONCE])
+def test_regression_is_the_formula_of_each_chunk(bench: Bench, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Chunks of other sizes and with other numbers of recomputed tokens, together and one by one."""
+    monkeypatch.setattr(corrections, "NUMBERS_AT_ONCE", at_once)
+    sizes, repaired = [5, 4, 7], torch.tensor([1, 3, 5, 6, 7, 9, 13])
+    chunk = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    offset = torch.cat([torch.arange(size) for size in sizes])
+    moved, change = Moved(bench, Candidates(torch.arange(16), chunk, offset)), torch.randn(2, 7, 2, 16)
+    found = torch.stack(moved.by(*change, repaired), 1).flatten(1)
+    for own in torch.arange(16).split(sizes):
+        is_known = torch.isin(own, repaired)
+        old = [part[own].flatten(1).double() for part in (moved.k, moved.v)]
+        far = sum(torch.cdist(x, x).square() / (x - x.mean(0)).square().sum(1).mean() for x in old)
+        apart = (offset[own][:, None] - offset[own]).abs().double()
+        alike = 2 + 0.3 * (torch.exp(-apart / 8) + torch.exp(-apart / 30)) + torch.exp(-far / 2)
+        known = alike[is_known][:, is_known] + 0.5 * torch.eye(int(is_known.sum()))
+        own_change = change[:, torch.isin(repaired, own)].transpose(0, 1).flatten(1).double()
+        expected = alike[~is_known][:, is_known] @ torch.linalg.solve(known, own_change)
+        torch.testing.assert_close(found[own[~is_known]].double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
