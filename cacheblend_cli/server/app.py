@@ -263,11 +263,7 @@ async def _put(request: Request, host: Host, _: Runtime) -> Response:
 
 async def _list(request: Request, host: Host, _: Runtime) -> Response:
     tenant = _tenant(request)
-    found = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
-    data = [
-        {"id": d.id, "object": d.kind, "title": d.title, "chunks": list(d.chunks), "updated": int(d.updated)}
-        for d in found
-    ]
+    data = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
     return JSONResponse({"object": "list", "data": data})
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 from cacheblend_store import ChunkStore, DocumentRecord
 
@@ -25,17 +25,6 @@ from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings, of_settings
 
 _SLICE = 8  # chunks that are collected before others are asked again
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A document that a tenant has. id: its own, or one made of its path where a file was precomputed. ids of its chunks."""
-
-    id: str
-    title: str
-    kind: str
-    chunks: tuple[str, ...]
-    updated: float
 
 
 def document_of(name: str, text: str, title: str | None) -> Document:
@@ -106,8 +95,8 @@ class Putting:
         return bool(self._todo)
 
 
-def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[Listed]:
-    """What the tenant can search: what it put, and what was precomputed with its salt."""
+def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[dict[str, Any]]:
+    """What the tenant can search, as it is told on the wire: what it put, and what was precomputed with its salt."""
     runtime.take_date(store, tenant.salt)
     own = {collection.id for collection in runtime.collections(tenant.salt)}
     latest: dict[str, DocumentRecord] = {}
@@ -116,9 +105,13 @@ def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[List
         if record.collection in own and (known is None or known.updated < record.updated):
             latest[record.source] = record
     for name, record in sorted(latest.items()):
-        kind = "document" if name.startswith(PUT) else "file"
-        keys = tuple(dict.fromkeys(chunk.key.hex() for chunk in record.chunks))
-        yield Listed(public_id(name), public_title(name), kind, keys, record.updated)
+        yield {
+            "id": public_id(name),
+            "object": "document" if name.startswith(PUT) else "file",
+            "title": public_title(name),
+            "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
+            "updated": int(record.updated),
+        }
 
 
 def delete(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:

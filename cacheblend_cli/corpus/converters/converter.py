@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
@@ -46,8 +47,15 @@ def joined(
     return Converted(whole, Layout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title))
 
 
-def needs(package: str) -> NoDocument:
-    """For a file whose library is not installed."""
-    return NoDocument(
-        f"needs {package}: pip install 'cacheblend[documents]'", "needing cacheblend[documents]", unread=True
-    )
+@contextmanager
+def parsing(package: str, what: str) -> Iterator[None]:
+    """While a library reads a file: that it is not installed, and whatever its parser trips over, is a NoDocument."""
+    try:
+        yield
+    except ImportError:
+        told = f"needs {package}: pip install 'cacheblend[documents]'"
+        raise NoDocument(told, "needing cacheblend[documents]", unread=True) from None
+    except NoDocument:
+        raise
+    except Exception as error:
+        raise NoDocument(f"not {what}: {error}"[:120], "damaged or locked") from error

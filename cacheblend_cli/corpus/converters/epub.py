@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import unquote
 from zipfile import ZipFile
 
-from cacheblend_cli.corpus.converters.converter import joined, needs
+from cacheblend_cli.corpus.converters.converter import joined, parsing
 from cacheblend_cli.corpus.converters.html import html_text
 from cacheblend_cli.corpus.converters.office import opened
 from cacheblend_cli.corpus.layout import Converted, Mark
@@ -20,20 +21,13 @@ class EpubConverter:
     suffixes = (".epub",)
 
     def convert(self, data: bytes) -> Converted:
-        try:
-            import defusedxml  # noqa: F401
-        except ImportError:
-            raise needs("defusedxml") from None
-        with opened(data, "a book") as archive:
-            try:
-                return joined(list(_chapters(archive)), "markdown")
-            except Exception as error:  # of whatever its parser trips over
-                raise NoDocument(f"not a book: {error}"[:120], "damaged or locked") from error
+        with parsing("defusedxml", what := "a book"):
+            from defusedxml.ElementTree import fromstring
+
+            return joined(list(_chapters(opened(data, what), fromstring)), "markdown")
 
 
-def _chapters(archive: ZipFile) -> Iterator[tuple[str, Mark]]:
-    from defusedxml.ElementTree import fromstring
-
+def _chapters(archive: ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[tuple[str, Mark]]:
     root = fromstring(archive.read(_CONTAINER)).find(".//{*}rootfile").get("full-path")
     package = fromstring(archive.read(root))
     files = {item.get("id"): item.get("href") for item in package.findall(".//{*}item")}

@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import joined, needs
+from cacheblend_cli.corpus.converters.converter import joined, parsing
 from cacheblend_cli.corpus.layout import Converted, Mark
 from cacheblend_cli.corpus.no_document import NoDocument
 
@@ -18,20 +18,17 @@ class PdfConverter:
     suffixes = (".pdf",)
 
     def convert(self, data: bytes) -> Converted:
-        try:
+        with parsing("pypdf", "a PDF"):
             from pypdf import PdfReader
             from pypdf.errors import DependencyError, FileNotDecryptedError
-        except ImportError:
-            raise needs("pypdf") from None
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of much that does not matter
-        try:
-            reader = PdfReader(io.BytesIO(data))
-            pages = [_text(page) for page in reader.pages]
-            title = str(reader.metadata.title or "") if reader.metadata is not None else ""
-        except (DependencyError, FileNotDecryptedError) as error:
-            raise NoDocument("a PDF with a password", "with a password") from error
-        except Exception as error:  # of whatever its parser trips over
-            raise NoDocument(f"not a PDF: {error}"[:120], "damaged or locked") from error
+
+            logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of much that does not matter
+            try:
+                reader = PdfReader(io.BytesIO(data))
+                pages = [_text(page) for page in reader.pages]
+                title = str(reader.metadata.title or "") if reader.metadata is not None else ""
+            except (DependencyError, FileNotDecryptedError) as error:
+                raise NoDocument("a PDF with a password", "with a password") from error
         empty = sum(not text.strip() for text in pages)
         if empty == len(pages):
             count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"

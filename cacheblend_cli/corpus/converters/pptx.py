@@ -6,26 +6,21 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import joined, needs
+from cacheblend_cli.corpus.converters.converter import joined, parsing
 from cacheblend_cli.corpus.converters.office import opened
 from cacheblend_cli.corpus.layout import Converted, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
 
 
 class PptxConverter:
     suffixes = (".pptx",)
 
     def convert(self, data: bytes) -> Converted:
-        try:
+        with parsing("python-pptx", what := "a presentation"):
             from pptx import Presentation
-        except ImportError:
-            raise needs("python-pptx") from None
-        opened(data, "a presentation")
-        try:
+
+            opened(data, what)
             slides = Presentation(io.BytesIO(data)).slides
             parts = [("\n\n".join(_slide(slide)), Mark(0, f"slide {n}")) for n, slide in enumerate(slides, 1)]
-        except Exception as error:  # of whatever its parser trips over
-            raise NoDocument(f"not a presentation: {error}"[:120], "damaged or locked") from error
         return joined(parts, "markdown")
 
 

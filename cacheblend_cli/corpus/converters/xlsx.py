@@ -6,27 +6,22 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import joined, needs
+from cacheblend_cli.corpus.converters.converter import joined, parsing
 from cacheblend_cli.corpus.converters.office import opened
 from cacheblend_cli.corpus.converters.tables import row_text
 from cacheblend_cli.corpus.layout import Converted, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
 
 
 class XlsxConverter:
     suffixes = (".xlsx", ".xlsm")
 
     def convert(self, data: bytes) -> Converted:
-        try:
+        with parsing("openpyxl", what := "a workbook"):
             from openpyxl import load_workbook
-        except ImportError:
-            raise needs("openpyxl") from None
-        opened(data, "a workbook")
-        try:
+
+            opened(data, what)
             book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
             parts = [(f"# {s.title}\n\n" + "\n".join(_rows(s)), Mark(0, f"sheet {s.title}")) for s in book.worksheets]
-        except Exception as error:  # of whatever its parser trips over
-            raise NoDocument(f"not a workbook: {error}"[:120], "damaged or locked") from error
         return joined(parts, "markdown")
 
 
