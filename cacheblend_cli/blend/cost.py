@@ -16,7 +16,8 @@ f fresh rows of n that are not exact, a blended prefill computes
 
 A selector without a check layer chooses before layer 0, so every layer has s + f rows. One that follows the question's
 attention first runs the f fresh rows through the layers it looks at, whose KV it waits for: what is loaded by then hides
-no recompute any more.
+no recompute any more. Where what is not recomputed is moved (`corrections.py`), each layer behind the choice takes moved_s
+for each row of that.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Speeds:
     """What a machine takes for a model. Seconds: of a layer whatever its rows, of a row, of a row's look at one key, of
     the output head, and from the prefill's end to the first token. bytes_per_s: of KV from the store into the pool, read,
     checked and placed; inf when there was nothing to measure it with. prefills: how many it has learnt from; not_loaded:
-    how many of them in a row loaded nothing, so that nothing was learnt about loading."""
+    how many of them in a row loaded nothing, so that nothing was learnt about loading. moved_s: of a row that is moved, in a
+    layer."""
 
     layer_s: float
     row_s: float
@@ -42,6 +44,7 @@ class Speeds:
     bytes_per_s: float = math.inf
     prefills: int = 0
     not_loaded: int = 0
+    moved_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Workload:
     one of them sees on average. kv_bytes: to load, of all layers. kv_share: of a row's work in a layer, K and V's part.
     check_layer: 0 for a selector that needs none. layer0_exact: stored K and V of layer 0 stand as they are. probe_layers:
     the first layers, which the fresh rows run through before tokens are chosen; draft_tokens: rows that then run through
-    all of them, one by one."""
+    all of them, one by one. corrected: what is not recomputed is moved."""
 
     num_layers: int
     total: int
@@ -64,6 +67,7 @@ class Workload:
     layer0_exact: bool = True
     probe_layers: int = 0
     draft_tokens: int = 0
+    corrected: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
     load = _layer_load_s(speeds, work)
     if work.kv_bytes and full.prefill_s <= blend.prefill_s:
         return Decision(FULL, 1.0, floor, _layer_s(speeds, *_full_rows(work)), load, full, full)
-    compute = _layer_s(speeds, *_rows(work, _chosen(work, ratio), work.num_layers // 2, after=True))
+    chosen = _chosen(work, ratio)
+    compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2, after=True)) + _moved_s(speeds, work, chosen)
     return Decision(BLEND, ratio, floor, compute, load, blend, full)
 
 
@@ -116,6 +121,8 @@ def free_ratio(speeds: Speeds, work: Workload) -> float:
         - _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys)
     )
     each = speeds.row_s + work.inexact_keys * speeds.pair_s
+    if work.corrected:  # a row is recomputed or moved
+        room, each = room - work.inexact * speeds.moved_s, each - speeds.moved_s
     if room <= 0:
         return 0.0
     return min(1.0, room / each / work.inexact) if each > 0 else 1.0
@@ -128,6 +135,7 @@ def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
     now, compute = _probe_s(speeds, work) if 0 < chosen < work.inexact else (0.0, 0.0)
     for layer in range(work.num_layers):
         seconds = _layer_s(speeds, *_rows(work, chosen, layer, after=layer > checked or not checked, check=checked))
+        seconds += _moved_s(speeds, work, chosen) if layer > checked else 0.0
         now = max(now, (layer + 1) * load) + seconds
         compute += seconds
     return Estimate(now + speeds.head_s, compute + speeds.head_s, work.num_layers * load, max(0.0, now - compute))
@@ -159,6 +167,7 @@ def learn(speeds: Speeds, predicted_s: float, computed_s: float, kv_bytes: int, 
         row_s=speeds.row_s * factor,
         pair_s=speeds.pair_s * factor,
         head_s=speeds.head_s * factor,
+        moved_s=speeds.moved_s * factor,
         rest_s=max(0.0, (1 - share) * speeds.rest_s + share * rest_s),
         bytes_per_s=bytes_per_s,
         prefills=speeds.prefills + 1,
@@ -190,6 +199,11 @@ def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
 
 def _layer_s(speeds: Speeds, rows: float, pairs: float) -> float:
     return speeds.layer_s + rows * speeds.row_s + pairs * speeds.pair_s
+
+
+def _moved_s(speeds: Speeds, work: Workload, chosen: int) -> float:
+    """What moving the others takes in a layer behind the choice; nobody says how where nothing is recomputed."""
+    return speeds.moved_s * (work.inexact - chosen) if work.corrected and chosen else 0.0
 
 
 def _full_rows(work: Workload) -> tuple[float, float]:

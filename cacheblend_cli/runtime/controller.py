@@ -178,6 +178,7 @@ def workload(request: Request) -> Workload:
         layer0_exact=request.lossless,
         probe_layers=probe_layers,
         draft_tokens=draft_tokens,
+        corrected=policy.correction is not None,
     )
 
 

@@ -23,22 +23,28 @@ import torch
 from cacheblend_store import ChunkStore
 from platformdirs import user_cache_path
 
+from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.cost import Speeds
+from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, run_layers
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.prompt.plan import PromptPlan, Segment
 from cacheblend_cli.runtime.runtime import Runtime
 
-FORMAT = 1
+FORMAT = 2
 PROBE_ROWS = (8, 32, 128, 512, 1024)
 PROBE_S = 1.0
 """Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""
+MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
+"""Of the probe of a correction: its rows, those of a chunk of them, and which of these are recomputed."""
 PROBE_BYTES = 64 << 20
 """KV to load at most for a first measure of loading."""
 
@@ -128,7 +134,8 @@ def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S)
     layer_s, row_s, pair_s = fit([n for n, _ in found], [t / layers for _, t in found])
     hidden = torch.zeros(1, spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
     head_s = _median_s(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
-    return Speeds(layer_s, row_s, pair_s, head_s)
+    moved_s = _moved_row_s(shallow, block_size, seconds / 20)
+    return Speeds(layer_s, row_s, pair_s, head_s, moved_s=moved_s)
 
 
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -187,6 +194,22 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
     rows = rows_of(decoder, sequence, positions, num_rows, num_rows)
     steps: Steps = AllRows() if len(decoder.layers) == 1 else KVOnly(decoder, rows)
     return lambda: run_layers(decoder, rows, token_ids, steps)
+
+
+def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
+    """Seconds a row that the default correction moves, in a layer; others are taken to be as slow."""
+    num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
+    sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
+    plan = PromptPlan((Segment("chunk", 0, (0,) * num_rows, "blended"),))
+    loader = ZeroLoader(decoder, sequence, plan, "float16")
+    loader.wait(0)
+    at = torch.arange(num_rows, device=decoder.device)
+    every = Candidates(at, at // CHUNK_ROWS, at % CHUNK_ROWS)
+    known = every.take(at[::KNOWN_EVERY])
+    correction = Regression(Prompt(decoder, plan, sequence, loader), every, known)
+    fresh = torch.ones(len(known), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
+    run = _median_s(lambda: correction.apply(decoder.layers[0], fresh, fresh), decoder, seconds)
+    return run / max(1, num_rows - len(known))
 
 
 def _median_s(run: Callable[[], Any], decoder: Decoder, seconds: float) -> float:

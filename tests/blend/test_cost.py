@@ -125,6 +125,24 @@ def test_a_probe_waits_for_its_layers_and_costs_a_pass_of_the_fresh_rows() -> No
         assert estimate(speeds, work, ratio) == estimate(speeds, replace(work, probe_layers=2), ratio)
 
 
+def test_a_correction_is_charged_for_every_row_it_moves() -> None:
+    """By hand: 4 layers without loading, 1 s a row, .5 s a row that is moved; 2 fresh rows, 10 inexact, 2 of them chosen."""
+    speeds = Speeds(layer_s=0.0, row_s=1.0, pair_s=0.0, head_s=0.0, moved_s=0.5)
+    work = Workload(4, 12, 10, 5, 2, 12, kv_bytes=40, kv_share=0.0, check_layer=0, layer0_exact=False)
+    moved = replace(work, corrected=True)
+    assert estimate(speeds, moved, 0.2).compute_s == estimate(speeds, work, 0.2).compute_s + 3 * 8 * 0.5, (
+        "not in layer 0"
+    )
+    late, late_moved = (replace(w, check_layer=2) for w in (work, moved))
+    assert estimate(speeds, late_moved, 0.2).compute_s == estimate(speeds, late, 0.2).compute_s + 8 * 0.5
+    for ratio in (0.0, 1.0):
+        assert estimate(speeds, moved, ratio) == estimate(speeds, work, ratio)
+    assert decide(speeds, moved, 0.2).layer_compute_s == decide(speeds, work, 0.2).layer_compute_s + 8 * 0.5
+    loading = replace(speeds, bytes_per_s=1.0)  # 10 s a layer: 2 are the fresh rows'
+    assert free_ratio(loading, work) == pytest.approx(8 / 10)
+    assert free_ratio(loading, moved) == pytest.approx(0.6), "6 rows recomputed, 4 moved: 8 s"
+
+
 @pytest.mark.parametrize(("layers", "ratio", "speedup"), [(16, 0.05, 8.0), (28, 0.15, 5.2), (32, 0.2, 4.3)])
 def test_the_ceilings_of_the_cost_model(layers: int, ratio: float, speedup: float) -> None:
     """Loading hidden, work by rows alone: time over full is (1 + (L - 1) s / N) / L."""

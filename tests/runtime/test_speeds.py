@@ -54,6 +54,7 @@ def test_every_depth_can_be_probed(tmp_path: Path, layers: int) -> None:
     speeds = measure_compute(decoder, 16, seconds=0.05)
     assert speeds.row_s > 0
     assert speeds.head_s > 0
+    assert speeds.moved_s > 0
     assert math.isinf(speeds.bytes_per_s)
     assert len(decoder.layers) == decoder.spec.num_layers == layers  # the probe took a copy
 
@@ -85,6 +86,8 @@ def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunk
         seen = [p + 1 for s in plan.chunks if s.status == "blended" for p in range(s.start, s.end)]
         assert work.inexact_keys == pytest.approx(sum(seen) / len(seen))
         assert workload(replace(request, blend=BlendConfig(selector="first"))).check_layer == 0
+        blends = BlendConfig(), BlendConfig(correction="none")
+        assert [workload(replace(request, blend=b)).corrected for b in blends] == [True, False]
         speed = measure_loading(engine.runtime, store, plan)
         assert 0 < speed < math.inf
         nothing = replace(request, blend=BlendConfig(mode="full")).plan
