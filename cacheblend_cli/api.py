@@ -19,11 +19,10 @@ from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import AskOptions, BlendConfig, EngineConfig
 from cacheblend_cli.runtime.generate import Listener
 from cacheblend_cli.runtime.jobs import Job
-from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
 from cacheblend_cli.runtime.plan import AskPlan, plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime, Say
-from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.sampling import SamplingParams, as_the_model, sampling_of
 from cacheblend_cli.runtime.search import Lookup, with_chunks
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from contextlib import redirect_stdout
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -43,12 +44,13 @@ class Trace:
             self.entered.add(frame.f_code)
 
     def functions(self) -> dict[str, dict[str, int]]:
-        """File (as the import system names it) -> function -> its lines; module bodies and comprehensions left out."""
+        """File (as the import system names it) -> function -> its lines. The bodies of modules and classes, which run when
+        something is imported, and comprehensions are left out."""
         found: dict[str, dict[str, int]] = defaultdict(dict)
         for code in self.entered:
             parts = Path(code.co_filename).parts
             package = next((p for p in PACKAGES if p in parts[:-1]), None)
-            if package is None or code.co_name.startswith("<"):
+            if package is None or code.co_name.startswith("<") or not code.co_flags & CO_OPTIMIZED:
                 continue
             last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
             file = "/".join(parts[len(parts) - 1 - parts[::-1].index(package) :])

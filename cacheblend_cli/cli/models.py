@@ -102,7 +102,7 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
     """
     from cacheblend_cli.evaluation.check_blend import verdict
     from cacheblend_cli.evaluation.check_model import check_model
-    from cacheblend_cli.model.checkpoint_files import is_converted
+    from cacheblend_cli.model.model_files import is_converted
 
     output = Output()
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
@@ -131,10 +131,10 @@ app.command("check")(check)
 
 def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
     """Raises what loading the model would raise, but for what the weights themselves say."""
-    from cacheblend_cli.model.checkpoint_files import checkpoint_files
     from cacheblend_cli.model.families import read_spec
     from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
+    from cacheblend_cli.model.model_files import checkpoint_files
     from cacheblend_cli.model.tensor_source import quantisation_of
     from cacheblend_cli.model.tokenizer import Tokenizer
 

@@ -82,7 +82,7 @@ def serve(
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
-    from cacheblend_cli.runtime.model_sampling import as_the_model, sampling_of
+    from cacheblend_cli.runtime.sampling import as_the_model, sampling_of
     from cacheblend_cli.runtime.service import Limits, Service
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.guard import LOOPBACK

@@ -17,8 +17,7 @@ from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.decoder import Decoder, KVScales
 
 SAMPLE = 256
 HEADROOM = 4.0

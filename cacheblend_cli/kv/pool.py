@@ -9,8 +9,7 @@ from torch import Tensor
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
 from cacheblend_cli.kv.device import upload
-from cacheblend_cli.model.decoder import Decoder
-from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.decoder import Decoder, KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
 

@@ -12,12 +12,10 @@ from cacheblend_store import StoreError
 from torch import Tensor
 
 from cacheblend_cli.kv.batch import KVBatch, batches_of
-from cacheblend_cli.kv.load_queue import LoadQueue
-from cacheblend_cli.kv.loader import KVLoader
+from cacheblend_cli.kv.loader import KVLoader, LoadQueue, num_workers, workers
 from cacheblend_cli.kv.source import KVReader
 from cacheblend_cli.kv.staging import StagingRing, Transfer
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
-from cacheblend_cli.kv.workers import num_workers, workers
 
 MOST_WORKERS = 8
 NUM_SLOTS = 6

@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from cacheblend_kernels import AttentionParams, KernelBackend
 from torch import Tensor
 
 from cacheblend_cli.model.experts import Experts
-from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
-from cacheblend_cli.model.norm import Norm, add_and_norm
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weights import IN_FILE
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """k, v: for each layer [num_kv_heads] fp32. The pool holds float8_e4m3fn codes: K (rotated) and V divided by them."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+
+class Norm:
+    """RMSNorm by the kernels, or LayerNorm by torch, as the spec says. bias: of a LayerNorm that has one."""
+
+    def __init__(self, spec: ModelSpec, kernels: KernelBackend, weight: Tensor, bias: Tensor | None) -> None:
+        self._eps, self._layer_norm, self._kernels = spec.rms_norm_eps, spec.layer_norm, kernels
+        self.weight, self.bias = weight, bias
+        self.num_bytes = sum(t.numel() * t.itemsize for t in (weight, bias) if t is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_rows, hidden_size]."""
+        if self._layer_norm:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self._eps)
+
+    def add(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of delta + residual, delta + residual); residual may be updated in place."""
+        if self._layer_norm:
+            residual = residual.add_(delta)
+            return self(residual), residual
+        return self._kernels.add_rms_norm(delta, residual, self.weight, self._eps)
+
+
+def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Norm.add`; without a norm both are the sum. The first is good until the residual is added to again."""
+    if norm is not None:
+        return norm.add(delta, residual)
+    residual = residual.add_(delta)
+    return residual, residual
+
 
 SMALL_HEAD = 64 << 20  # bytes of a tied head that may be held twice: packed, decoding takes less time
 

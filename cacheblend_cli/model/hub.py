@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.checkpoint_files import SINGLE, SMALL_FILES, weight_names
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.model_files import SINGLE, SMALL_FILES, weight_names
 
 NAME = re.compile(r"(?P<id>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<file>.+\.gguf))?")
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")

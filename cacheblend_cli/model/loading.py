@@ -15,12 +15,6 @@ from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.checkpoint_files import (
-    checkpoint_files,
-    gguf_file_of,
-    is_converted,
-    weight_names,
-)
 from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
@@ -28,7 +22,13 @@ from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
-from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.model_files import (
+    checkpoint_files,
+    gguf_file_of,
+    is_converted,
+    read_object,
+    weight_names,
+)
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import quantisation_of

@@ -1,4 +1,6 @@
-"""The small files of a model directory: text and JSON objects, or a message that names the file."""
+"""Which files of a model directory are read, and how: text and JSON objects, or a message that names the file.
+
+A directory that holds something else is told what that is."""
 
 from __future__ import annotations
 
@@ -6,7 +8,94 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import NotFoundError, UsageError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+GGUF_INDEX = "gguf.json"
+"""In place of weights, in the directory that stands for a GGUF file: the file, and where in it the tensors are."""
+# All that is read of a model but its weights. adapter_config.json: to say what a directory without config.json is.
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "adapter_config.json", INDEX,
+)  # fmt: skip
+OTHER_FORMATS = {
+    "*.bin": ("PyTorch weights", "convert them with transformers' save_pretrained, which writes safetensors"),
+    "*.pth": ("PyTorch weights", "take the checkpoint that transformers reads, with model.safetensors"),
+    "*.safetensors": ("other weights", f"transformers' save_pretrained writes {SINGLE}: that is what is read"),
+}
+
+
+def weight_names(model_dir: Path) -> list[str]:
+    """The files that hold the weights, in transformers' order: model.safetensors, else the shards of its index.
+
+    Whatever else lies beside them (consolidated.safetensors, an EMA, an adapter, a value head) is not read. Empty where
+    there is neither. Raises UsageError on a damaged index.
+    """
+    if (model_dir / SINGLE).is_file():
+        return [SINGLE]
+    index = model_dir / INDEX
+    if not index.is_file():
+        return []
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UsageError(f"{index} is not a valid index: it has no weight_map of file names", AGAIN)
+    names = sorted(set(weight_map.values()))
+    if any(Path(name).name != name for name in names):
+        raise UsageError(f"{index} names files outside its directory", AGAIN)
+    return names
+
+
+def is_converted(model_dir: Path) -> bool:
+    """Whether a directory stands for a GGUF file (see `gguf_files`)."""
+    return (model_dir / GGUF_INDEX).is_file()
+
+
+def gguf_file_of(model_dir: Path) -> Path:
+    """The file that such a directory stands for."""
+    return Path(read_object(model_dir / GGUF_INDEX)["file"])
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted; or the GGUF file that a directory stands for. Raises NotFoundError when there are none or a shard is missing,
+    UsageError when the directory holds weights of another format."""
+    if is_converted(model_dir):
+        return [gguf_file_of(model_dir)]
+    names = weight_names(model_dir)
+    if not names:
+        refuse_other_formats(model_dir)
+        raise NotFoundError(
+            f"{model_dir} has no weights: neither {SINGLE} nor {INDEX}",
+            "cacheblend reads safetensors checkpoints; give the directory that transformers' save_pretrained wrote",
+        )
+    missing = [name for name in names if not (model_dir / name).is_file()]
+    if missing:
+        raise NotFoundError(f"{model_dir} lacks the shard {missing[0]}", AGAIN)
+    return [model_dir / name for name in names]
+
+
+def refuse_other_formats(model_dir: Path) -> None:
+    """Raises UsageError, which names the format, for a directory without safetensors weights of its own that holds an
+    adapter or weights of another kind."""
+    adapter = model_dir / "adapter_config.json"
+    if adapter.is_file():
+        base = read_object(adapter).get("base_model_name_or_path", "another model")
+        raise UsageError(
+            f"{model_dir} holds only a LoRA adapter (adapter_config.json) of {base}",
+            f"give --model its model, and --lora {model_dir}",
+        )
+    for pattern, (kind, hint) in OTHER_FORMATS.items():
+        found = sorted(p.name for p in model_dir.glob(pattern))
+        if found:
+            raise UsageError(f"{model_dir} holds {kind} ({found[0]}), which are not read", hint)
+
+
+def unused_adapter(model_dir: Path) -> str | None:
+    """What to say of an adapter that lies beside a model's own weights: it may or may not be merged into them."""
+    if not (model_dir / "adapter_config.json").is_file():
+        return None
+    return f"an adapter (adapter_config.json) lies beside the weights of {model_dir}: it is not applied; --lora {model_dir} does"
+
 
 AGAIN = "fetch the checkpoint again"
 

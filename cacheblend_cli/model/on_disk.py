@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.checkpoint_files import weight_names
-from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.model_files import read_object, weight_names
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
 
 

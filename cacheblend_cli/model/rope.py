@@ -10,24 +10,25 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.rope_frequencies import inverse_frequencies
 from cacheblend_cli.model.spec import ModelSpec
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 CosSin = tuple[Tensor, Tensor]
+Rope = Mapping[str, Any]
+"""Parameters as `families.rope_fields.rope_parameters` gives them, checked."""
 
 
 class RotaryEmbedding:
     """cos and sin for positions, as transformers computes them: freqs in fp32, both halves equal, times the scaling.
 
-    rope: parameters as `families.rope_fields` gives them; None: nothing is rotated. Where `partial_rotary_factor` turns a
+    rope: None: nothing is rotated. Where `partial_rotary_factor` turns a
     part of the head only, the rest has cos 1 and sin 0 (`families` has laid out q and k so that the halves match).
     `regime(seq_len)` names the set of frequencies a prompt of that length gets: K rotated under one regime is
     right in that regime only (dynamic, longrope). For every other type there is a single regime.
     """
 
-    def __init__(self, rope: Mapping[str, Any] | None, head_dim: int, max_positions: int, device: torch.device) -> None:
+    def __init__(self, rope: Rope | None, head_dim: int, max_positions: int, device: torch.device) -> None:
         self.rope, self.head_dim, self.max_positions, self.device = rope, head_dim, max_positions, device
         self.rope_type = "none" if rope is None else str(rope["rope_type"])
         self._tables: dict[int, CosSin] = {}
@@ -84,7 +85,7 @@ class LayerRotations:
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         of_layers = [spec.rope_of(layer) for layer in range(spec.num_layers)]
-        different: list[Mapping[str, Any] | None] = []
+        different: list[Rope | None] = []
         for rope in of_layers:
             if rope not in different:
                 different.append(rope)
@@ -113,3 +114,73 @@ class LayerRotations:
 def rows_of_tables(tables: tuple[CosSin, ...], positions: Tensor) -> tuple[CosSin, ...]:
     """The rows of each table at positions [num_rows] int64."""
     return tuple((cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in tables)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: int) -> tuple[Tensor, float]:
+    """[head_dim / 2] fp32, and the factor on cos and sin, for a prompt of seq_len tokens. max_positions: the model's
+    `max_position_embeddings`. Raises ArithmeticError or ValueError where the parameters have no answer.
+
+    As transformers' ROPE_INIT_FUNCTIONS have them (a test compares them), written here because importing transformers takes
+    as long as answering a short question."""
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    if kind == "dynamic":  # NTK: the base grows with what is beyond the trained length
+        grown = rope["factor"] * max(seq_len, max_positions) / max_positions - (rope["factor"] - 1)
+        theta = theta * grown ** (head_dim / (head_dim - 2))
+    plain: Tensor = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if kind == "linear":
+        return plain / rope["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(rope, plain), 1.0
+    if kind == "yarn":
+        return _yarn(rope, plain, max_positions)
+    if kind == "longrope":
+        return _longrope(rope, plain, max_positions, seq_len)
+    return plain, 1.0
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Slow dimensions (few turns over the original length) divided by the factor, fast ones as they are, a ramp between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
+    kept = (turns - low) / (high - low)  # the share of the unscaled frequency
+    return torch.where(
+        turns < low,
+        plain / rope["factor"],
+        torch.where(turns > high, plain, (1 - kept) * plain / rope["factor"] + kept * plain),
+    )
+
+
+def _yarn(rope: Rope, plain: Tensor, max_positions: int) -> tuple[Tensor, float]:
+    """As llama3, with a ramp over dimensions; and attention a little sharper (arXiv 2309.00071)."""
+    original, dim = rope["original_max_position_embeddings"], 2 * plain.shape[0]
+    factor = rope["factor"] or max_positions / original
+
+    def dimension(turns: float) -> float:
+        """The one that turns so often over the original length."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    scaled = ramp.clamp(0, 1)
+    scaling = rope.get("attention_factor")
+    if scaling is None:
+        over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+        scaling = _sharper(factor, over) / _sharper(factor, under) if over and under else _sharper(factor, 1.0)
+    return plain / factor * scaled + plain * (1 - scaled), float(scaling)
+
+
+def _sharper(factor: float, share: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+
+
+def _longrope(rope: Rope, plain: Tensor, max_positions: int, seq_len: int) -> tuple[Tensor, float]:
+    """Each pair of dimensions has a factor of its own: one for short prompts, another for long ones (arXiv 2402.13753)."""
+    original = rope["original_max_position_embeddings"]
+    factors = torch.tensor(rope["long_factor" if seq_len > original else "short_factor"], dtype=torch.float32)
+    factor, scaling = rope.get("factor") or max_positions / original, rope.get("attention_factor")
+    if scaling is None:
+        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return plain / factors, float(scaling)

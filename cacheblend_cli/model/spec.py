@@ -43,7 +43,7 @@ class ModelSpec:
     is the embedding (the weights may say otherwise, see `weights.load_weights`). config: config.json itself.
 
     What a Llama has not, each field at its default:
-    - interleaved: RoPE turns channels 2i and 2i + 1, and not i and i + half (see `folding`);
+    - interleaved: RoPE turns channels 2i and 2i + 1, and not i and i + half (see `weights.fold`);
     - norms: which norms a layer has, and what the checkpoint calls them. attention_in and mlp_in: of what goes in,
       attention_out and mlp_out: of what is added to the residual stream;
     - parallel: the MLP gets the input of attention, and both are added at once;

@@ -6,13 +6,55 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cacheblend_cli.model.checkpoint_files import checkpoint_files, is_converted
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.quantisation import FIELD, Quantisation, read_quantisation
-from cacheblend_cli.model.model_files import read_object
-from cacheblend_cli.model.split_experts import SplitExperts
-from cacheblend_cli.model.tensor_files import SafetensorsFiles
+from cacheblend_cli.model.model_files import AGAIN, checkpoint_files, is_converted, read_object
+
+
+class SafetensorsFiles:
+    """The files of a checkpoint, mapped. Of a name that two files have, `read` gives the first one's."""
+
+    block_bytes = 16 << 20  # of float32: a block is held twice for a moment, mapped and copied
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files, self._file_of = files, dict[str, Path]()
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        for file in self._files:
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+                    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            except SafetensorError as error:
+                raise UsageError(f"{file} is not a readable safetensors file: {error}", AGAIN) from error
+            for name, (dtype, shape) in found.items():
+                self._file_of.setdefault(name, file)
+                yield name, dtype, shape
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Under a mapping of its own: pages that are copied do not stay resident."""
+        with safe_open(self._file_of[name], framework="pt") as handle:
+            rows: Tensor = handle.get_slice(name)[start:stop]
+            return rows
+
+    def mapped(self, name: str) -> Tensor | None:
+        """The whole tensor in the file's dtype, its pages read when they are looked at."""
+        return self.whole(name)
+
+    def columns(self, name: str, start: int, stop: int) -> Tensor:
+        """Columns `start` to `stop` of a matrix."""
+        with safe_open(self._file_of[name], framework="pt") as handle:
+            part: Tensor = handle.get_slice(name)[:, start:stop]
+            return part
+
+    def whole(self, name: str) -> Tensor:
+        """A small tensor, of any shape."""
+        with safe_open(self._file_of[name], framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+            return tensor
 
 
 class TensorSource(Protocol):
@@ -34,15 +76,19 @@ class TensorSource(Protocol):
         ...
 
 
-def tensor_source(model_dir: Path) -> TensorSource:
-    """The weights of a model directory. Raises as `checkpoint_files`."""
+def tensor_source(model_dir: Path, *, experts: bool = False) -> TensorSource:
+    """The weights of a model directory. experts: it has some, maybe in one tensor. Raises as `checkpoint_files`."""
     if is_converted(model_dir):
         from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 
         return GGUFTensors(model_dir)
     files = SafetensorsFiles(checkpoint_files(model_dir))
     quantisation = quantisation_of(model_dir)
+    if quantisation is None and not experts:
+        return files
     if quantisation is None or quantisation.method == "mxfp4":
+        from cacheblend_cli.model.split_experts import SplitExperts
+
         return SplitExperts(files)
     from cacheblend_cli.model.quantised.source import DequantisedTensors
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
-from cacheblend_cli.model.checkpoint_files import checkpoint_files
-from cacheblend_cli.model.folding import fold
+from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
 from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, Shape, expected_shapes
@@ -50,7 +49,7 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Every tensor of the model under our names, in `dtype` on `device`.
 
-    Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `folding`).
+    Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `fold`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
     added to each block, in float32, on the way. The embedding, of which a prompt needs few rows, stays in its file on a CPU
     where that has plain numbers, in the file's dtype, under the name IN_FILE.
@@ -64,7 +63,7 @@ def load_weights(
     deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
     weights: dict[str, Tensor] = {}
     seen: set[str] = set()
-    source = tensor_source(model_dir)
+    source = tensor_source(model_dir, experts=spec.experts is not None)
     for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
         if name is None:
@@ -203,3 +202,42 @@ def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None =
         rows = target[start : start + step]
         read = source.read(name, start, start + len(rows))
         rows.copy_(read if delta is None else read.float() + delta.rows(start, start + len(rows)))
+
+
+def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+    """Change the weights, in place and in fp32: the offset of the norms' weights, the factor on what layers add, and the
+    order of the channels of q and k. K is stored in that order; no product of q and k sees it."""
+    order = head_order(spec)
+    for name, weight in weights.items():
+        part = name.split(".", 1)[-1]
+        if spec.norm_offset and _is_norm(part):
+            weight.copy_(weight.float() + spec.norm_offset)
+        if spec.residual_scale != 1 and part.startswith(("o_proj", "down_proj")):
+            weight.copy_(weight.float() * spec.residual_scale)
+        if order is None:
+            continue
+        if part.startswith("qkv_proj"):
+            heads = weight[: spec.q_size + spec.kv_size].unflatten(0, (-1, spec.head_dim))
+            heads.copy_(heads[:, order])
+        elif part in ("q_norm", "k_norm"):
+            heads = weight.unflatten(0, (-1, spec.head_dim))
+            heads.copy_(heads[:, order])
+
+
+def head_order(spec: ModelSpec) -> list[int] | None:
+    """Which channel of a checkpoint's head stands where in ours; None: all as they are.
+
+    The kernels turn channel i with channel i + half. Where RoPE turns the first channels of a head only, or neighbours with
+    each other, the pairs are put there, and what is not turned behind them in either half.
+    """
+    rotated = spec.rotated_dim
+    if rotated == spec.head_dim and not spec.interleaved:
+        return None
+    turned, rest = list(range(rotated)), list(range(rotated, spec.head_dim))
+    step, half = len(rest) // 2, rotated // 2
+    first, second = (turned[0::2], turned[1::2]) if spec.interleaved else (turned[:half], turned[half:])
+    return [*first, *rest[:step], *second, *rest[step:]]
+
+
+def _is_norm(part: str) -> bool:
+    return part in ("norm.weight", "weight", "q_norm", "k_norm") or part.split(".")[0].endswith(("_in", "_out"))

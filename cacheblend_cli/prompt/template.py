@@ -13,7 +13,7 @@ from cacheblend_cli.prompt.wording import Wording
 
 CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it
 THINK, THOUGHT = "<think>", "</think>"
-CHANNEL = "<|channel|>"  # what a gpt-oss has in their place: see `runtime.channels`
+CHANNEL = "<|channel|>"  # what a gpt-oss has in their place: see `runtime.speech.Channels`
 QUESTION = "Question8a44c1d2Stands0e6fHere"
 _TURN = "Turn{:04}b71eStands4d2cHere"
 

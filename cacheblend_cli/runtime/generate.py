@@ -16,9 +16,9 @@ from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.runtime.decode import DecodeRunner
 from cacheblend_cli.runtime.grammar import Grammar
 from cacheblend_cli.runtime.prefill import Prefilled
-from cacheblend_cli.runtime.reasoning import Speech
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Draw, Sampler, SamplingParams, TokenLogprob
+from cacheblend_cli.runtime.speech import Speech
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 

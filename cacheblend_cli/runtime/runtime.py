@@ -19,12 +19,12 @@ from cacheblend_cli.errors import PromptTooLong, UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
-from cacheblend_cli.model.checkpoint_files import unused_adapter
 from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
@@ -34,8 +34,8 @@ from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.runtime.grammar import Grammars
 from cacheblend_cli.runtime.memory import DeviceMemory, reserve, sequence_of_its_own
-from cacheblend_cli.runtime.reasoning import CLOSING_ROOM
 from cacheblend_cli.runtime.sampling import SamplingParams
+from cacheblend_cli.runtime.speech import CLOSING_ROOM
 
 if TYPE_CHECKING:
     from cacheblend_cli.runtime.controller import Controller

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cacheblend_cli.model.families.rope_fields import NEEDED, rope_parameters
-from cacheblend_cli.model.rope_frequencies import inverse_frequencies
+from cacheblend_cli.model.rope import inverse_frequencies
 
 FACTOR = st.floats(1, 64) | st.integers(1, 64)
 LENGTH = st.integers(16, 8192)

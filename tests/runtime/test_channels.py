@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from cacheblend_cli.api import Engine, EngineConfig
-from cacheblend_cli.runtime.reasoning import Speech
+from cacheblend_cli.runtime.speech import Speech
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|constrain|>")
 REASONED = "<|channel|>analysis<|message|>We look it up.<|end|>"

@@ -18,7 +18,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.sampling import Sampler, filtered_probs
-from cacheblend_cli.runtime.stops import StopStrings
+from cacheblend_cli.runtime.speech import StopStrings
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -8.0])
 

@@ -26,8 +26,7 @@ from transformers import (
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.runtime.model_sampling import as_the_model, model_sampling, sampling_of
-from cacheblend_cli.runtime.sampling import Penalties, filtered_probs
+from cacheblend_cli.runtime.sampling import Penalties, as_the_model, filtered_probs, model_sampling, sampling_of
 from cacheblend_cli.settings import Settings, resolve
 
 VOCAB = 12

@@ -20,9 +20,9 @@ from torch import Tensor
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.generate import Continuation, Generation, Listener, generate
-from cacheblend_cli.runtime.reasoning import Reasoning
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Sampler
+from cacheblend_cli.runtime.speech import Reasoning
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.checkpoint_files import refuse_other_formats
 from cacheblend_cli.model.families.cohere import COHERE, COHERE2
 from cacheblend_cli.model.families.exaone4 import EXAONE4
 from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -35,7 +34,7 @@ from cacheblend_cli.model.families.unsupported import UNSUPPORTED
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.families.wrappers import EYES, WRAPPERS, Wrapper
 from cacheblend_cli.model.generic.config import generic_spec
-from cacheblend_cli.model.model_files import read_object
+from cacheblend_cli.model.model_files import read_object, refuse_other_formats
 from cacheblend_cli.model.spec import ModelSpec
 
 FAMILIES = {

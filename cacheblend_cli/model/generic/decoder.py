@@ -11,17 +11,16 @@ from torch import Tensor
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.decoder import Decoder, DecoderLayer
-from cacheblend_cli.model.folding import head_order
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer, KVScales
 from cacheblend_cli.model.generic import seam
 from cacheblend_cli.model.generic.lora import merge_adapter
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
 from cacheblend_cli.model.generic.quiet import quiet
 from cacheblend_cli.model.generic.refusal import not_generic
-from cacheblend_cli.model.kv_scales import KVScales
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weights import head_order
 
 
 class GenericLayer(DecoderLayer):

@@ -10,11 +10,11 @@ import torch
 from cacheblend_kernels import AttentionParams
 from torch import Tensor
 
-from cacheblend_cli.model.folding import head_order
 from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
 from cacheblend_cli.model.generic.seam import KeyRule, Projected
 from cacheblend_cli.model.rope import RotaryEmbedding
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weights import head_order
 
 PROBES = 12  # positions, up to the last one of the context
 TELLS_APART = 0.03  # of the largest entry: bf16 rounds to a tenth of it, and another RoPE is off by as much as it turns

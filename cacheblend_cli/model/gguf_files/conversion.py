@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from platformdirs import user_cache_path
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.checkpoint_files import GGUF_INDEX
 from cacheblend_cli.model.gguf_files.config import config_of
 from cacheblend_cli.model.gguf_files.index import index_of
 from cacheblend_cli.model.gguf_files.rope import FACTORS
 from cacheblend_cli.model.gguf_files.tensors import is_readable, write_index
+from cacheblend_cli.model.model_files import GGUF_INDEX
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

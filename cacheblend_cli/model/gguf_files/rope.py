@@ -9,7 +9,7 @@ import numpy as np
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.keys import Keys
-from cacheblend_cli.model.rope_frequencies import inverse_frequencies
+from cacheblend_cli.model.rope import inverse_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.checkpoint_files import GGUF_INDEX
+from cacheblend_cli.model.model_files import GGUF_INDEX
 
 BLOCK_BYTES = 4 << 20  # of float32: more does not read faster, and takes memory beside the weights
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cacheblend_cli.model.families.quantisation import Quantisation
 from cacheblend_cli.model.quantised import bitsandbytes, packed, scaled
 from cacheblend_cli.model.quantised.stored import Header, Rows, Stored
-from cacheblend_cli.model.tensor_files import SafetensorsFiles
+from cacheblend_cli.model.tensor_source import SafetensorsFiles
 
 Reader = Callable[[Stored, Quantisation], Rows | None]
 FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.tensor_files import SafetensorsFiles
+from cacheblend_cli.model.tensor_source import SafetensorsFiles
 
 Shape = tuple[int, ...]
 Header = tuple[str, Shape]

@@ -14,7 +14,7 @@ from decoding import decode_one_token
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.pool import KVPool
-from cacheblend_cli.model.kv_scales import KVScales
+from cacheblend_cli.model.decoder import KVScales
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import Question, resolve
 

@@ -1,4 +1,4 @@
-"""Reasoning: what a model says between think tags before its answer, told apart from it while it is said."""
+"""What a model says, told apart while it is said: its reasoning between think tags, its answer, and where a stop string ends that."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Literal
 
 from cacheblend_cli.model.text_stream import TextStream
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.prompt.template import THINK, THOUGHT
-from cacheblend_cli.runtime.channels import FINAL, Channels
-from cacheblend_cli.runtime.stops import StopStrings
+from cacheblend_cli.prompt.template import CHANNEL, THINK, THOUGHT
 
 CLOSING = f"\n{THOUGHT}\n\n"
 """What ends reasoning that has used its tokens up."""
 CLOSING_ROOM = 24
 """Tokens that the tags and what stands around them take at most."""
+START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
+FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
+"""The same in gpt-oss's channels."""
 
 
 class Reasoning:
@@ -70,6 +71,77 @@ class Reasoning:
         """What is held, at the end."""
         held, self._held = self._held, ""
         return (held, "") if self.open else ("", held)
+
+
+class Channels:
+    """gpt-oss's channels as think tags: what it says on the channel `final` is the answer, on any other reasoning.
+
+    Follows `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`, tokens that decoding passes over. What
+    stands between a token and `<|message|>` is a header, and said to nobody. Text without any of them is the answer."""
+
+    def __init__(self, marks: dict[int, str]) -> None:
+        self._marks = marks
+        self._header: str | None = None  # None: not in one
+        self._reasoning = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Channels | None:
+        """None: the tokenizer has no channels."""
+        ids = {mark: tokenizer.token_id(mark) for mark in (START, CHANNEL, MESSAGE, END)}
+        marks = {i: mark for mark, i in ids.items() if i is not None and tokenizer.is_silent(i)}
+        return cls(marks) if {CHANNEL, MESSAGE} <= set(marks.values()) else None
+
+    def push(self, token_id: int, stream: TextStream) -> str:
+        """The text that is certain with this token, think tags in place of channels."""
+        mark = self._marks.get(token_id)
+        piece = stream.push(token_id) if mark is None else stream.flush()
+        if self._header is not None:
+            self._header, piece = self._header + piece, ""
+        if mark is None:
+            return piece
+        if mark != MESSAGE:
+            self._header = ""
+            return piece
+        final = (self._header or "").split()[:1] == ["final"]
+        self._header = None
+        return piece + self._turn(final)
+
+    def _turn(self, final: bool) -> str:
+        """The tag between what was said and what comes."""
+        was, self._reasoning = self._reasoning, not final
+        if was:
+            return THOUGHT if final else "\n"
+        return "" if final else THINK
+
+
+class StopStrings:
+    """An answer ends before a stop string, however its text comes in pieces: what may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held, self.hit = stops, "", False
+
+    def push(self, piece: str) -> str:
+        """The text that is safe to show. After a hit nothing more is."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        found = [i for s in self._stops if (i := text.find(s)) >= 0]
+        if found:
+            self.hit, self._held = True, ""
+            return text[: min(found)]
+        keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def is_in(self, piece: str) -> bool:
+        """Whether pushing the piece would be a hit."""
+        return any(s in self._held + piece for s in self._stops)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return "" if self.hit else held
 
 
 class Speech:
