@@ -20,6 +20,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.api import Engine, EngineConfig, Lookup, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.corpus.search import How
 from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.search import ORDERS
 
 
@@ -30,7 +31,7 @@ def measure(
     answers = []
     for row in questions:
         question = Question(row["question"], (), sampling=SamplingParams(max_tokens=24))
-        answers.append(engine.ask(store, engine.search(store, question, lookup), save_holes=False))
+        answers.append(engine.ask(store, engine.search(store, question, lookup), AskOptions(save_holes=False)))
     return {
         "order": order,
         "expand": expand,

@@ -28,10 +28,10 @@ from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.forward import LayerStep, Observer, run_layers
 from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.runtime.memory import sequence_of_its_own
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Request
 from cacheblend_cli.runtime.runtime import Runtime
@@ -140,7 +140,8 @@ class CacheClip:
         prompt = _prompt(evidence)
         ids, last = prompt.plan.token_ids, len(prompt.decoder.layers) - 1
         if self._of is None or self._of[0] != ids:
-            sequence = sequence_of_its_own(prompt.decoder, len(ids), prompt.pool.block_size)
+            size = prompt.pool.block_size
+            sequence = KVPool.of(prompt.decoder, -(-len(ids) // size), size).new_sequence(len(ids))
             plan = PromptPlan(tuple(replace(s, status="computed") for s in prompt.plan.segments))
             read = Prompt(prompt.decoder, plan, sequence, NothingToLoad())
             self._of = ids, Question(read, (last,)).looks[last]

@@ -32,6 +32,7 @@ from cacheblend_store import ChunkStore
 from prefill import hardware, write_checkpoint
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.request import resolve
 from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Limits, Service
 
@@ -141,7 +142,7 @@ def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any])
     bench = Bench(engine, store, checkpoint, asked, prompts, arguments, found, {}, 0.0)
     for mode, blend in MODES.items():
         few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
-        answers = [engine.ask(store, few, save_holes=False) for _ in range(2)]  # the first one warms up
+        answers = [engine.ask(store, few, AskOptions(save_holes=False)) for _ in range(2)]  # the first one warms up
         bench.ttft_s[mode], bench.token_s = answers[1].timing.ttft_s, 1 / answers[1].timing.decode_tokens_per_s
     return bench
 
@@ -180,7 +181,7 @@ def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
     """As `ask --batch` was before: one after another."""
     started = time.perf_counter()
     asked = bench.asked(mode, bench.fitting(seconds, mode))
-    answers = [bench.engine.ask(bench.store, question, save_holes=False) for question in asked]
+    answers = [bench.engine.ask(bench.store, question, AskOptions(save_holes=False)) for question in asked]
     return [figures(answers, time.perf_counter() - started) | {"clients": 1}]
 
 
@@ -275,7 +276,7 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
         short = replace(question, sampling=replace(question.sampling, max_tokens=1))
         all_of(service, [question])
         again += all_of(service, [replace(short, text=f"and what of {number}?")])
-        reuse.append(bench.engine.ask(bench.store, replace(short, blend=MODES["reuse"]), save_holes=False))
+        reuse.append(bench.engine.ask(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save_holes=False)))
     service.close()
     ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
     hot = statistics.median(a.hot_tokens / a.prompt_tokens for a in again)

@@ -16,8 +16,8 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
 from cacheblend_cli.runtime.answer import Answer, TokenUse
 from cacheblend_cli.runtime.ask import ask
-from cacheblend_cli.runtime.config import AskOptions, BlendConfig, EngineConfig
-from cacheblend_cli.runtime.generate import Listener
+from cacheblend_cli.runtime.config import DEFAULT_OPTIONS, AskOptions, BlendConfig, EngineConfig
+from cacheblend_cli.runtime.generate import NOBODY, Listener
 from cacheblend_cli.runtime.jobs import Job
 from cacheblend_cli.runtime.plan import AskPlan, plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.recheck import RecheckReport
 
 __all__ = [
-    "Answer", "AskPlan", "BlendConfig", "Difference", "Engine", "EngineConfig", "Lookup", "Paths", "PrecomputeEvent",
+    "Answer", "AskOptions", "AskPlan", "BlendConfig", "Difference", "Engine", "EngineConfig", "Listener", "Lookup", "Paths", "PrecomputeEvent",
     "PrecomputeOptions", "PrecomputeReport", "Question", "RecheckReport", "SamplingParams", "TokenUse",
 ]  # fmt: skip
 _OF_DOCUMENTS = {
@@ -116,25 +116,17 @@ class Engine:
         self,
         store: ChunkStore | None,
         question: Question,
-        *,
-        on_text: Callable[[str], None] | None = None,
-        on_reasoning: Callable[[str], None] | None = None,
-        verify: bool = False,
-        confirm: bool = False,
-        save_holes: bool = True,
-        auto: bool = False,
+        wanted: AskOptions = DEFAULT_OPTIONS,
+        listener: Listener = NOBODY,
     ) -> Answer:
         """Answer a question over its chunks. Blending never changes stored KV.
 
-        Holes (chunks without usable KV) are computed, and with save_holes collected and stored afterwards, when the
-        store is open for writing. What was used is noted for the store's eviction (`ChunkStore.touch`). verify, confirm,
-        save_holes, auto: see `AskOptions`. on_text and on_reasoning: told the answer, and what is said between think tags before it,
-        piece by piece. Raises NotFoundError for an unknown chunk, UsageError for an empty question.
+        Holes (chunks without usable KV) are computed, and collected and stored afterwards, when the store is open for
+        writing. What was used is noted for the store's eviction (`ChunkStore.touch`). Raises NotFoundError for an unknown
+        chunk, UsageError for an empty question.
         """
         self.runtime.memory()  # what is taken once is no part of an answer
-        request = resolve(self.runtime, store, question)
-        wanted = AskOptions(auto, verify, confirm, save_holes)
-        return ask(self.runtime, request, Listener(on_text, on_reasoning), wanted)
+        return ask(self.runtime, resolve(self.runtime, store, question), listener, wanted)
 
     def plan(self, store: ChunkStore | None, question: Question, *, auto: bool = False) -> AskPlan:
         """What `ask` would do, without doing it. Raises as it does for what it would refuse."""
@@ -153,11 +145,12 @@ class Engine:
         Raises UsageError, NotFoundError, StoreErrors.
         """
         settings, manner = inquiry.resolved.settings, inquiry.manner
-        sampling = as_the_model(sampling_of(inquiry.resolved, **manner.sampled), inquiry.resolved, self.model)
+        sampling = as_the_model(sampling_of(inquiry.resolved, **manner.sampled), inquiry.resolved, self.runtime.model)
         blend, keys = BlendConfig.of(settings), [bytes.fromhex(key) for key in inquiry.keys or ()]
         question = Question(inquiry.question, keys, blend, sampling, settings.salt, history=inquiry.history)
         if inquiry.keys is None:
-            question = self.search(store, question, Lookup.of(settings, inquiry.scope or EVERYTHING, say))
+            lookup = Lookup.of(settings, inquiry.scope or EVERYTHING, say)
+            question = with_chunks(self.runtime, store, question, lookup)
         auto = settings.ratio == "auto"
         return Job(question, verify=manner.verify, confirm=manner.confirm, auto=auto, save_holes=manner.save)
 

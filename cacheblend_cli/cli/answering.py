@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -41,18 +40,11 @@ class LocalEngine:
         self._say = cache(output.note)  # once, of however many questions
 
     def ask(self, inquiry: Inquiry, streams: Streams | None) -> Told:
+        from cacheblend_cli.runtime.generate import Listener
+
         job = self._engine.job(self._store, inquiry, self._say)
-        answer = self._engine.ask(
-            self._store,
-            job.question,
-            on_text=streams.text if streams else None,
-            on_reasoning=streams.reasoning if streams else None,
-            verify=job.verify,
-            confirm=job.confirm,
-            save_holes=job.save_holes,
-            auto=job.auto,
-        )
-        return self._told(inquiry, job, answer)
+        listener = Listener(streams.text, streams.reasoning) if streams else Listener()
+        return self._told(inquiry, job, self._engine.ask(self._store, job.question, job, listener))
 
     def plan(self, inquiry: Inquiry) -> AskPlan:
         job = self._engine.job(self._store, inquiry, self._say)
@@ -111,13 +103,13 @@ class Answered:
 
 
 class Answering:
-    """store, scope: of what is searched. A running engine is looked for as long as none was loaded here."""
+    """Over a store that stays open meanwhile. scope: of what is searched, None for all of it. A running engine is looked for, unless `local`, as
+    long as none was loaded here."""
 
-    def __init__(
-        self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore, scope: Scope | None, *, local: bool
-    ) -> None:
-        self._resolved, self._manner, self._output = resolved, manner, output
-        self.store, self.scope, self._local = store, scope, local
+    def __init__(self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore, *, local: bool) -> None:
+        self._resolved, self._manner, self._output, self._local = resolved, manner, output, local
+        self.store = store
+        self.scope: Scope | None = None
         self._here: LocalEngine | None = None
 
     def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Told:
@@ -170,7 +162,10 @@ class Answering:
         scope = self.scope or EVERYTHING
         return [shown(name) for name in searchable(self.store) if scope.holds(name)]
 
-    def close(self) -> None:
+    def __enter__(self) -> Answering:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         if self._here is not None:
             self._here.close()
 
@@ -215,30 +210,3 @@ def _in_order(asked: Sequence[Asked], begin: Begin, most: int) -> Iterator[Answe
             yield answered()
     while running:
         yield answered()
-
-
-@contextmanager
-def answering_of(
-    resolved: Resolved,
-    manner: Manner,
-    output: Output,
-    *,
-    source: str | None,
-    everywhere: bool,
-    local: bool,
-    searched: bool = True,
-    write: bool = True,
-) -> Iterator[Answering]:
-    """Over the store of the settings, which is open meanwhile. searched: whether any question is over what is found. write:
-    what is used is noted, and what is computed is stored.
-
-    Raises StoreErrors, and NotFoundError for documents that are not there.
-    """
-    settings = resolved.settings
-    with options.store_in_use(settings, write=write) as store:
-        scope = options.scope_of(store, source, everywhere, output, settings.collection) if searched else None
-        answering = Answering(resolved, manner, output, store, scope, local=local)
-        try:
-            yield answering
-        finally:
-            answering.close()

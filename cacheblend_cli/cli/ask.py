@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_cli.cli import completion, options
-from cacheblend_cli.cli.answering import Answered, answering_of
+from cacheblend_cli.cli.answering import Answered, Answering
 from cacheblend_cli.cli.answers import Streams, Told, changed, show_answer, show_plan
 from cacheblend_cli.cli.batch import Results, run_batch
 from cacheblend_cli.cli.inputs import Asked, read_asked
@@ -139,17 +139,12 @@ def ask(
         show(item.asked, item.told, extra)
         return {**extra, **item.told.answer.to_dict(ids=ids)}
 
-    searched = any(item.chunks is None for item in asked)
-    with answering_of(
-        resolved,
-        manner,
-        output,
-        source=source,
-        everywhere=everywhere,
-        local=local,
-        searched=searched,
-        write=not dry_run,
-    ) as answering:
+    with (
+        options.store_in_use(settings, write=not dry_run) as store,
+        Answering(resolved, manner, output, store, local=local) as answering,
+    ):
+        if any(item.chunks is None for item in asked):
+            answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
         if batch is not None:
             answered = answering.plans(asked) if dry_run else answering.answers(asked, concurrency)
             codes += run_batch(answered, show_one, output, as_json=json, results=results)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answering import Answering, answering_of
+from cacheblend_cli.cli.answering import Answering
 from cacheblend_cli.cli.answers import Streams, Told, summary_line
 from cacheblend_cli.cli.conversation import COMMANDS, Conversation, do_command
 from cacheblend_cli.cli.exits import report
@@ -41,9 +41,13 @@ def chat(
     output = Output(quiet=quiet)
     interactive = sys.stdin.isatty() and output.out_tty
     named = None if chunks is None else read_ids(chunks)
-    with answering_of(
-        resolved, Manner(), output, source=source, everywhere=everywhere, local=local, searched=named is None
-    ) as answering:
+    settings = resolved.settings
+    with (
+        options.store_in_use(settings) as store,
+        Answering(resolved, Manner(), output, store, local=local) as answering,
+    ):
+        if named is None:
+            answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
         talk = Conversation(named)
         for name in named or ():
             answering.store.resolve(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, Question, SamplingParams
+from cacheblend_cli.runtime.config import AskOptions
 
 MODULES = ("copy", "heapq", "statistics", "struct")
 """Modules of Python whose documentation is read: some 2,000 tokens, and there wherever Python is."""
@@ -51,4 +52,4 @@ def ask_both(engine: Engine, store: ChunkStore) -> Pair:
     full = replace(question, blend=BlendConfig(mode="full"))
     for warm_up in (question, full):
         engine.ask(store, replace(warm_up, sampling=SamplingParams(max_tokens=1)))
-    return Pair(engine.ask(store, full), engine.ask(store, question, verify=True))
+    return Pair(engine.ask(store, full), engine.ask(store, question, AskOptions(verify=True)))

@@ -108,11 +108,6 @@ class BlockAllocator:
                 else:
                     bisect.insort(self._free, block)
 
-    def drop_hot(self) -> None:
-        """Let no block be hot."""
-        while self._hot:
-            self._evict()
-
     def check_integrity(self) -> None:
         """free + hot + used = total, no block in two places, no block lost. Raises AssertionError: it is our own bug."""
         assert len(self._free) + len(self._hot) + len(self._refs) == self.num_blocks

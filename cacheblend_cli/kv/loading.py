@@ -14,7 +14,7 @@ from cacheblend_cli.kv.loader import KVLoader, LoadQueue, NothingToLoad, Workers
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.ring_loader import RingLoader
 from cacheblend_cli.kv.source import KVReader, KVSource
-from cacheblend_cli.kv.staging import transfer_to
+from cacheblend_cli.kv.staging import CudaTransfer, Transfer
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -33,6 +33,11 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
     stored = StoredPrompt.find(decoder, source, sequence, plan)
     transfer = transfer_to(decoder.device)
     return HostLoader(stored) if transfer is None else RingLoader(stored, transfer)
+
+
+def transfer_to(device: torch.device) -> Transfer | None:
+    """None: the device's memory is the host's, and the threads write straight into the pool."""
+    return CudaTransfer(device) if device.type == "cuda" else None
 
 
 class HostLoader(KVLoader):

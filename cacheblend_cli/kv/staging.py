@@ -191,8 +191,3 @@ class CudaTransfer:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
-
-
-def transfer_to(device: torch.device) -> Transfer | None:
-    """None: the device's memory is the host's, and the threads write straight into the pool."""
-    return CudaTransfer(device) if device.type == "cuda" else None

@@ -71,10 +71,10 @@ def keep_date(store: ChunkStore, collection: Collection) -> None:
         store.put_memos([Memo(_KIND, _name(collection), value, time.time())])
 
 
-def age_note(day: date | None) -> list[str]:
+def age_note(day: date) -> list[str]:
     """What is to be said of a prompt with this date: something where it is more than a day old."""
-    age = (today() - day).days if day is not None else 0
-    if day is None or age <= 1:
+    age = (today() - day).days
+    if age <= 1:
         return []
     return [
         f"the prompt says that it is {day.isoformat()}, {age} days ago, as the stored chunks do; "

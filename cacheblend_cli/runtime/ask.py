@@ -75,15 +75,60 @@ class Asking:
 
     def answer(self, done: Prefilled, generation: Generation, checks: Checks) -> Answer:
         """What there is to say of it. done: the prompt, as it was run in the end."""
-        _note_reasoning(generation, done.request)
-        return _answer(self.runtime, done, generation, checks, self.report)
+        request, plan, loader = done.request, done.plan, done.loader
+        if generation.reasoning_cut:
+            request.notes.append(
+                f"the reasoning was ended after {request.sampling.reasoning_tokens:,} tokens (--reasoning-tokens)"
+            )
+        ttft_s = generation.first_token_at - request.started
+        return Answer(
+            text=generation.text,
+            reasoning=generation.reasoning,
+            reasoning_tokens=generation.reasoning_tokens,
+            finish_reason=generation.finish_reason,
+            model=self.runtime.model.name,
+            mode=request.blend.mode,
+            selector=request.blend.selector,
+            ratio=request.blend.effective_ratio(),
+            prompt_tokens=plan.num_tokens,
+            cached_tokens=plan.cached_tokens,
+            exact_tokens=plan.exact_tokens,
+            hot_tokens=done.hot_tokens,
+            recomputed_tokens=len(done.result.chosen),
+            recompute_fraction=done.recompute_fraction,
+            chunks=_chunk_uses(done, generation.attention or [None] * len(plan.chunks)),
+            timing=Timing(
+                process_s=since_process_start(generation.first_token_at),
+                model_load_s=self.runtime.load_s,
+                kv_load_s=loader.load_s,
+                kv_load_stall_s=loader.stall_s,
+                prefill_s=done.prefill_s,
+                ttft_s=ttft_s,
+                decode_tokens_per_s=generation.tokens_per_s,
+            ),
+            kv_bytes_loaded=loader.num_bytes,
+            prompt_ids=plan.token_ids,
+            generated_ids=generation.token_ids,
+            verify=checks.verification,
+            confirmation=checks.confirmation,
+            risk=checks.risk,
+            logprobs=generation.logprobs,
+            prompt_logprobs=list(done.prompt_logprobs),
+            notes=request.notes,
+            layers=done.result.layers,
+            chosen=done.result.chosen.tolist(),
+            auto=None if self.report is None else replace(self.report, ttft_s=ttft_s),
+        )
 
     def end(self, done: Prefilled, answer: Answer, *, save_holes: bool) -> None:
         """What is done once the answer is there: the controller learns, the store is told what was used and gets what it lacks."""
         if self.report is not None and not done.hot_tokens:
             seen = Observed.of_answer(answer, self.report.before_s, self.runtime.decoder.device.type)
             controller_of(self.runtime, self.wanted).learn(self.report, self.wanted, seen)
-        _note_uses(done)  # before holes are stored, which may need room
+        request, store = done.request, done.request.store
+        if store is not None and request.blend.mode != "full":  # before holes are stored, which may need room
+            used = [s.key for s in done.plan.chunks if s.cached and s.key]
+            store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)
         if save_holes:
             store_holes(done)
 
@@ -96,72 +141,6 @@ def _decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport]:
     started = request.started + time.perf_counter() - resolved  # measuring this machine, once, is no part of an answer
     report = controller.decide(request, time.perf_counter() - started)
     return replace(request, blend=decided(request.blend, report.decision), started=started), report
-
-
-def _note_reasoning(generation: Generation, request: Request) -> None:
-    if generation.reasoning_cut:
-        request.notes.append(
-            f"the reasoning was ended after {request.sampling.reasoning_tokens:,} tokens (--reasoning-tokens)"
-        )
-
-
-def _note_uses(done: Prefilled) -> None:
-    """Tell the store what was used, for its eviction (`ChunkStore.touch`)."""
-    request, store = done.request, done.request.store
-    if store is None or request.blend.mode == "full":
-        return
-    store.touch([s.key for s in done.plan.chunks if s.cached and s.key])
-    if request.prefix_cached:
-        store.touch([request.collection.prefix_key])
-
-
-def _answer(
-    runtime: Runtime,
-    done: Prefilled,
-    generation: Generation,
-    checks: Checks,
-    report: AutoReport | None,
-) -> Answer:
-    request, plan, loader = done.request, done.plan, done.loader
-    ttft_s = generation.first_token_at - request.started
-    return Answer(
-        text=generation.text,
-        reasoning=generation.reasoning,
-        reasoning_tokens=generation.reasoning_tokens,
-        finish_reason=generation.finish_reason,
-        model=runtime.model.name,
-        mode=request.blend.mode,
-        selector=request.blend.selector,
-        ratio=request.blend.effective_ratio(),
-        prompt_tokens=plan.num_tokens,
-        cached_tokens=plan.cached_tokens,
-        exact_tokens=plan.exact_tokens,
-        hot_tokens=done.hot_tokens,
-        recomputed_tokens=len(done.result.chosen),
-        recompute_fraction=done.recompute_fraction,
-        chunks=_chunk_uses(done, generation.attention or [None] * len(plan.chunks)),
-        timing=Timing(
-            process_s=since_process_start(generation.first_token_at),
-            model_load_s=runtime.load_s,
-            kv_load_s=loader.load_s,
-            kv_load_stall_s=loader.stall_s,
-            prefill_s=done.prefill_s,
-            ttft_s=ttft_s,
-            decode_tokens_per_s=generation.tokens_per_s,
-        ),
-        kv_bytes_loaded=loader.num_bytes,
-        prompt_ids=plan.token_ids,
-        generated_ids=generation.token_ids,
-        verify=checks.verification,
-        confirmation=checks.confirmation,
-        risk=checks.risk,
-        logprobs=generation.logprobs,
-        prompt_logprobs=list(done.prompt_logprobs),
-        notes=request.notes,
-        layers=done.result.layers,
-        chosen=done.result.chosen.tolist(),
-        auto=None if report is None else replace(report, ttft_s=ttft_s),
-    )
 
 
 def _chunk_uses(done: Prefilled, attention: Sequence[float | None]) -> list[ChunkUse]:

@@ -198,7 +198,7 @@ def parse_layers(text: str) -> tuple[int, int] | None:
         raise UsageError(f"--probe-layers {text!r} is not FIRST-LAST", "for example 2-4") from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AskOptions:
     """How a question is answered, beside its blending and sampling.
 

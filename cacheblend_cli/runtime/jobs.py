@@ -9,21 +9,17 @@ from typing import Literal
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.sampling import TokenLogprob
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(AskOptions):
     """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
-    deadline_s: from submission; afterwards the job ends with finish_reason "deadline". verify, confirm, auto,
-    save_holes: as `Engine.ask` has them."""
+    deadline_s: from submission; afterwards the job ends with finish_reason "deadline"."""
 
     question: Question
-    verify: bool = False
-    confirm: bool = False
-    auto: bool = False
-    save_holes: bool = True
     priority: int = 0
     deadline_s: float | None = None
 

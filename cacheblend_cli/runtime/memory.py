@@ -184,11 +184,6 @@ def blocks_that_fit(
     return -(-tokens // block_size) if tokens >= most else tokens // block_size
 
 
-def sequence_of_its_own(decoder: Decoder, num_tokens: int, block_size: int) -> PagedSequence:
-    """A sequence in a pool that is just as large as it needs."""
-    return KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
-
-
 def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
     """The pool of an engine that many ask at once, and what decodes in it. On a GPU it is the runtime's own, as large as the
     device has room for. On a CPU it is as large as the limits say, or as many whole contexts as there are
@@ -247,7 +242,7 @@ class CudaMeter:
 def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
     """A full prefill of some tokens in a pool of its own. Raises DeviceError when even that does not fit."""
     try:
-        sequence = sequence_of_its_own(decoder, num_tokens, block_size)
+        sequence = KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
         plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
         policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
         blended_prefill(Prompt(decoder, plan, sequence, NothingToLoad()), policy)

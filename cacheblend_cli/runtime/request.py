@@ -96,7 +96,8 @@ def resolve(
     """
     started, notes = time.perf_counter(), list(question.notes)
     collection = collection_of(runtime, store, question)
-    notes += age_note(collection.day)
+    if collection.day is not None:
+        notes += age_note(collection.day)
     all_logits = question.sampling.prompt_logprobs is not None
     chunks = _inputs(collection, store, question.keys, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}

@@ -33,7 +33,7 @@ from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.runtime.grammar import Grammars
-from cacheblend_cli.runtime.memory import DeviceMemory, reserve, sequence_of_its_own
+from cacheblend_cli.runtime.memory import DeviceMemory, reserve
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.speech import CLOSING_ROOM
 
@@ -110,10 +110,9 @@ class Runtime:
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
-        memory = self.memory()
-        if memory is not None:
-            return memory.pool.new_sequence(num_tokens)
-        return sequence_of_its_own(self.decoder, num_tokens, self.config.block_size)
+        memory, size = self.memory(), self.config.block_size
+        pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
+        return pool.new_sequence(num_tokens)
 
     def decode_runner(self, pool: KVPool) -> DecodeRunner:
         """What decodes sequences of that pool."""

@@ -11,6 +11,7 @@ from cacheblend_store import ChunkStore
 from checkpoints import FAMILY_CONFIGS, WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import Question, resolve
 
@@ -193,7 +194,8 @@ def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None
     keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][:3]
     assert sum(m.num_tokens for m in store.chunks()) > 128
     reused, full = (
-        engine.ask(store, Question("who?", keys, BlendConfig(mode=m), GREEDY), verify=True) for m in ("reuse", "full")
+        engine.ask(store, Question("who?", keys, BlendConfig(mode=m), GREEDY), AskOptions(verify=True))
+        for m in ("reuse", "full")
     )
     assert [c.status for c in reused.chunks] == ["exact"] * 3
     assert reused.prompt_tokens + len(reused.generated_ids) <= 128

@@ -21,6 +21,7 @@ from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Context, Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
+from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.request import Question
 
 PARAGRAPHS = [
@@ -90,7 +91,7 @@ def test_answers_budgets_and_first_tokens_are_those_of_ask(setup: Setup, setting
     chunks = SampleChunks(setup.engine, setup.store)
     differ = 0
     for item, record in zip(SAMPLES, results.by_label[setting.label], strict=True):
-        answer = setup.engine.ask(setup.store, Question(item.question, chunks.keys(item, "sink"), setting.blend, SamplingParams(max_tokens=TOKENS)), verify=True)  # fmt: skip
+        answer = setup.engine.ask(setup.store, Question(item.question, chunks.keys(item, "sink"), setting.blend, SamplingParams(max_tokens=TOKENS)), AskOptions(verify=True))  # fmt: skip
         assert record.answer == answer.text
         assert record.recompute_fraction == answer.recompute_fraction
         assert record.prompt_tokens == answer.prompt_tokens

@@ -10,6 +10,8 @@ from houses import House, Listener, open_house
 
 from cacheblend_cli.api import BlendConfig, SamplingParams
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.runtime.config import AskOptions
+from cacheblend_cli.runtime.generate import Listener as Hearer
 from cacheblend_cli.runtime.jobs import Job, Limits
 from cacheblend_cli.runtime.service import Service
 
@@ -30,7 +32,7 @@ def test_the_answer_is_a_full_prefills(house: House, mode: str, temperature: flo
         sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=seed)
         question = replace(house.question(text), sampling=sampling, blend=BlendConfig(mode=mode, ratio=0.1))
         streamed: list[str] = []
-        answer = house.engine.ask(house.store, question, on_text=streamed.append, confirm=True)
+        answer = house.engine.ask(house.store, question, AskOptions(confirm=True), Hearer(streamed.append))
         blended = house.engine.ask(house.store, question)
         full = house.engine.ask(house.store, replace(question, blend=BlendConfig(mode="full")))
         found = answer.confirmation
@@ -50,14 +52,16 @@ def test_the_answer_is_a_full_prefills(house: House, mode: str, temperature: flo
 def test_without_a_seed_the_draws_are_repeated(house: House) -> None:
     for _ in range(4):
         question = house.question("who?", temperature=3.0, max_tokens=8)
-        answer = house.engine.ask(house.store, replace(question, blend=BlendConfig(ratio=1.0)), confirm=True)
+        answer = house.engine.ask(
+            house.store, replace(question, blend=BlendConfig(ratio=1.0)), AskOptions(confirm=True)
+        )
         assert answer.confirmation is not None
         assert answer.confirmation.confirmed
 
 
 def test_a_full_prefill_confirms_itself(house: House) -> None:
     question = replace(house.question(), blend=BlendConfig(mode="full"))
-    answer = house.engine.ask(house.store, question, confirm=True)
+    answer = house.engine.ask(house.store, question, AskOptions(confirm=True))
     assert answer.confirmation is not None
     assert answer.confirmation.confirmed
     assert answer.confirmation.full_ttft_s == 0

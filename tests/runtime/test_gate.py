@@ -11,6 +11,7 @@ from houses import House, Listener, open_house
 
 from cacheblend_cli.api import Answer, BlendConfig, Question
 from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.runtime.generate import Listener as Hearer
 from cacheblend_cli.runtime.jobs import Failed, Job, Limits
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import resolve
@@ -67,7 +68,7 @@ def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: Risk
     for text in QUESTIONS:
         blended, pieces = ask(house, asked(house, text, None)), list[str]()
         question = asked(house, text, limit)
-        answer = house.engine.ask(house.store, question, on_text=pieces.append)
+        answer = house.engine.ask(house.store, question, listener=Hearer(pieces.append))
         assert blended.risk is None
         assert answer.risk is not None
         assert answer.generated_ids == (

@@ -16,6 +16,7 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.runtime.generate import Listener
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.sampling import Sampler, filtered_probs
 from cacheblend_cli.runtime.speech import StopStrings
@@ -105,7 +106,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(tmp_path: Pa
     def ask(*stop: str) -> tuple[str, str, list[int], str]:
         pieces: list[str] = []
         params = SamplingParams(max_tokens=60, temperature=1.5, seed=3, stop=stop, ignore_eos=True)
-        answer = engine.ask(None, Question("who?", [], BlendConfig(), params), on_text=pieces.append)
+        answer = engine.ask(None, Question("who?", [], BlendConfig(), params), listener=Listener(pieces.append))
         return "".join(pieces), answer.text, answer.generated_ids, answer.finish_reason
 
     shown, text, ids, reason = ask()

@@ -20,6 +20,8 @@ from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.loading import check_room
 from cacheblend_cli.runtime import prefill
+from cacheblend_cli.runtime.config import AskOptions
+from cacheblend_cli.runtime.generate import Listener
 from cacheblend_cli.runtime.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.runtime.request import Question
 
@@ -87,7 +89,7 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     for cache in memory.pool.tensors:
         cache.fill_(float("nan"))
     for _ in range(3):
-        answer = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), verify=True)
+        answer = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), AskOptions(verify=True))
         assert answer.generated_ids == plain.generated_ids
         assert answer.verify is not None
         assert answer.verify.kl < 1e-6
@@ -97,7 +99,7 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), on_text=broken)
+        engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), listener=Listener(broken))
     assert memory.pool.allocator.num_used == 0
     with pytest.raises(UsageError, match="check layer 9"):
         engine.ask(None, Question("where does Mara work?", [], BlendConfig(selector="hkvd", check_layer=9), GREEDY))
