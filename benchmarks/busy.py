@@ -25,7 +25,7 @@ from typing import Any
 
 from quiet import Others
 
-from cacheblend_cli.cli.threads import VARIABLES
+from cacheblend_cli.cli.main import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/busy.json"

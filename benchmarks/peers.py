@@ -31,7 +31,7 @@ from typing import Any
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM
 from quiet import MOST_USED, Others
 
-from cacheblend_cli.cli.threads import VARIABLES
+from cacheblend_cli.cli.main import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/peers.json"

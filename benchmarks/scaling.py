@@ -27,7 +27,7 @@ from typing import Any
 
 from quiet import Others
 
-from cacheblend_cli.cli.threads import VARIABLES
+from cacheblend_cli.cli.main import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.forward import FreshKV, Hidden, LayerStep, Observer, queries, rotate, run_layers
+from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.rows import Rows, positions_of, rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
 

@@ -7,9 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.loader import KVLoader
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, rows_of
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan

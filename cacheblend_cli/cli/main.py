@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import MutableMapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -12,10 +14,13 @@ import typer.main
 
 import cacheblend_cli
 from cacheblend_cli.cli.help import Command
-from cacheblend_cli.cli.output import Output, flush
-from cacheblend_cli.cli.threads import spin_shortly
+from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import ExitCode
 
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SPIN_COUNT = "1000"
+"""How long a thread of OpenMP's spins at a barrier before it sleeps. libgomp's own is some 300,000: beside busy programs a
+thread that spins takes the core from the one it waits for (benchmarks/results/busy.md)."""
 _HOMES = {
     "precompute": "precompute:precompute",
     "sync": "sync:sync",
@@ -88,7 +93,7 @@ def run(arguments: list[str] | None = None) -> int:
         code = app(arguments, prog_name="cacheblend", standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # the parser has caught the Ctrl-C
             raise KeyboardInterrupt
-        flush()
+        sys.stdout.flush()  # a reader of a pipe who has left is noticed before the end
     except BaseException as error:
         code = _failed(error)
     return code if isinstance(code, int) else 0
@@ -98,6 +103,12 @@ def main() -> None:
     """The entry point."""
     spin_shortly()
     sys.exit(run())
+
+
+def spin_shortly(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set a short spin, where the user has set none of the variables. libgomp reads it when it is loaded, with torch."""
+    if not any(name in environment for name in VARIABLES):
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _failed(error: BaseException) -> int:

@@ -181,11 +181,6 @@ def _narrow(widths: list[int], which: Sequence[int], room: int) -> None:
         widths[widest] -= 1
 
 
-def flush() -> None:
-    """Write out what stdout still holds, so that a reader who has left is noticed before the end."""
-    sys.stdout.flush()
-
-
 def _is_control(c: str) -> bool:
     return (
         (c < " " and c not in "\n\t")

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.forward import FreshKV, KVOnly, Observer, run_layers
-from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.pool import KVPool, upload
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import Decoder, KVScales
 

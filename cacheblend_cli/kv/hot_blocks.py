@@ -16,8 +16,7 @@ from itertools import takewhile
 import numpy as np
 from cacheblend_kernels import KernelBackend
 
-from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 
 
 @dataclass(frozen=True)

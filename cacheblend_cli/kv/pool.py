@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from cacheblend_kernels import KernelBackend, LayerCache
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.model.decoder import Decoder, KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -176,3 +177,10 @@ class PagedSequence:
         self.pool.allocator.free(self.owned)
         self.blocks, self.gone = [], 0
         self._refresh()
+
+
+def upload(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Host values [n] as a tensor on `device`. On CUDA through pinned memory: the copy is queued, nothing waits."""
+    if device.type != "cuda":
+        return torch.as_tensor(values, dtype=dtype, device=device)
+    return torch.as_tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

@@ -10,8 +10,7 @@ import torch
 from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
-from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.rope import CosSin, rows_of_tables
 from cacheblend_cli.prompt.plan import Segment

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.kv.device import upload
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.forward import Observer, forward
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import Rows, filled, next_rows
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.linear import STEADY_ROWS

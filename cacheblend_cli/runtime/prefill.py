@@ -108,7 +108,7 @@ class Prefilling:
         self, runtime: Runtime, request: Request, sequence: PagedSequence, hot_tokens: int = 0, hot_exact: bool = False
     ) -> None:
         self.request, self.sequence, self._hot = request, sequence, (hot_tokens, hot_exact)
-        self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hot_tokens)
+        self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hot_tokens) if hot_tokens else request.plan
         tile = row_tile_of(runtime.decoder.device)
         self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless, tile)
         self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.hot_blocks import Hit, Origin
+from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.kv.swap import copy_of
 from cacheblend_cli.runtime.answer import Answer

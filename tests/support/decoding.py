@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.forward import forward
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.kv.rows import next_rows
 from cacheblend_cli.model.decoder import Decoder
 

@@ -66,7 +66,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and (wrapper := WRAPPERS.get(model_type)):
         return _inner_spec(wrapper, config)
-    if (generic := _generic_spec(config)) is not None:
+    known = not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED
+    if not known and (generic := generic_spec(config)) is not None:  # imports transformers
         return generic
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)
@@ -88,14 +89,6 @@ def _inner_spec(wrapper: Wrapper, config: dict[str, Any]) -> ModelSpec:
     family_of(inner)
     spec = spec_from_config(inner)
     return replace(spec, architecture=wrapper.architectures[0], other_parts=EYES)
-
-
-def _generic_spec(config: dict[str, Any]) -> ModelSpec | None:
-    """Of a model that has no file here and that transformers can run; see `generic`."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type in FAMILIES or model_type in UNSUPPORTED:
-        return None
-    return generic_spec(config)  # imports transformers
 
 
 def family_of(config: dict[str, Any]) -> Family:
