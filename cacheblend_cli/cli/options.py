@@ -65,12 +65,7 @@ def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
 
 def settings_of(**flags: Any) -> Settings:
     """Flags (None: not given) over environment, files and defaults."""
-    return resolved_of(**flags).settings
-
-
-def resolved_of(**flags: Any) -> Resolved:
-    """As settings_of, and where each value is from."""
-    return resolve(flags)
+    return resolve(flags).settings
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
