@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
 from cacheblend_cli.model.families.values import shown
-from cacheblend_cli.model.generic.quiet import quiet
-from cacheblend_cli.model.generic.refusal import not_generic
 from cacheblend_cli.model.model_files import AGAIN
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -106,3 +106,27 @@ def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict
         if found[-1]["rope_type"] in WITH_LENGTH:
             raise not_generic(model_type, f"its RoPE of type {found[-1]['rope_type']!r} depends on the prompt's length")
     return found[0], found[1] if len(found) > 1 else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Neither warnings nor progress bars of transformers; as they were, afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def not_generic(model_type: object, reason: str) -> UsageError:
+    """reason: what it has or lacks, as the end of a sentence."""
+    return UsageError(
+        f"model_type {model_type!r} has no implementation of its own here, and cannot run on transformers' layers: {reason}",
+        "docs/models.md lists the models that can be used",
+    )

@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import AttentionParams, KernelBackend
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheblend_cli.errors import CacheBlendError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer, KVScales
 from cacheblend_cli.model.generic import seam
-from cacheblend_cli.model.generic.lora import merge_adapter
+from cacheblend_cli.model.generic.config import not_generic, quiet
 from cacheblend_cli.model.generic.measure import measure
 from cacheblend_cli.model.generic.parts import Call, GenericModule, Parts
-from cacheblend_cli.model.generic.quiet import quiet
-from cacheblend_cli.model.generic.refusal import not_generic
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.weights import head_order
@@ -142,3 +140,30 @@ def _model(path: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAd
     model = model.eval().requires_grad_(False).to(device)
     model.set_attn_implementation(seam.NAME)
     return model
+
+
+BLOCK = 1024  # rows at a time, which are fp32 for a moment
+
+
+def merge_adapter(model: Any, adapter: LoraAdapter) -> None:
+    """model: a ...ForCausalLM. Raises UsageError for an adapter of another model, or of what is no linear layer of its own."""
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings()
+    shared = head is not None and head.weight is model.get_input_embeddings().weight
+    for name, delta in adapter.deltas.items():
+        module = modules.get(name, modules.get(name.removeprefix("model.")))
+        if not isinstance(module, nn.Linear) or (module is head and shared):
+            what = (
+                "which the model has not" if module is None else "and that is no linear layer with weights of its own"
+            )
+            raise UsageError(f"the adapter {adapter.path} changes {name}, {what}", "use another adapter or model")
+        made, wanted = [delta.up.shape[0], delta.down.shape[1]], list(module.weight.shape)
+        if made != wanted:
+            raise UsageError(
+                f"the adapter {adapter.path} changes {name} as if it were {made}, and it is {wanted}",
+                "the adapter and the model do not belong together",
+            )
+        with torch.no_grad():
+            for start in range(0, wanted[0], BLOCK):
+                rows = module.weight[start : start + BLOCK]
+                rows.copy_(rows.float() + delta.rows(start, start + len(rows)))
