@@ -17,9 +17,8 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
-from cacheblend_cli.kv.device import upload
 from cacheblend_cli.kv.loader import NothingToLoad
-from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.kv.pool import KVPool, bytes_per_token, upload
 from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
