@@ -14,7 +14,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
 
 _HINT = 'a sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE, _IN_A_LIST = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
 @dataclass(frozen=True)
@@ -76,39 +76,24 @@ def parse_samples(text: str, name: str, limit: int | None = None) -> list[Sample
 
 def _values(text: str, name: str) -> Iterator[tuple[Any, int]]:
     """Each value of a list, or of a stream of values, with the line it begins on."""
-    decoder = json.JSONDecoder()
-
-    def skip(at: int) -> int:
-        found = _SPACE.match(text, at)
-        assert found is not None
-        return found.end()
-
-    def line(at: int) -> int:
-        return text.count("\n", 0, at) + 1
-
-    at = skip(0)
-    listed = text[at : at + 1] == "["
-    at = skip(at + 1) if listed else at
-    if listed and text[at : at + 1] == "]":
-        return
-    number, counted = line(at), at  # counted on from value to value: a file has many lines
-    while at < len(text):
-        number, counted = number + text.count("\n", counted, at), at
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except ValueError as error:
-            where = getattr(error, "lineno", number)
-            raise UsageError(f"{name}:{where} is no JSON: {getattr(error, 'msg', error)}", _HINT) from error
-        yield value, number
-        at = skip(end)
+    decoder, listed = json.JSONDecoder(), text.lstrip().startswith("[")
+    at, last = (text.index("[") + 1, text.rfind("]")) if listed else (0, len(text))
+    number = 1 + text.count("\n", 0, at)
+    try:
         if listed:
-            if text[at : at + 1] == "]":
+            json.loads(text)  # what stands between the values is right, then
+        while True:
+            between = (_IN_A_LIST if listed else _SPACE).match(text, at)
+            assert between is not None
+            number += text.count("\n", at, between.end())
+            if between.end() >= last:
                 return
-            if text[at : at + 1] != ",":
-                raise UsageError(f"{name}:{line(at)} is no JSON list: a comma or ] is missing", _HINT)
-            at = skip(at + 1)
-    if listed:
-        raise UsageError(f"{name}:{line(at)} is no JSON list: it does not end", _HINT)
+            value, at = decoder.raw_decode(text, between.end())
+            yield value, number
+            number += text.count("\n", between.end(), at)
+    except ValueError as error:
+        where = getattr(error, "lineno", number)
+        raise UsageError(f"{name}:{where} is no JSON: {getattr(error, 'msg', error)}", _HINT) from error
 
 
 def _sample(row: Any, place: str) -> Sample:

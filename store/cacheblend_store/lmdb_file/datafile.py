@@ -58,19 +58,14 @@ def _room_on_disk(store: Path) -> int:
 
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
     """A new data.mdb, where somebody else has not made one meanwhile."""
-
-    def make(folder: Path) -> None:
-        with translated(store):
-            made = open_lmdb(folder)
-            dbs = {name: made.open_db(name.encode()) for name in DATABASES}
-            with made.begin(write=True) as transaction:
-                fill(transaction, dbs)
-            made.close()
-
     with locks.writer_lock(store, lock_timeout):
         if not (store / DATA).exists():
-            with made_aside(store) as folder:
-                make(folder)
+            with made_aside(store) as folder, translated(store):
+                made = open_lmdb(folder)
+                dbs = {name: made.open_db(name.encode()) for name in DATABASES}
+                with made.begin(write=True) as transaction:
+                    fill(transaction, dbs)
+                made.close()
 
 
 def compact_copy(store: Path, folder: Path) -> None:

@@ -149,9 +149,8 @@ class Environment:
                     pages = snapshot(self._file, self.store, commit)
                 if pages is not None:
                     return transaction, pages
-                self._end(
-                    transaction
-                )  # overtaken: two commits happened between its begin and the look at its meta page
+                # overtaken: two commits happened between its begin and the look at its meta page
+                self._end(transaction)
             except Reopen:
                 self._end(transaction)
                 self.reopen()
