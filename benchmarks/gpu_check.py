@@ -8,7 +8,8 @@ from FOLDER into a temporary one.
 
 1. The ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape from
    question to answer, and compute-sanitizer over small cases where the program is found.
-2. The 8B shape: full prefill, `hkvd` and `query` at .15, `hkvd` with its KV in the pool already, transformers, then the rest.
+2. The 8B shape: full prefill, `hkvd` and `query` at .15, `query` without its correction, `hkvd` with its KV in the pool
+   already, transformers, then the rest.
 3. Each kernel's speed beside its ceiling, and tiles and splits of prefill attention beside SDPA by cuDNN and by flash.
 
 Each step is a process of its own (`gpu_steps.py`); this one never touches the GPU. A process that raises, dies or hangs is

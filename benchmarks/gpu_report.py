@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 BIG, SHORT, LONG = "llama-3.1-8b", 4096, 16384
+FASTER = 1.03
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -46,6 +49,39 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         {"what": what, "target": least, "measured": got, "met": None if got is None else got >= least}
         for what, least, got in found
     ]
+
+
+def dense_route(result: dict[str, Any]) -> tuple[str, int, float] | None:
+    """(SDPA's kernel, least rows, how many times faster than our best tile there) of the entry in `DENSE_ROUTES` that the
+    sweep speaks for: from that length on SDPA is at least FASTER times as fast. None where it is not, or was not measured."""
+    times: dict[int, dict[str, float]] = {}
+    for row in result["sweep"]:
+        if (found := re.fullmatch(r"N=(\d+) full, \d+ rows, (?:SDPA by (\w+)|\d+ x \d+, 1 splits)", row["case"])) and (
+            "seconds" in row
+        ):
+            of_length = times.setdefault(int(found[1]), {})
+            kernel = found[2] or "ours"
+            of_length[kernel] = min(row["seconds"], of_length.get(kernel, math.inf))
+    route = None
+    for length in sorted(times, reverse=True):
+        ours = times[length].pop("ours", 0.0)
+        kernel = min(times[length], key=times[length].__getitem__, default="") if route is None else route[0]
+        faster = ours / times[length].get(kernel, math.inf)
+        if faster < FASTER:
+            break
+        route = (kernel, length, faster)
+    return route
+
+
+def _dense(result: dict[str, Any]) -> str:
+    route = dense_route(result)
+    if route is None:
+        return "\nDense full prefill: our kernel; no SDPA was measured to be faster, and `DENSE_ROUTES` needs no entry."
+    kernel, rows, faster = route
+    return (
+        f"\nDense full prefill, heads of 128: `DenseRoute({kernel!r}, {rows})` belongs in `DENSE_ROUTES`; there it is "
+        f"{faster:.2f} x as fast as our best tile, and at every longer length that was measured it was faster, too."
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -96,6 +132,8 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
                 for k in result[part]
             )
             yield from _table(("kernel", "case", "us", "speed", "of the ceiling"), speeds)
+    if result["sweep"] and not result["tiny"]:
+        yield _dense(result)
 
 
 def _model(model: dict[str, Any]) -> Iterator[str]:

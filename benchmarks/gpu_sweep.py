@@ -9,41 +9,38 @@ from typing import Any
 import torch
 from cacheblend_kernels import AttentionParams
 from gpu_inputs import prefill_inputs
-from gpu_kernels import LLAMA_8B, SUFFIX, TINY, Work, sdpa
+from gpu_kernels import LLAMA_8B, SUFFIX, TINY, Work
 from gpu_timing import Call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SPLITS = (1, 2, 4, 8)
+UNEVEN = 4000  # tokens of a prompt that is no multiple of what cuDNN's plans are padded to
 
 
 def sweep_works(device: torch.device, tiny: bool) -> Iterator[Work]:
-    """On a CPU the SDPA kernels that it has, and no tiles."""
-    shape, lengths = (TINY, (96,)) if tiny else (LLAMA_8B, (4096, 16384))
+    """On a CPU flash attention as it has it, and no tiles."""
+    shape, lengths = (TINY, (96,)) if tiny else (LLAMA_8B, (UNEVEN, 4096, 16384))
     for length in lengths:
         for kind in ("full", "scattered 5%", "scattered 15%", "suffix"):
+            if length == UNEVEN and kind != "full":
+                continue
             inputs = prefill_inputs(shape, kind, length, min(SUFFIX, length // 4), device)
             params = AttentionParams(shape.head_dim**-0.5)
             flops = 4 * shape.num_heads * shape.head_dim * int((inputs.meta.positions + 1).sum())
             at = f"N={length} {kind}, {inputs.q.shape[0]} rows"
-            for name, call in _calls(kind, inputs, length, params, device):
+            for name, call in _calls(kind, inputs, params, device):
                 yield Work("prefill_attention", f"{at}, {name}", [call], "matmul", flops=flops)
 
 
-def _calls(
-    kind: str, inputs: Any, length: int, params: AttentionParams, device: torch.device
-) -> Iterator[tuple[str, Call]]:
+def _calls(kind: str, inputs: Any, params: AttentionParams, device: torch.device) -> Iterator[tuple[str, Call]]:
+    """SDPA as `DENSE_ROUTES` sends prefills to it, with the copies that takes; and each of our tiles."""
     if kind == "full":
-        cpu = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
-        cuda = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-        for name, backend in (cuda if device.type == "cuda" else cpu).items():
-            yield f"SDPA by {name}", partial(_by, backend, sdpa(inputs, length, params.scale))
+        from cacheblend_kernels.triton_backend.dense import sdpa_prefill
+
+        for kernel in ("cudnn", "flash") if device.type == "cuda" else ("flash",):
+            call = partial(sdpa_prefill, inputs.q, inputs.cache, inputs.meta.contiguous_slot, params.scale, kernel)
+            yield f"SDPA by {kernel}", call
     if device.type == "cuda":
         yield from _tiles(kind, inputs, params, device)
-
-
-def _by(backend: SDPBackend, call: Call) -> object:
-    with sdpa_kernel(backend):
-        return call()
 
 
 def _tiles(kind: str, inputs: Any, params: AttentionParams, device: torch.device) -> Iterator[tuple[str, Call]]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ import gpu_check  # noqa: E402
 import gpu_kernels  # noqa: E402
 from gpu_budget import Budget  # noqa: E402
 from gpu_cost import Ceilings, Work, prefill_floor, probe_floor  # noqa: E402
+from gpu_end_to_end import PLAIN, _blend  # noqa: E402
 from gpu_log import Log, assemble  # noqa: E402
 from gpu_model import read_config  # noqa: E402
 from gpu_profile import summed  # noqa: E402
-from gpu_report import markdown, targets  # noqa: E402
+from gpu_report import dense_route, markdown, targets  # noqa: E402
 from gpu_steps import Step  # noqa: E402
 
 from cacheblend_cli.model.families import spec_from_config  # noqa: E402
+from cacheblend_cli.runtime.config import BlendConfig  # noqa: E402
 
 
 def run(out: Path, *more: str) -> tuple[int, dict[str, Any], str, str]:
@@ -65,7 +68,7 @@ def test_the_first_two_stages_run_on_a_cpu(tmp_path: Path) -> None:
     assert [(r["length"], r["case"]) for r in small["times"]] == [
         (n, case) for n in few for case in ("full", "blend 0.15", "query 0.15", "transformers")
     ]
-    first = ("full", "blend 0.15", "query 0.15", "blend 0.15 in the pool", "transformers")
+    first = ("full", "blend 0.15", "query 0.15", "query 0.15 uncorrected", "blend 0.15 in the pool", "transformers")
     assert [(r["length"], r["case"]) for r in model["times"]] == [
         *((n, case) for n in few for case in first),
         *((n, case) for n in few for case in ("query 0.05", *rest)),
@@ -308,7 +311,43 @@ def test_targets_tell_met_missed_and_not_measured() -> None:
     assert found["store to pool, verified, GB/s"] is False
 
 
+def test_the_default_is_measured_with_its_correction_and_without() -> None:
+    plain, default = _blend(PLAIN), _blend("query 0.15")
+    assert default == BlendConfig()
+    assert plain == replace(default, correction="none")
+
+
+@pytest.mark.parametrize(
+    ("ours", "cudnn", "flash", "expected"),
+    [
+        ((10, 11, 100), (8, 8, 80), (9, 9, 90), ("cudnn", 4000, 1.25)),
+        ((10, 11, 100), (12, 10, 80), (9, 9, 90), ("cudnn", 4096, 1.1)),
+        ((10, 11, 100), (8, 8, 98), (9, 9, 99), None),  # not where prompts are long
+        ((10, 11, 100), (8, 8, 90), (7, 7, 80), ("flash", 4000, 10 / 7)),
+        ((10, 11, 100), (), (), None),  # torch without either
+        ((), (8, 8, 80), (9, 9, 90), None),
+    ],
+)
+def test_a_dense_prefill_goes_where_it_was_measured_to_be_faster(
+    ours: tuple[int, ...], cudnn: tuple[int, ...], flash: tuple[int, ...], expected: tuple[str, int, float] | None
+) -> None:
+    names = {"128 x 64, 1 splits": ours, "64 x 32, 1 splits": [2 * t for t in ours], "SDPA by cudnn": cudnn}
+    sweep = [
+        {"case": f"N={n} full, {n} rows, {name}", "seconds": seconds}
+        for name, times in {**names, "SDPA by flash": flash}.items()
+        for n, seconds in zip((4000, 4096, 16384), times, strict=False)
+    ]
+    sweep.append({"case": "N=4096 scattered 5%, 266 rows, 128 x 64, 1 splits", "seconds": 0.1})
+    found = dense_route({"sweep": sweep})
+    assert found == (expected and (*expected[:2], pytest.approx(expected[2])))
+
+
 def test_wrong_numbers_are_shown() -> None:
+    case = {"kernel": "prefill_attention", "tflop_s": 1.0, "share": 0.5}
+    sweep = [
+        {**case, "case": f"N=4096 full, 4096 rows, {name}", "seconds": seconds}
+        for name, seconds in (("128 x 64, 1 splits", 2.0), ("SDPA by flash", 1.0))
+    ]
     row = {"kernel": "rms_norm", "case": "width 80", "dtype": "float16", "backend": "triton", "tolerance": 1e-3}
     result = {
         "hardware": {"device": "GPU", "cpu": "CPU", "cores": 1, "memory_gib": 1},
@@ -326,6 +365,8 @@ def test_wrong_numbers_are_shown() -> None:
         "kernels": [],
     }
     text = markdown(result)
+    assert "DenseRoute" not in text
+    assert "`DenseRoute('flash', 4096)` belongs in `DENSE_ROUTES`" in markdown({**result, "sweep": sweep})
     assert "0 of 1 cases" in text
     assert "illegal memory access" in text
     assert "ERROR SUMMARY: 1 error" in text

@@ -7,18 +7,27 @@ are asked: of each method by itself with every option it has, and of the engine 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.prefill import blended_prefill
+from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 from cacheblend_cli.runtime.memory import warm_up
 from cacheblend_cli.runtime.request import Question
 
@@ -239,3 +248,70 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
     expected = {"load_kv_kernel", "prefill_attention_kernel", "decode_attention_kernel", "rope_and_cache_kernel"}
     assert {launch.kernel.__name__ for launch in launches} >= expected
     lower(launches)
+
+
+FREE = (
+    "view",
+    "reshape",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "transpose",
+    "t",
+    "select",
+    "alias",
+    "zeros",
+    "zeros_like",
+)
+
+
+class Operations(TorchDispatchMode):
+    """torch's own operations that would be launched on a GPU: no views, and no zeros, which stand for memory nobody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.strip("_").removeprefix("unsafe_") not in FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched(root: Path, num_layers: int, policy: BlendPolicy) -> Counter[str]:
+    """By a blended prefill of a model of so many layers: names of kernels, and of torch's operations."""
+    write_checkpoint(root / str(num_layers), "llama-gqa", num_hidden_layers=num_layers)
+    with recorded(90) as launches, torch.inference_mode():
+        path = str(root / str(num_layers))
+        engine = Engine.load(EngineConfig(model=path, device="cpu", attention_backend="triton", dtype="float32"))
+        decoder = engine.model.decoder
+        plan = plan_prompt([], [ChunkInput(b"", "", (0,) * 40, same_regime=False)], [0] * 8, prefix_key=None)
+        sequence = KVPool.of(decoder, 2, 64).new_sequence(plan.num_tokens)
+        prompt = Prompt(decoder, plan, sequence, NothingToLoad())
+        del launches[:]
+        with Operations() as operations:
+            blended_prefill(prompt, policy)
+    return operations.counts + Counter(launch.kernel.__name__ for launch in launches)
+
+
+@pytest.mark.parametrize(("selector", "ratio"), [("first", 0.2), ("hkvd", 0.2), ("all", 1.0)])
+def test_a_layer_is_four_products_and_five_kernels(
+    selector: str, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer more costs the host, whatever is chosen: rotation and cache write are one launch, and nothing is copied."""
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
+    monkeypatch.setattr(
+        torch.backends.mkldnn, "is_available", lambda: False
+    )  # weights as on a GPU: not packed for a CPU
+    policy = BlendPolicy(make_selector(selector), ((1, ratio),))
+    few, more = (launched(tmp_path, n, policy) for n in (4, 5))
+    assert more - few == {
+        "linear": 4,
+        "prefill_attention_kernel": 1,
+        "rope_and_cache_kernel": 1,
+        "rms_norm_kernel": 2,
+        "act_and_mul_kernel": 1,
+    }
+    assert not few - more
