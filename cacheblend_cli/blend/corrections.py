@@ -114,7 +114,7 @@ class _Part:
     slots: [C, R] int64. back: cos and sin of each RoPE, [C * R, head_dim], that turn old K back; forth: those that turn the
     stale tokens' K to their places. own: [C, M] int64, which of all the recomputed ones the known are. share: fp32 [C, 1, R],
     of a token in its chunk's mean. unlike: fp32 [C, R, 1], infinite where one fills up. placed: fp32 [C, M, R], how alike
-    their places make them. noise: fp32 [M, M].
+    their places make them.
     """
 
     slots: Tensor
@@ -124,7 +124,6 @@ class _Part:
     share: Tensor
     unlike: Tensor
     placed: Tensor
-    noise: Tensor
 
     @classmethod
     def of(cls, prompt: Prompt, every: Candidates, number: Tensor, chunks: Sequence[tuple[Tensor, Tensor]]) -> _Part:
@@ -153,7 +152,6 @@ class _Part:
             (real / real.sum(1, keepdim=True))[:, None],
             torch.zeros(index.shape, device=device).masked_fill(~real, math.inf)[..., None],
             placed,
-            NOISE * torch.eye(known, device=device),
         )
 
     def move(self, pool: KVPool, layer: DecoderLayer, fresh: Tensor) -> None:
@@ -170,20 +168,30 @@ class _Part:
         far = torch.baddbmm(self.unlike, squares, 0.5 / unit.mT)
         near = (halves[:, known] / unit[..., None]).flatten(2)
         alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1).exp_().add_(self.placed)
-        inverse = torch.linalg.inv_ex(alike[:, :, known] + self.noise).inverse  # a third of a Cholesky solve's time
         change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
+        noise = torch.diag_embed(_noise(change, self.share[:, 0, known]))
+        inverse = torch.linalg.inv_ex(alike[:, :, known] + noise).inverse  # a third of a Cholesky solve's time
         halves_moved = zip(old[:, stale].chunk(2, -1), (inverse @ change).chunk(2, -1), strict=True)
         k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *old_k.shape[1:]) for o, w in halves_moved)
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
 
 
+def _noise(change: Tensor, share: Tensor) -> Tensor:
+    """What of each known token's change is its own, fp32 [C, M]: in proportion to its square, so that few tokens that change
+    far more than the others (sinks of attention) do not move the chunk. change: [C, M, width]; share: [C, M], 0 where one
+    fills up."""
+    size = torch.linalg.vector_norm(change, dim=-1).square_()
+    mean = (size * share).sum(1, keepdim=True) / share.sum(1, keepdim=True)
+    return NOISE * (size / mean.clamp_min(1e-30)).clamp_min_(LEAST_NOISE)
+
+
 NUMBERS_AT_ONCE = 1 << 22
 """Of K and V in a part of more than one chunk: 16 MiB in fp32, and a handful of tensors as large beside them."""
 
-CHUNK, NEAR, LENGTHS, NOISE = 2.0, 0.3, (8.0, 30.0), 0.5
+CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
 """How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for
-the same old K and V; and what of a change is a token's own. What is left unexplained hardly changes with twice or half of any."""
+the same old K and V; what of a change of mean size is a token's own, and the least share of that. What is left unexplained hardly changes with twice or half of any."""
 
 CorrectionKind = Callable[[Prompt, Candidates, Candidates], Correction]
 CORRECTIONS: dict[str, CorrectionKind] = {"regression": Regression, "mean-shift": MeanShift}

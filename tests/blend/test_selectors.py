@@ -328,6 +328,16 @@ def test_regression_moves_a_token_as_the_one_like_it_and_the_one_near_it(bench: 
     assert k[2].mean() > 0.1, "of the same chunk"
 
 
+def test_regression_is_not_led_by_a_token_that_changes_far_more_than_the_others(bench: Bench) -> None:
+    change = torch.full((5, 2, 16), 0.1)
+    plain, _ = Moved(bench).by(change, change)
+    change[1] = -50.0  # of tokens 1, 3 and 5 the second
+    led, _ = Moved(bench).by(change, change)
+    far = torch.tensor([0, 6, 7])
+    assert (plain[far] > 0).all()
+    assert led[far].abs().mean() < 10
+
+
 def test_regression_moves_no_token_by_another_chunk(bench: Bench) -> None:
     moved, change = Moved(bench), torch.randn(5, 2, 16)
     other = change.clone()
@@ -355,8 +365,9 @@ def test_regression_is_the_formula_of_each_chunk(bench: Bench, monkeypatch: pyte
         far = sum(torch.cdist(x, x).square() / (x - x.mean(0)).square().sum(1).mean() for x in old)
         apart = (offset[own][:, None] - offset[own]).abs().double()
         alike = 2 + 0.3 * (torch.exp(-apart / 8) + torch.exp(-apart / 30)) + torch.exp(-far / 2)
-        known = alike[is_known][:, is_known] + 0.5 * torch.eye(int(is_known.sum()))
         own_change = change[:, torch.isin(repaired, own)].transpose(0, 1).flatten(1).double()
+        size = own_change.square().sum(1)
+        known = alike[is_known][:, is_known] + 0.5 * (size / size.mean()).clamp_min(0.1).diag()
         expected = alike[~is_known][:, is_known] @ torch.linalg.solve(known, own_change)
         torch.testing.assert_close(found[own[~is_known]].double(), expected, rtol=0, atol=1e-5)
 
