@@ -27,7 +27,7 @@ from torch import Tensor
 from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.runtime.ask import Prefilled
-from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner
 from cacheblend_cli.runtime.generate import Continuation, Generation, generate
 from cacheblend_cli.runtime.memory import reserve
@@ -71,8 +71,8 @@ def prepare(context: Context, scenario: Scenario) -> Prepared:
     model = random_model(name, read_config(name), device, scenario.dtype)
     start = time.perf_counter()
     meter = None if device.type == "cuda" else HostMeter()
-    memory = reserve(model.decoder, BLOCK_SIZE, scenario.utilization, eager=True, meter=meter)
-    assert memory is not None
+    config = EngineConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=scenario.utilization, eager=True)
+    memory = reserve(model.decoder, config, meter=meter)
     warm_up = time.perf_counter() - start
     shutil.rmtree(context.folder / f"{name}-store", ignore_errors=True)  # of a process that did not come to its end
     bench = Bench(model, memory, scenario, Ceilings.of(context.ceilings()), context.folder, context.budget)

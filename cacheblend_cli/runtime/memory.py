@@ -23,7 +23,7 @@ from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.decode import BatchRunner, DecodeRunner, make_runner
 
 if TYPE_CHECKING:
@@ -72,24 +72,14 @@ class DeviceMemory:
         return self.pool.allocator.num_free * self.pool.block_size
 
 
-def reserve(
-    decoder: Decoder,
-    block_size: int,
-    utilization: float,
-    *,
-    eager: bool = False,
-    meter: Meter | None = None,
-    at_once: int = 1,
-    codec: str = "auto",
-) -> DeviceMemory | None:
-    """Profile a prefill, take the pool and warm up over it. None on CPU. codec: see `warm_up`. Raises DeviceError when not
-    even one block fits."""
-    if decoder.device.type != "cuda" and meter is None:
-        return None
+def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = None, at_once: int = 1) -> DeviceMemory:
+    """Profile a prefill, take the pool and warm up over it. meter: of a GPU by default. Raises DeviceError when not even one
+    block fits."""
+    block_size = config.block_size
     profile = measure(decoder, block_size, meter or CudaMeter(decoder.device))
     num_blocks = blocks_that_fit(
         profile,
-        utilization,
+        config.gpu_memory_utilization,
         bytes_per_token(decoder),
         decoder.spec.max_context,
         block_size,
@@ -103,8 +93,8 @@ def reserve(
             "end what else uses the GPU, or lower --gpu-memory-utilization",
         ) from error
     if pool.allocator.num_free * block_size >= sum(WARM_UP):
-        warm_up(decoder, pool, codec)
-    return DeviceMemory(pool, make_runner(decoder, pool, eager), profile)
+        warm_up(decoder, pool, config.kv_dtype)
+    return DeviceMemory(pool, make_runner(decoder, pool, config.eager), profile)
 
 
 @torch.inference_mode()

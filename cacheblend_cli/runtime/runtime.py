@@ -98,14 +98,7 @@ class Runtime:
         """
         if self._memory is None and self.decoder.device.type == "cuda":
             self.progress("warming the GPU up: a first run on a machine compiles the kernels, later ones find them")
-            self._memory = reserve(
-                self.decoder,
-                self.config.block_size,
-                self.config.gpu_memory_utilization,
-                eager=self.config.eager,
-                at_once=at_once,
-                codec=self.config.kv_dtype,
-            )
+            self._memory = reserve(self.decoder, self.config, at_once=at_once)
         return self._memory
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:

@@ -165,8 +165,7 @@ def test_a_lasting_pool_gets_its_blocks_back(model: Path) -> None:
     """As on a GPU, where one pool of a fixed size serves every run of every round."""
     engine = Engine.load(EngineConfig(str(model), device="cpu"))
     meter = SimpleNamespace(total=64 << 20, used=lambda: 0, peak=lambda run: 1 << 20)
-    memory = reserve(engine.model.decoder, 64, 0.9, meter=meter)
-    assert memory is not None
+    memory = reserve(engine.model.decoder, engine.config, meter=meter)
     engine.runtime._memory = memory
     free, layout = memory.num_tokens, layout_of(engine, 600, 3, 8, 4)
     settings = [Setting(mode, BlendConfig(mode=mode)) for mode in ("full", "reuse", "blend")]

@@ -22,7 +22,7 @@ from cacheblend_cli.model.loading import check_room
 from cacheblend_cli.runtime import prefill
 from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.generate import Listener
-from cacheblend_cli.runtime.memory import DeviceMemory, Profile, blocks_that_fit, measure, reserve, warm_up
+from cacheblend_cli.runtime.memory import Profile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.runtime.request import Question
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -83,8 +83,7 @@ def test_pool_and_activations_never_pass_the_share(
 def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     """The lasting pool gives the answers of a fresh one, and every block comes back, whatever happened."""
     plain = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY))
-    memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, 1 << 30, 1 << 28))
-    assert isinstance(memory, DeviceMemory)
+    memory = reserve(engine.model.decoder, engine.config, meter=Gauge(engine, 1 << 30, 1 << 28))
     engine.runtime._memory = memory
     for cache in memory.pool.tensors:
         cache.fill_(float("nan"))
@@ -142,7 +141,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     per_token = engine.model.spec.kv_bytes_per_token(4) + 1000
     used = 1 << 28
     total = int((used + (1 << 20) + 64 * per_token) / 0.9) + 8000
-    engine.runtime._memory = reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, total, used))
+    engine.runtime._memory = reserve(engine.model.decoder, engine.config, meter=Gauge(engine, total, used))
     with pytest.raises(DeviceError, match="64 fit") as caught:
         engine.ask(None, Question("where does Mara work? " * 20, [], BlendConfig(), GREEDY))
     assert caught.value.hint is not None
@@ -203,7 +202,7 @@ def test_weights_that_cannot_fit_are_told_before_they_are_read(engine: Engine) -
 
 def test_no_room_at_all(engine: Engine) -> None:
     with pytest.raises(DeviceError, match="no room for KV") as caught:
-        reserve(engine.model.decoder, 16, 0.9, meter=Gauge(engine, 1 << 30, 1 << 30))
+        reserve(engine.model.decoder, engine.config, meter=Gauge(engine, 1 << 30, 1 << 30))
     assert caught.value.exit_code == 5
 
 
