@@ -170,7 +170,7 @@ def test_a_lasting_pool_gets_its_blocks_back(model: Path) -> None:
     free, layout = memory.num_tokens, layout_of(engine, 600, 3, 8, 4)
     settings = [Setting(mode, BlendConfig(mode=mode)) for mode in ("full", "reuse", "blend")]
     assert free < 600 * 4 * 5  # without that, the runs would not fit
-    report = bench(engine, settings, layout, rounds=4, decode_tokens=4)
+    report = bench(engine, settings, layout, rounds=4, decode_tokens=4, on_run=lambda *told: None)
     assert [s.setting for s in report.settings] == ["full", "reuse", "blend"]
     assert memory.num_tokens == free
     memory.pool.allocator.check_integrity()
