@@ -125,7 +125,8 @@ def ceiling(plan: PromptPlan, layers: int, blend: BlendConfig) -> float:
 
     Layers before the check layer compute all rows that are not exact (layer 0 without their K and V), it and those
     behind it the chosen rows and the suffix; without a check layer, all layers these. That KV is loaded in time is taken
-    for granted, and what a selector does to choose, or the check layer's K and V cost, is not in it.
+    for granted, and what a selector does to choose, what a correction does to the others,
+    or the check layer's K and V cost, is not in it.
     """
     policy = blend.policy(layers, True)
     checks = dict(policy.checks if policy.needs_check_layer else ((0, blend.effective_ratio()),))
