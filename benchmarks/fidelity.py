@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -48,7 +49,7 @@ TOKENS, OWN_TOKENS = 64, 16
 RATIOS = (0.05, 0.10, 0.15, 0.30)
 REUSE = Setting("reuse", BlendConfig(mode="reuse"))
 QUESTIONS = {
-    "musique": 6,
+    "musique": 12,
     "needles-2k": 8,
     "pages": 8,
     "tracking-2k": 6,
@@ -135,8 +136,8 @@ def measure(
 
 
 def summary(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """A row a setting. found: share of the answers that hold a reference answer. likelihood: of the reference answer, nats a
-    token."""
+    """A row a setting. kl_median: over the questions. found: share of the answers that hold a reference answer. likelihood: of
+    the reference answer, nats a token."""
     bootstrap = Bootstrap(len(samples))
     rows = []
     for told in summarise(results, baseline=REUSE.label):
@@ -151,6 +152,7 @@ def summary(results: Results, samples: Sequence[Sample]) -> list[dict[str, Any]]
             {name: value for name, value in told.to_dict().items() if name in KEPT}
             | {
                 "context": told.setting["context"],
+                "kl_median": statistics.median(statistics.fmean(record.kl) for record in records) if told.kl else None,
                 "found": asdict(interval) if answered and (interval := bootstrap.interval(mean, found)) else None,
                 "likelihood": asdict(interval)
                 if None not in likelihood and (interval := bootstrap.interval(mean, [x for x in likelihood if x is not None]))

@@ -63,6 +63,11 @@ def _first_token(row: Row) -> str:
     return "." if share is None else f"{share:.0%}"
 
 
+def _median(row: Row) -> str:
+    """KL of the question in the middle."""
+    return f"{row['kl_median']:.3f}"
+
+
 def method(row: Row) -> str:
     """The label without its ratio."""
     name, _, last = row["label"].rpartition(" ")
@@ -77,8 +82,8 @@ def _table(rows: list[Row]) -> str:
     """Every method at .15, or where a set has none of it at each ratio it has; all measures."""
     ratios = [MAIN_RATIO] if MAIN_RATIO in _ratios(rows) and len(_ratios(rows)) > 2 else _ratios(rows)
     lines = [
-        "| method | ratio | work | first token | KL (95 %) | top-1 | same answer | reference in it | its likelihood |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | ratio | work | first token | KL (95 %) | median | top-1 | same answer | reference in it | its likelihood |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     full = rows[0]["likelihood"]["value"] if rows[0]["likelihood"] else 0.0
     for row in rows[1:]:
@@ -87,7 +92,7 @@ def _table(rows: list[Row]) -> str:
         likelihood = f"{row['likelihood']['value'] - full:+.3f}" if row["likelihood"] else ""
         cells = [
             method(row), f"{row['ratio']:g}", f"{row['budget']:.1%}", _first_token(row),
-            cell(row["kl"], "{value:.3f} ({low:.3f} to {high:.3f})"),
+            cell(row["kl"], "{value:.3f} ({low:.3f} to {high:.3f})"), _median(row),
             cell(row["top1"], "{value:.1%}"), cell(row["same_answer"], "{value:.0%}"), cell(row["found"], "{value:.0%}"),
             likelihood,
         ]  # fmt: skip
@@ -96,13 +101,13 @@ def _table(rows: list[Row]) -> str:
 
 
 def _by_ratio(rows: list[Row]) -> str:
-    """KL, top-1, same answer and first token of every method over the ratios."""
+    """KL's mean and median, top-1, same answer and first token of every method over the ratios."""
     ratios = _ratios(rows)
     lines = ["| method | " + " | ".join(f"{r:g}" for r in ratios) + " |", "|---|" + "---|" * len(ratios)]
     for name in dict.fromkeys(method(row) for row in rows[1:] if row["kl"] and row["ratio"]):
         at = {row["ratio"]: row for row in rows[1:] if method(row) == name}
         cells = [
-            f"{r['kl']['value']:.3f} · {r['top1']['value']:.1%} · {r['same_answer']['value']:.0%} · {_first_token(r)}"
+            f"{r['kl']['value']:.3f} / {_median(r)} · {r['top1']['value']:.1%} · {r['same_answer']['value']:.0%} · {_first_token(r)}"
             if r
             else ""
             for r in (at.get(ratio) for ratio in ratios)

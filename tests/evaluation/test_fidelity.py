@@ -90,7 +90,8 @@ def row(label: str, kl: float | None, ratio: float = 0.15, **more: Any) -> dict[
 
     told = None if kl is None else calm(kl)
     return {
-        "label": label, "ratio": ratio, "budget": 0.9 * ratio, "kl": told, "top1": told and calm(0.9), "same_answer": calm(0.5),
+        "label": label, "ratio": ratio, "budget": 0.9 * ratio, "kl": told, "kl_median": kl and 0.8 * kl,
+        "top1": told and calm(0.9), "same_answer": calm(0.5),
         "found": calm(0.25), "likelihood": calm(-2.0),
     } | more  # fmt: skip
 
@@ -118,9 +119,9 @@ def test_the_page_keeps_its_prose_and_shows_every_measure(monkeypatch: pytest.Mo
     text = page.read_text()
     assert text.startswith("prose\n")
     assert "before" not in text
-    assert "| hkvd | 0.15 | 13.5% | 40% | 0.100 (0.050 to 0.200) | 90.0% | 50% | 25% | +0.000 |" in text
+    assert "| hkvd | 0.15 | 13.5% | 40% | 0.100 (0.050 to 0.200) | 0.080 | 90.0% | 50% | 25% | +0.000 |" in text
     assert "| hkvd | 0.05 |" not in text
-    assert "| mine, at 2 | 0.060 · 90.0% · 50% · . | 0.020 · 90.0% · 50% · . | 0.010 · 90.0% · 50% · . |" in text
+    assert "| mine, at 2 | 0.060 / 0.048 · 90.0% · 50% · . | 0.020 / 0.016 · 90.0%" in text
     assert "First token of a full prefill, one question: 2.00 s, 1 thread(s)." in text
     assert page.with_suffix(".svg").exists()
 
