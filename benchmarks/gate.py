@@ -123,6 +123,7 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[tuple[str, Answered
             found = {
                 label: answer(engine.runtime, replace(request, blend=blend), full, number)
                 for label, blend in SETTINGS.items()
+                if args.only in label
             }
             full.sequence.release()
             store.remove_chunks(keys)
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=400, help="of each of MuSiQue's contexts")
     parser.add_argument("--minutes", type=float, default=600.0, help="of measuring a set, at most")
     parser.add_argument("--limit", type=int, help="prompts of a set, at most")
+    parser.add_argument("--only", default="", help="settings whose label has this; what the records have of others is kept")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     if not args.report:
@@ -228,7 +230,7 @@ def main() -> None:
             answers: dict[str, list[Answered]] = {label: [] for label in SETTINGS}
             for label, found in measure(name, args):
                 answers[label].append(found)
-            result["sets"][name] = {label: figures(found) for label, found in answers.items()}
+            result["sets"][name] = {label: figures(found) for label, found in answers.items() if found}
         OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     write_page(json.loads(OUT.read_text(encoding="utf-8")))
 
