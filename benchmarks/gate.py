@@ -213,7 +213,9 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=400, help="of each of MuSiQue's contexts")
     parser.add_argument("--minutes", type=float, default=600.0, help="of measuring a set, at most")
     parser.add_argument("--limit", type=int, help="prompts of a set, at most")
-    parser.add_argument("--only", default="", help="settings whose label has this; what the records have of others is kept")
+    parser.add_argument(
+        "--only", default="", help="settings whose label has this; what the records have of others is kept"
+    )
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     if not args.report:
