@@ -54,7 +54,7 @@ QUESTIONS = {
     "pages": 8,
     "tracking-2k": 6,
     "needles-7k": 3,
-    "musique-10": 3,
+    "musique-10": 7,
     "rag": 2,
     "tracking-7k": 1,
 }
