@@ -47,7 +47,8 @@ print(json.dumps({"loaded": loaded, "first": first, "last": time.time()}))
 
 VLLM = """
 import json, os, sys, time
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # all: by default one is kept free
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": cpus}
 from vllm import LLM, SamplingParams
 path, ids, kind = sys.argv[1:]
 prompt = {"prompt_token_ids": json.load(open(ids))}

@@ -101,7 +101,7 @@ def in_children(model: Path, cases: list[tuple[int, int]], seconds: float) -> li
         if found and begun - start + 3 * last > seconds:
             break
         command = [sys.executable, __file__, "--child", str(model), str(tokens), str(chunks)]
-        done = subprocess.run(command, check=True, capture_output=True, env=environment)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
         found.append({"tokens": tokens, "chunks": chunks, **json.loads(done.stdout)})
         last = time.monotonic() - begun
     return found

@@ -170,8 +170,9 @@ class _Part:
         alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1).exp_().add_(self.placed)
         change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
         noise = torch.diag_embed(_noise(change, self.share[:, 0, known]))
-        inverse = torch.linalg.inv_ex(alike[:, :, known] + noise).inverse  # a third of a Cholesky solve's time
-        halves_moved = zip(old[:, stale].chunk(2, -1), (inverse @ change).chunk(2, -1), strict=True)
+        # not inv_ex, which is faster: MKL's batched LU fails with several threads and some two hundred known tokens
+        weights = torch.cholesky_solve(change, torch.linalg.cholesky_ex(alike[:, :, known] + noise).L)
+        halves_moved = zip(old[:, stale].chunk(2, -1), weights.chunk(2, -1), strict=True)
         k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *old_k.shape[1:]) for o, w in halves_moved)
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.api import Answer, AskPlan
+    from cacheblend_cli.corpus.scopes import Scope
     from cacheblend_cli.runtime.jobs import Job
     from cacheblend_cli.runtime.service import Service
 
 
 class LocalEngine:
+    """In this process, for one question after the other or for many side by side."""
+
     def __init__(self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore) -> None:
         """Load it. What is wrong with the settings is said before. Raises UsageError, NotFoundError, DeviceError."""
         options.import_engine()
@@ -83,13 +86,6 @@ class LocalEngine:
 
     def _told(self, inquiry: Inquiry, job: Job, answer: Answer) -> Told:
         return Told(answer, Explained(*self._engine.told(self._store, job.question, answer, inquiry.manner)))
-
-
-if TYPE_CHECKING:
-    from cacheblend_store import ChunkStore
-
-    from cacheblend_cli.api import AskPlan
-    from cacheblend_cli.corpus.scopes import Scope
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ STEADY_ROWS = 4
 """From so many rows on a CPU's product of a row is the same to the bit, however many there are (oneDNN's and MKL's; of one to
 three rows the sums are made in another order)."""
 LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros
+NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cache in float32
 
 
 def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -71,11 +72,12 @@ class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias, self.dtype = bias, weight.dtype
         self._from = self.dtype if self.dtype in PACKABLE else torch.float32  # what oneDNN gives
-        scales = weight.abs().amax(1).float().clamp_min(LEAST) / 127
-        whole = torch.empty(weight.shape, dtype=torch.int8)
-        for start in range(0, len(weight), 4096):  # no float copy of a whole vocabulary
-            rows = slice(start, start + 4096)
-            whole[rows] = (weight[rows].float() / scales[rows, None]).round_().to(torch.int8)
+        whole, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+        at_once = max(1, NUMBERS_AT_ONCE // weight.shape[1])
+        for part, ints, scale in zip(*(t.split(at_once) for t in (weight, whole, scales)), strict=True):
+            rows = part.float()
+            scale.copy_(rows.abs().amax(1).clamp_min_(LEAST).div_(127))
+            ints.copy_((rows / scale[:, None]).round_())
         self.weight = torch.ops.onednn.qlinear_prepack(whole, None)
         self._scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
         self.num_bytes = whole.numel() + scales.numel() * 4 + (0 if bias is None else bias.numel() * bias.itemsize)

@@ -38,6 +38,8 @@ from cacheblend_store.format.blobs import parse_blob
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
 from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.lmdb_file.datafile import open_lmdb
+from cacheblend_store.lmdb_file.directory import MAKING
 from cacheblend_store.lmdb_file.locks import writer_lock
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
@@ -362,3 +364,16 @@ def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:
     assert store.remove_document(a.collection, "x.md") == [a.key]  # b is still in the other
     assert store.get_document(a.collection, "x.md", "neighbours") == records[0]
     assert store.remove_document(a.collection, "x.md", "neighbours") == [b.key]
+
+
+def test_only_what_is_made_aside_goes_without_syncing(tmp_path: Path) -> None:
+    def syncs(folder: Path) -> bool:
+        folder.mkdir(parents=True)
+        environment = open_lmdb(folder)
+        flags: dict[str, bool] = environment.flags()
+        environment.close()
+        return flags["sync"]
+
+    ChunkStore.open(tmp_path / "store", mode="write").close()
+    assert not syncs(tmp_path / "store" / MAKING)
+    assert syncs(tmp_path / MAKING)  # somebody's store is called so

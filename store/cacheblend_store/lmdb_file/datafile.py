@@ -31,7 +31,7 @@ def open_lmdb(store: Path) -> Any:
     The map is as large as the store can get on its file system, or half of the address space where that is limited, and
     does not grow: a process that has many stores open has address space left.
     """
-    sync = store.name != MAKING
+    sync = not (store.name == MAKING and (store.parent / locks.WRITER).exists())
     size, limit = min(MAP_SIZE, _room_on_disk(store)), resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         size = max(min(size, limit // 2), _LEAST_MAP)
