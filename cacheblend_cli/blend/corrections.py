@@ -170,12 +170,17 @@ class _Part:
         alike = torch.baddbmm(far[:, known] + far.mT, near, apart.mT, beta=-1).exp_().add_(self.placed)
         change = fresh.index_select(0, self.own.flatten()).view(num_chunks, num_known, -1).sub_(old[:, known])
         noise = torch.diag_embed(_noise(change, self.share[:, 0, known]))
-        # not inv_ex, which is faster: MKL's batched LU fails with several threads and some two hundred known tokens
-        weights = torch.cholesky_solve(change, torch.linalg.cholesky_ex(alike[:, :, known] + noise).L)
+        weights = _solved(alike[:, :, known] + noise, change)
         halves_moved = zip(old[:, stale].chunk(2, -1), weights.chunk(2, -1), strict=True)
         k, v = (torch.baddbmm(o, alike[:, :, stale].mT, w).view(-1, *old_k.shape[1:]) for o, w in halves_moved)
         slots = Slots(self.slots[:, stale].flatten(), *self.forth[layer.rope])
         layer.kernels.rope_and_cache(None, k, v, pool.layers[layer.index], slots)
+
+
+def _solved(a: Tensor, b: Tensor) -> Tensor:
+    """a^-1 b, a positive definite: fp32 [C, M, M] and [C, M, width]. Not by LU (solve, inv_ex), though that is faster: MKL's of
+    a batch fails or hangs where there are several threads and M is some two hundred."""
+    return torch.cholesky_solve(b, torch.linalg.cholesky_ex(a).L)
 
 
 def _noise(change: Tensor, share: Tensor) -> Tensor:

@@ -372,6 +372,20 @@ def test_regression_is_the_formula_of_each_chunk(bench: Bench, monkeypatch: pyte
         torch.testing.assert_close(found[own[~is_known]].double(), expected, rtol=0, atol=1e-5)
 
 
+def test_chunks_are_solved_together_as_each_alone_on_several_threads() -> None:
+    """A batch of LU fails here."""
+    torch.manual_seed(0)
+    x, b = torch.randn(3, 190, 190), torch.randn(3, 190, 384)
+    a, threads = x @ x.mT / 190 + torch.eye(190), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = corrections._solved(a, b)
+    finally:
+        torch.set_num_threads(threads)
+    for one, own, found in zip(a.double(), b.double(), together, strict=True):
+        torch.testing.assert_close(found.double(), torch.linalg.solve(one, own), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])
 def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None:
     """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
