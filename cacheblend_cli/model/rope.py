@@ -22,10 +22,10 @@ Rope = Mapping[str, Any]
 class RotaryEmbedding:
     """cos and sin for positions, as transformers computes them: freqs in fp32, both halves equal, times the scaling.
 
-    rope: None: nothing is rotated. Where `partial_rotary_factor` turns a
-    part of the head only, the rest has cos 1 and sin 0 (`families` has laid out q and k so that the halves match).
-    `regime(seq_len)` names the set of frequencies a prompt of that length gets: K rotated under one regime is
-    right in that regime only (dynamic, longrope). For every other type there is a single regime.
+    rope: None where nothing is rotated. Where `partial_rotary_factor` turns a part of the head only, the rest has
+    cos 1 and sin 0 (`families` has laid out q and k so that the halves match). `regime(seq_len)` names the set of
+    frequencies a prompt of that length gets: K rotated under one regime is right in that regime only (dynamic,
+    longrope). For every other type there is a single regime.
     """
 
     def __init__(self, rope: Rope | None, head_dim: int, max_positions: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.kv import batch as kv_batch
-from cacheblend_cli.kv import loading, ring_loader
+from cacheblend_cli.kv import host_loader, loading, ring_loader
 from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.loader import Workers
 from cacheblend_cli.kv.staging import Event, StagingRing
@@ -272,7 +272,7 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
         place(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoredPrompt, "place", spy)
-    monkeypatch.setattr(loading, "workers", Workers)  # threads that are born now
+    monkeypatch.setattr(host_loader, "workers", Workers)  # threads that are born now
     torch.set_num_threads(3)
     try:
         stored.prefill(stored.keys[:4])
