@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--seconds 360] [--largest 100000] [--only prompts,chunks,store]
 
-Prompts: SmolLM2-135M's shape with random weights in bfloat16 (room for 64k tokens), 1,024 to 16,384 tokens in chunks of
+Prompts: SmolLM2-135M's shape with random weights in bfloat16 (room for 64k tokens), 1,024 to 32,768 tokens in chunks of
 256, and 4,096 tokens in 2 to 64 chunks; a process each. Stores: a model of one tiny layer, 1,000 chunks and up to
 `--largest`, ten times as many each; the commands as a user runs them, with the interpreter, and what `ask` reads of eight
 chunks. Each part ends when its share of the seconds is over. Writes benchmarks/results/scaling.json, docs/scaling.md and
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
 PROMPTS, CHUNK_TOKENS, COUNTS, SPLIT_TOKENS, SUFFIX_TOKENS = (
-    (1024, 2048, 4096, 8192, 16384),
+    (1024, 2048, 4096, 8192, 16384, 32768),
     256,
     (2, 4, 8, 16, 32, 64),
     4096,
