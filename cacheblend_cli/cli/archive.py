@@ -114,7 +114,7 @@ def import_(
     secret = _read_key(sign_key)
     if not path.exists():
         raise NotFoundError(f"no such file: {path}", "make one: cacheblend chunks export PATH")
-    from cacheblend_store.archive import ArchiveLimits, ArchiveOptions, import_chunks
+    from cacheblend_store.archive import ArchiveOptions, import_chunks
 
     from cacheblend_cli.corpus.places import landed, shown
 
@@ -128,7 +128,7 @@ def import_(
             bar(done, total, "chunks")
             _tell(output, chunk, json, quiet)
 
-        read_with = ArchiveOptions(secret, settings.salt, landed, ArchiveLimits(max_entries, limit))
+        read_with = ArchiveOptions(secret, settings.salt, landed, max_entries, limit)
         report = import_chunks(
             kv_store, path, read_with, replace=replace, on_start=lambda found: _warn(output, found), on_chunk=on_chunk
         )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreFormat
 from cacheblend_store.format.keys import FORMAT_VERSION
 from cacheblend_store.format.plain_json import load_object, typed
-from cacheblend_store.format.records import seal, unseal
+from cacheblend_store.format.records import seal, seal_json, unseal
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 
 _VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
-
 
 Get = Callable[[bytes], bytes | None]
 """Reads a record of the database `meta`."""
@@ -68,14 +66,13 @@ def read_state(get: Get, pages: PageReader) -> State:
 def decode_state(get: Get) -> State | None:
     """None when the record is missing or damaged."""
     try:
-        found = load_object(unseal(_STATE, get(_STATE) or b"").decode(), 1 << 12)
-        return typed({name: found[name] for name in vars(State())}, State)
-    except (BadBlob, ValueError, KeyError):
+        return typed(load_object(unseal(_STATE, get(_STATE) or b""), 1 << 12), State)
+    except (BadBlob, ValueError):
         return None
 
 
 def write_state(transaction: Any, dbs: Mapping[str, Any], state: State) -> None:
-    transaction.put(_STATE, seal(_STATE, json.dumps(asdict(state)).encode()), db=dbs["meta"])
+    transaction.put(_STATE, seal_json(_STATE, vars(state)), db=dbs["meta"])
 
 
 def count_live_bytes(pages: PageReader) -> int:

@@ -112,8 +112,10 @@ def test_the_manifest_is_for_other_tools_too(cli: Cli, stored: list[str], tmp_pa
     cli("chunks", "export", "x")
     with tarfile.open("x") as tar:
         lines = [json.loads(line) for line in tar.extractfile("manifest.jsonl") or ()]
-    chunks = {r["id"]: r for r in lines if r["type"] == "chunk"}
+    chunks = {r["file"].removesuffix(".safetensors"): r["manifest"] for r in lines if r["type"] == "chunk"}
     [shown] = cli("chunks", "show", stored[0], "--json").records
     assert chunks[stored[0]]["text"] == shown["text"]
     assert chunks[stored[0]]["token_ids"] == shown["token_ids"]
-    assert {r["source"] for r in lines if r["type"] == "document"} == {"docs/alpha.md", "docs/beta.md"}
+    documents = [r["record"] for r in lines if r["type"] == "document"]
+    assert {d["source"] for d in documents} == {"docs/alpha.md", "docs/beta.md"}
+    assert {key for d in documents for key, *_ in d["chunks"]} == {chunks[name]["key"] for name in stored}

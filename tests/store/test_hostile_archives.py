@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import random
@@ -22,7 +23,6 @@ from cacheblend_store import (
     verify,
 )
 from cacheblend_store.archive import (
-    ArchiveLimits,
     ArchiveOptions,
     export_chunks,
     import_chunks,
@@ -78,35 +78,41 @@ def test_limits(tmp_path: Path, archive: Path) -> None:
     with fill(tmp_path / "a") as store:
         size = export_chunks(store, archive).num_bytes
     with ChunkStore.open(tmp_path / "b", mode="write") as other:
-        for limits in (ArchiveLimits(entries=5), ArchiveLimits(bytes=size)):
+        for limits in (ArchiveOptions(max_entries=5), ArchiveOptions(max_bytes=size)):
             with pytest.raises(ArchiveError, match="more than"):
-                import_chunks(other, archive, options=ArchiveOptions(limits=limits))
-        assert import_chunks(other, archive, options=ArchiveOptions(limits=ArchiveLimits(6, size + 20_000))).chunks == {
+                import_chunks(other, archive, options=limits)
+        assert import_chunks(other, archive, options=ArchiveOptions(max_entries=6, max_bytes=size + 20_000)).chunks == {
             "new": 5
         }
 
 
-def lies() -> dict[str, Callable[[dict[str, object]], object]]:
+def lies() -> dict[str, Callable[[dict[str, Any]], object]]:
     """What a changed manifest can say of a chunk."""
+
+    def of_chunk(**changes: object) -> Callable[[dict[str, Any]], object]:
+        return lambda line: line["manifest"].update(changes)
+
     return {
-        "tokens": lambda r: r.update(token_ids=[1, 2, 3, 4, 5]),
-        "id": lambda r: r.update(id="ab" * 20),
-        "model": lambda r: r.update(model="other"),
-        "shape": lambda r: r.update(head_dim=4, num_kv_heads=4),
-        "more layers": lambda r: r.update(num_layers=4),
-        "huge": lambda r: r.update(num_layers=1024, num_kv_heads=4096, head_dim=65536),
-        "negative": lambda r: r.update(num_layers=-1),
-        "codec": lambda r: r.update(codec="pickle"),
-        "left": lambda r: r.update(left_context_ids=[1]),
-        "collection": lambda r: r.update(collection="ab" * 20),
-        "length": lambda r: r.update(collected_len=6),
-        "prefix": lambda r: r.update(context="prefix"),
-        "token": lambda r: r.update(token_ids=[1, 2, 3, 4, 1 << 40]),
-        "type": lambda r: r.update(text=5),
-        "field": lambda r: r.update(extra="x"),
-        "created": lambda r: r.update(created=float("nan")),
-        "missing": lambda r: r.pop("span"),
-        "digest": lambda r: r.update(sha256="zz"),
+        "tokens": of_chunk(token_ids=[1, 2, 3, 4, 5]),
+        "id": of_chunk(key=base64.b64encode(b"\xab" * 20).decode()),
+        "model": of_chunk(model="other"),
+        "shape": of_chunk(head_dim=4, num_kv_heads=4),
+        "more layers": of_chunk(num_layers=4),
+        "huge": of_chunk(num_layers=1024, num_kv_heads=4096, head_dim=65536),
+        "negative": of_chunk(num_layers=-1),
+        "codec": of_chunk(codec="pickle"),
+        "left": of_chunk(left_context_ids=[1]),
+        "collection": of_chunk(collection="ab" * 20),
+        "length": of_chunk(collected_len=6),
+        "prefix": of_chunk(context="prefix"),
+        "token": of_chunk(token_ids=[1, 2, 3, 4, 1 << 40]),
+        "type": of_chunk(text=5),
+        "field": lambda line: line.update(extra="x"),
+        "created": of_chunk(created=float("nan")),
+        "blobs": of_chunk(blob_sizes=[1, 1, 1]),
+        "missing": lambda line: line["manifest"].pop("span"),
+        "digest": lambda line: line.update(sha256="zz"),
+        "file": lambda line: line.update(file="ab" * 20 + ".safetensors"),
     }
 
 
@@ -132,7 +138,7 @@ def changed_manifest(tmp_path: Path, archive: Path) -> Iterator[Callable[[Callab
 def test_a_manifest_that_lies(changed_manifest: Any, lie: str) -> None:
     def changed(lines: list[bytes]) -> list[bytes]:
         records = [json.loads(line) for line in lines]
-        lies()[lie](next(r for r in records if r["type"] == "chunk" and r["context"] == "sink"))
+        lies()[lie](next(r for r in records if r["type"] == "chunk" and r["manifest"]["context"] == "sink"))
         return [json.dumps(r).encode() + b"\n" for r in records]
 
     changed_manifest(changed)

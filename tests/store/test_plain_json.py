@@ -23,7 +23,7 @@ WHOLE: dict[str, Any] = {"text": "a \ud800 ü", "ids": [0, (1 << 32) - 1], "size
 
 
 def read(**changes: Any) -> Record:
-    return typed(load_object(json.dumps(WHOLE | changes), 1000), Record)
+    return typed(load_object(json.dumps(WHOLE | changes).encode(), 1000), Record)
 
 
 def test_what_fits_is_read() -> None:
@@ -47,4 +47,4 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", ["[1]", "1", '{"a": ', "[" * 100_000, '{"text": "' + "x" * 2000 + '"}', "{" * 600])
 def test_what_is_no_record_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        load_object(text, 1000)
+        load_object(text.encode(), 1000)

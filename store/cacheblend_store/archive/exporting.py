@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from cacheblend_store.archive.files import MANIFEST, NO_OPTIONS, SIGNATURE, ArchiveOptions, create_archive
-from cacheblend_store.archive.manifest import ChunkLine, CollectionLine, End, document_line, file_spec, first_line, sign
+from cacheblend_store.archive.manifest import ChunkLine, CollectionLine, encode_line, file_spec, manifest_file, sign
 from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.blobs import blob_prefix
-from cacheblend_store.format.keys import KeyParts, collection_id
+from cacheblend_store.format.keys import collection_id
 from cacheblend_store.format.records import ChunkManifest
 from cacheblend_store.progress import Progress
 from cacheblend_store.store import ChunkStore
@@ -51,31 +52,28 @@ def export_chunks(
     with create_archive(path, force=force) as add:
         for count, key in enumerate(sorted(wanted), 1):
             try:
-                manifest, data = _read(store, key)
+                chunk, data = _read(store, key)
             except BadBlob:
                 damaged.append(key)
             else:
-                if manifest is not None:
-                    of = manifest.collection
-                    collections[of] = collections.get(of) or _collection(manifest, prefixes.get(of), options.salt)
-                    named = replace(manifest, source=options.rename(manifest.source))
-                    line = ChunkLine(named, len(data), hashlib.sha256(data).hexdigest() if data else "")
+                if chunk is not None:
+                    of = chunk.collection
+                    collections[of] = collections.get(of) or _collection(chunk, prefixes.get(of), options.salt)
+                    line = ChunkLine.of(chunk, options.rename(chunk.source), data)
                     if data:
                         add(line.file, data)
-                    lines.append(line.encoded())
+                    lines.append(encode_line(line))
                     done.add(key)
                     size += len(data)
                     without_kv += not data
             if progress is not None:
                 progress(count, len(wanted))
         documents = [d for d in store.documents() if any(c.key in done for c in d.chunks)]
-        head = [first_line(), *(collection.encoded() for collection in collections.values())]
-        tail = [document_line(replace(d, source=options.rename(d.source))) for d in documents]
-        tail.append(End(len(collections), len(done), len(documents)).encoded())
-        manifest_file = b"".join((*head, *lines, *tail))
-        add(MANIFEST, manifest_file)
+        named = [replace(document, source=options.rename(document.source)) for document in documents]
+        manifest = manifest_file(collections.values(), lines, named)
+        add(MANIFEST, manifest)
         if options.sign_key is not None:
-            add(SIGNATURE, sign(options.sign_key, manifest_file))
+            add(SIGNATURE, sign(options.sign_key, manifest))
     return ExportReport(len(done), len(documents), size, tuple(damaged), without_kv)
 
 
@@ -102,9 +100,10 @@ def _read(store: ChunkStore, key: bytes) -> tuple[ChunkManifest | None, bytes]:
 
 
 def _collection(manifest: ChunkManifest, prefix: ChunkManifest | None, salt: str) -> CollectionLine:
-    for ids in ((), None) if prefix is None else (prefix.token_ids, (), None):
+    unproven = CollectionLine(manifest.collection, manifest.model, manifest.tokenizer, manifest.codec, None, False)
+    for ids in ((), () if prefix is None else prefix.token_ids):
         for salted in (False, True):
-            of = (manifest.model, manifest.tokenizer, ids or (), (), manifest.codec, salt if salted else "")
-            if ids is not None and collection_id(KeyParts(*of)) == manifest.collection:
-                return CollectionLine(manifest.collection, *of[:2], manifest.codec, ids, salted)
-    return CollectionLine(manifest.collection, manifest.model, manifest.tokenizer, manifest.codec, None, False)
+            line = structs.replace(unproven, prefix_ids=ids, salted=salted)
+            if collection_id(line.parts(salt)) == line.id:
+                return line
+    return unproven

@@ -23,22 +23,16 @@ Add = Callable[[str, bytes], object]
 
 
 @dataclass(frozen=True)
-class ArchiveLimits:
-    """The most that is taken in: files, and bytes of all of them."""
-
-    entries: int = 100_000
-    bytes: int = 100 << 30
-
-
-@dataclass(frozen=True)
 class ArchiveOptions:
     """What an archive is written or read with. sign_key: a secret, for a signature over the manifest. salt: what the chunks
-    are stored with; it is not written. rename: from a source in the store to what the archive calls it, or back."""
+    are stored with; it is not written. rename: from a source in the store to what the archive calls it, or back.
+    max_entries, max_bytes: the most that is taken in, files and bytes of all of them."""
 
     sign_key: bytes | None = None
     salt: str = ""
     rename: Callable[[str], str] = str
-    limits: ArchiveLimits = ArchiveLimits()
+    max_entries: int = 100_000
+    max_bytes: int = 100 << 30
 
 
 NO_OPTIONS = ArchiveOptions()
@@ -59,8 +53,8 @@ class _PlainFile(tarfile.TarInfo):
 class ArchiveFiles:
     """The files of a tar, every one of a name that an export has. sizes: bytes of each, by name."""
 
-    def __init__(self, tar: tarfile.TarFile, limits: ArchiveLimits) -> None:
-        """Raises ArchiveError for a name that no export has, one that is there twice, and more than the limits."""
+    def __init__(self, tar: tarfile.TarFile, options: ArchiveOptions) -> None:
+        """Raises ArchiveError for a name that no export has, one that is there twice, and more than the options allow."""
         self._tar, self._members, total = tar, dict[str, tarfile.TarInfo](), 0
         for member in tar:
             if not _NAME.fullmatch(member.name):
@@ -69,10 +63,10 @@ class ArchiveFiles:
                 raise ArchiveError(f"the archive holds {member.name} twice", _FOREIGN)
             self._members[member.name] = member
             total += member.size
-            if len(self._members) > limits.entries:
-                raise ArchiveError(f"the archive holds more than {limits.entries:,} files", "raise --max-entries")
-            if total > limits.bytes:
-                raise ArchiveError(f"the archive holds more than {limits.bytes:,} bytes", "raise --max-bytes")
+            if len(self._members) > options.max_entries:
+                raise ArchiveError(f"the archive holds more than {options.max_entries:,} files", "raise --max-entries")
+            if total > options.max_bytes:
+                raise ArchiveError(f"the archive holds more than {options.max_bytes:,} bytes", "raise --max-bytes")
         self.sizes = {name: member.size for name, member in self._members.items()}
 
     def read(self, name: str, most: int) -> bytes:
@@ -87,13 +81,13 @@ class ArchiveFiles:
 
 
 @contextmanager
-def open_archive(path: Path, limits: ArchiveLimits) -> Iterator[ArchiveFiles]:
+def open_archive(path: Path, options: ArchiveOptions) -> Iterator[ArchiveFiles]:
     """Raises FileNotFoundError, and ArchiveError for what is no export or over the limits."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ArchiveError(f"{path} is no file", "name a tar that cacheblend chunks export made")
     try:
         with tarfile.open(path, "r:", tarinfo=_PlainFile) as tar:
-            yield ArchiveFiles(tar, limits)
+            yield ArchiveFiles(tar, options)
     except tarfile.TarError as error:
         raise ArchiveError(f"{path} does not read as a tar: {error}", DAMAGED) from error
 

@@ -10,6 +10,8 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
+
 from cacheblend_store.archive.files import (
     DAMAGED,
     MANIFEST,
@@ -20,7 +22,7 @@ from cacheblend_store.archive.files import (
     ArchiveOptions,
     open_archive,
 )
-from cacheblend_store.archive.manifest import AnyLine, ChunkLine, CollectionLine, End, decode_line, sign
+from cacheblend_store.archive.manifest import ChunkLine, CollectionLine, DocumentLine, End, Line, decode_line, sign
 from cacheblend_store.errors import ArchiveError, BadBlob, StoreFull
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 from cacheblend_store.store import ChunkStore
@@ -75,7 +77,7 @@ def import_chunks(
     archive; without one, KV can be false while every digest is right (`chunks verify --recheck` computes it again).
     Raises FileNotFoundError, ArchiveError, StoreErrors.
     """
-    with open_archive(path, options.limits) as files:
+    with open_archive(path, options) as files:
         text = files.read(MANIFEST, MAX_MANIFEST_BYTES)
         report = ImportReport(_check_signature(files, text, options.sign_key))
         manifest = _Manifest(text, files.sizes, options.salt)
@@ -126,11 +128,12 @@ class _Manifest:
             elif isinstance(line, ChunkLine):
                 self._check_chunk(line)
                 self.chunks.add(line.manifest.key)
-            elif isinstance(line, DocumentRecord):
-                name = (line.collection, line.source, line.context)
-                if name in self.documents or line.collection not in self.collections:
-                    raise ArchiveError(f"the manifest's record of {line.source[:40]!r} is out of place", DAMAGED)
-                self.documents[name] = line
+            elif isinstance(line, DocumentLine):
+                document = line.record
+                name = (document.collection, document.source, document.context)
+                if name in self.documents or document.collection not in self.collections:
+                    raise ArchiveError(f"the manifest's record of {document.source[:40]!r} is out of place", DAMAGED)
+                self.documents[name] = document
         if line != End(len(self.collections), len(self.chunks), len(self.documents)):
             raise ArchiveError("the manifest has no end, or its end counts others", DAMAGED)
         for file in sizes:  # that every line has its file is checked with the lines
@@ -140,9 +143,9 @@ class _Manifest:
     def lines(self, rename: Callable[[str], str]) -> Iterator[ChunkLine]:
         for line in self._decoded():
             if isinstance(line, ChunkLine):
-                yield changed(line, manifest=changed(line.manifest, source=rename(line.manifest.source)))
+                yield structs.replace(line, manifest=changed(line.manifest, source=rename(line.manifest.source)))
 
-    def _decoded(self) -> Iterator[AnyLine | None]:
+    def _decoded(self) -> Iterator[Line]:
         return (decode_line(text, number) for number, text in enumerate(io.BytesIO(self._text), 1))
 
     def _check_chunk(self, line: ChunkLine) -> None:

@@ -9,36 +9,34 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct, convert, to_builtins
 
 from cacheblend_store.archive.files import DAMAGED, SUFFIX
 from cacheblend_store.errors import ArchiveError
 from cacheblend_store.format.blobs import BlobSpec, TensorSpec, blob_prefix, blob_size
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.layouts import CODECS, blob_spec
-from cacheblend_store.format.plain_json import Count, TokenIds, load_object, typed
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_of
+from cacheblend_store.format.plain_json import Count, TokenIds, load_object
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 
-ARCHIVE_VERSION = 2  # 1 had no chunks without KV, and reads the same
+ARCHIVE_VERSION = 3
 MAX_LINE_BYTES = 12 << 20
 MAX_LAYERS = 1024
 CONTEXTS = ("prefix", "sink", "document", "neighbours")
 
 
-def encode_line(kind: str, facts: Mapping[str, Any]) -> bytes:
-    return json.dumps({"type": kind, **facts}).encode("ascii") + b"\n"
+class Head(Struct, frozen=True, tag="cacheblend-export"):
+    """The first line: what the file is."""
+
+    version: int = ARCHIVE_VERSION
+    store_format: int = FORMAT_VERSION
 
 
-def first_line() -> bytes:
-    return encode_line("cacheblend-export", {"version": ARCHIVE_VERSION, "store_format": FORMAT_VERSION})
-
-
-@dataclass(frozen=True)
-class CollectionLine:
+class CollectionLine(Struct, frozen=True, forbid_unknown_fields=True, tag="collection"):
     """What the keys of a collection's chunks are made of, to make them again. prefix_ids None: not known."""
 
     id: str
@@ -47,9 +45,6 @@ class CollectionLine:
     codec: str
     prefix_ids: TokenIds | None
     salted: bool
-
-    def encoded(self) -> bytes:
-        return encode_line("collection", vars(self))
 
     def parts(self, salt: str) -> KeyParts:
         used = salt if self.salted else ""
@@ -81,24 +76,31 @@ class CollectionLine:
             raise ArchiveError(f"the id of {name} is not the digest of what it is made of", DAMAGED)
 
 
-@dataclass(frozen=True)
-class ChunkLine:
-    """A chunk of an export: its manifest (no blobs named yet), and size and SHA-256 of its file. One without KV has no
-    file: 0 and ""."""
+class ChunkLine(Struct, frozen=True, forbid_unknown_fields=True, tag="chunk"):
+    """A chunk of an export. file: its name, size and SHA-256; 0 and "" of one without KV, which has no file. manifest: names
+    no blobs."""
 
-    manifest: ChunkManifest
+    file: str
     num_bytes: Count
     sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+    manifest: ChunkManifest
 
-    @property
-    def file(self) -> str:
-        return self.manifest.id + SUFFIX
+    @classmethod
+    def of(cls, manifest: ChunkManifest, source: str, data: bytes) -> ChunkLine:
+        """data: what is in its file."""
+        named = replace(manifest, source=source, blob_sizes=(), blob_digests=())
+        return cls(manifest.id + SUFFIX, len(data), hashlib.sha256(data).hexdigest() if data else "", named)
 
-    def encoded(self) -> bytes:
-        facts = {name: value for name, value in vars(self.manifest).items() if name not in _NOT_WRITTEN}
-        keys = [key.hex() for key in self.manifest.left_context_keys]
-        head = {"id": self.manifest.id, "sha256": self.sha256, "bytes": self.num_bytes}
-        return encode_line("chunk", {**head, **facts, "left_context_keys": keys})
+    def __post_init__(self) -> None:
+        chunk = self.manifest
+        if self.file != chunk.id + SUFFIX or chunk.blob_sizes or chunk.blob_digests:
+            raise ValueError("its file is not named by its key, or it names blobs")
+        if chunk.context not in CONTEXTS or chunk.num_layers > MAX_LAYERS or not chunk.token_ids:
+            raise ValueError("no chunk has such a context, or as many layers or tokens")
+        if chunk.codec not in CODECS or (chunk.codec == "int4" and chunk.head_dim % 2):
+            raise ValueError("no codec is of that name or stores that shape")
+        if self.num_bytes and self.num_bytes != blob_size(file_spec(chunk)):
+            raise ValueError(f"its shape implies another number than {self.num_bytes:,} bytes")
 
     def blobs(self, data: bytes) -> list[bytes]:
         """A blob a layer, out of the chunk's file. Raises ArchiveError when the file is not what this line says."""
@@ -112,77 +114,55 @@ class ChunkLine:
         return [start + view[layer * size : (layer + 1) * size] for layer in range(self.manifest.num_layers)]
 
 
-_NOT_WRITTEN = ("key", "blob_sizes", "blob_digests")
+class DocumentLine(Struct, frozen=True, forbid_unknown_fields=True, tag="document"):
+    record: DocumentRecord
+
+    def __post_init__(self) -> None:
+        settings = self.record.settings.values()
+        if self.record.context not in CONTEXTS[1:] or any(isinstance(v, (dict, list)) for v in settings):
+            raise ValueError("no document has such a context or such settings")
 
 
-def _chunk(fields: dict[str, Any]) -> ChunkLine:
-    key, num_bytes, sha256 = bytes.fromhex(fields.pop("id")), fields.pop("bytes"), fields.pop("sha256")
-    keys = [bytes.fromhex(key) for key in fields.pop("left_context_keys")]
-    if not fields.keys().isdisjoint(_NOT_WRITTEN):
-        raise ValueError("it has an unknown field")
-    manifest = typed({**fields, "key": key, "left_context_keys": keys}, ChunkManifest)
-    line = typed({"manifest": manifest, "num_bytes": num_bytes, "sha256": sha256}, ChunkLine)
-    if manifest.context not in CONTEXTS or manifest.num_layers > MAX_LAYERS or not manifest.token_ids:
-        raise ValueError("no chunk has such a context, or as many layers or tokens")
-    if manifest.codec not in CODECS or (manifest.codec == "int4" and manifest.head_dim % 2):
-        raise ValueError("no codec is of that name or stores that shape")
-    if num_bytes and num_bytes != blob_size(file_spec(manifest)):
-        raise ValueError(f"its shape implies another number than {num_bytes:,} bytes")
-    return line
-
-
-def document_line(document: DocumentRecord) -> bytes:
-    return encode_line("document", {**vars(document), "chunks": [chunk.row() for chunk in document.chunks]})
-
-
-def _document(fields: dict[str, Any]) -> DocumentRecord:
-    document = document_of(fields)
-    if document.context not in CONTEXTS[1:] or any(isinstance(v, (dict, list)) for v in document.settings.values()):
-        raise ValueError("no document has such a context or such settings")
-    return document
-
-
-@dataclass(frozen=True)
-class End:
+class End(Struct, frozen=True, forbid_unknown_fields=True, tag="end"):
     """The last line: how many lines of each kind are before it."""
 
     collections: int
     chunks: int
     documents: int
 
-    def encoded(self) -> bytes:
-        return encode_line("end", vars(self))
+
+Line = Head | CollectionLine | ChunkLine | DocumentLine | End
 
 
-AnyLine = CollectionLine | ChunkLine | DocumentRecord | End
-_READERS: dict[str, Callable[[dict[str, Any]], AnyLine]] = {
-    "collection": lambda fields: typed(fields, CollectionLine),
-    "chunk": _chunk,
-    "document": _document,
-    "end": lambda fields: typed(fields, End),
-}
+def encode_line(line: Line) -> bytes:
+    return json.dumps(to_builtins(line)).encode("ascii") + b"\n"
 
 
-def decode_line(text: bytes, number: int) -> AnyLine | None:
-    """The number'th line, from 1 on; None for the first, which says what the file is. Raises ArchiveError when it is not
-    what it should be."""
+def manifest_file(
+    collections: Collection[CollectionLine], chunks: Sequence[bytes], documents: Sequence[DocumentRecord]
+) -> bytes:
+    """All lines, those of the chunks as they were encoded."""
+    end = End(len(collections), len(chunks), len(documents))
+    head: list[Line] = [Head(), *collections]
+    tail: list[Line] = [*map(DocumentLine, documents), end]
+    return b"".join((*map(encode_line, head), *chunks, *map(encode_line, tail)))
+
+
+def decode_line(text: bytes, number: int) -> Line:
+    """The number'th line, from 1 on. Raises ArchiveError when it is not what it should be."""
     try:
-        fields = load_object(text.decode("ascii"), MAX_LINE_BYTES)
-        kind = fields.pop("type")
-        if number > 1:
-            return _READERS[kind](fields)
-    except (ValueError, KeyError, TypeError) as error:
+        line: Line = convert(load_object(text, MAX_LINE_BYTES), Line)
+    except (ValueError, TypeError) as error:
         raise ArchiveError(f"line {number} of the manifest is not what it should be: {error}"[:300], DAMAGED) from error
-    if kind != "cacheblend-export":
+    if isinstance(line, Head) != (number == 1):
         raise ArchiveError("this is no export of cacheblend", "make one: cacheblend chunks export PATH")
-    version, store_format = fields.get("version"), fields.get("store_format")
-    if version not in range(1, ARCHIVE_VERSION + 1) or store_format != FORMAT_VERSION:
+    if isinstance(line, Head) and line != Head():
         raise ArchiveError(
-            f"the export has version {version!r} and store format {store_format!r}, and {ARCHIVE_VERSION} and "
+            f"the export has version {line.version} and store format {line.store_format}, and {ARCHIVE_VERSION} and "
             f"{FORMAT_VERSION} are read here",
             "export it again with this version of cacheblend",
         )
-    return None
+    return line
 
 
 def sign(sign_key: bytes, manifest: bytes) -> bytes:

@@ -1,23 +1,18 @@
-"""Memos: small facts that the store keeps for whoever uses it, as sealed JSON in the database `meta`.
-
-The store does not read them. A memo of a version that is not known here is passed over, and stays as it is.
-"""
+"""Memos: small facts that the store keeps for whoever uses it, as sealed JSON in the database `meta`. The store does not
+read them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from cacheblend_store.errors import BadBlob
 from cacheblend_store.format.plain_json import Moment, load_object, typed
-from cacheblend_store.format.records import seal, unseal
+from cacheblend_store.format.records import readable, seal_json, unseal
 
 MEMO_KEYS = b"memo\0"
-_VERSION = 1
 _MAX_BYTES = 64 << 20
 
 
@@ -40,15 +35,10 @@ def memo_key(kind: str, name: str) -> bytes:
 
 
 def encode_memo(memo: Memo) -> bytes:
-    return seal(memo.key, json.dumps({"version": _VERSION, **vars(memo)}).encode())
+    return seal_json(memo.key, vars(memo))
 
 
-def decode_memo(key: bytes, value: bytes | memoryview) -> Memo | None:
-    """None for one of a later version. Raises BadBlob when the record is not what was written under this key."""
-    try:
-        data = load_object(unseal(key, value).decode(), _MAX_BYTES)
-        if data.pop("version") != _VERSION:
-            return None
-        return typed(data, Memo)
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadBlob(f"memo {key.hex()[-12:]} does not read: {error}") from error
+def decode_memo(key: bytes, value: bytes | memoryview) -> Memo:
+    """Raises BadBlob when the record is not what was written under this key."""
+    with readable(f"memo {key.hex()[-12:]}"):
+        return typed(load_object(unseal(key, value), _MAX_BYTES), Memo)

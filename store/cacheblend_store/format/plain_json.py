@@ -17,17 +17,17 @@ _MAX_CONTAINERS = 1 << 20  # lists and objects: each takes twenty times its two 
 T = TypeVar("T")
 
 
-def load_object(text: str, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in `text`. Raises ValueError, whatever else the text is."""
-    if len(text) > max_bytes or text.count("[") + text.count("{") > _MAX_CONTAINERS:
+def load_object(data: bytes, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in `data`. Raises ValueError, whatever else is there."""
+    if len(data) > max_bytes or data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:
         raise ValueError("the record is longer than any record")
     try:
-        data = json.loads(text)  # msgspec's parser takes no lone surrogate, which texts may hold
+        found = json.loads(data)  # msgspec's parser takes no lone surrogate, which texts may hold
     except RecursionError as error:
         raise ValueError("the record is deeper than any record") from error
-    if not isinstance(data, dict):
+    if not isinstance(found, dict):
         raise ValueError("the record is no object")
-    return data
+    return found
 
 
 def typed(record: Mapping[str, Any], of: type[T]) -> T:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
-from msgspec import Meta
+from msgspec import Meta, to_builtins
 
 from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
@@ -20,6 +21,7 @@ DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,11 @@ class ChunkManifest:
 
     source, index, span: the first document it was found in, its place there, and its character range.
     context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
-    left_context_keys: the neighbours it was collected behind, when they are chunks. created: seconds since the epoch.
-    prefix_digest, salt_digest: of what the collection was made with; "" when the writer did not say.
+    created: seconds since the epoch.
 
     A chunk can be without KV: evicted, or not computed yet. Its record then has sizes of 0, which no blob has, and no blobs
     are stored. Its digests are those of the KV that was evicted, or zeros. Its text, tokens and places stay known, and whoever
-    needs its KV computes it. The first versions, which knew no such records, read them as chunks whose blobs are missing.
+    needs its KV computes it.
     """
 
     key: Key
@@ -55,10 +56,7 @@ class ChunkManifest:
     span: tuple[Count, Count]
     created: Moment
     blob_sizes: tuple[Count, ...] = ()
-    blob_digests: tuple[bytes, ...] = ()
-    prefix_digest: str = ""
-    salt_digest: str = ""
-    left_context_keys: tuple[Key, ...] = ()
+    blob_digests: tuple[Digest, ...] = ()
 
     @property
     def id(self) -> str:
@@ -91,8 +89,7 @@ class ChunkManifest:
         return self.model_name == model or (len(model) >= 4 and self.model.startswith(model))
 
 
-@dataclass(frozen=True)
-class Locator:
+class Locator(NamedTuple):
     """Where a reader finds a chunk in its file. part: of files that have parts, such as "page 3", "pages 3-5" or "sheet
     Budget", "" for others. lines: the first and the last, from 1, (0, 0) where the file has none. headings: the titles it
     stands under, the outermost first."""
@@ -112,38 +109,20 @@ class Locator:
 NOWHERE = Locator()
 
 
-@dataclass(frozen=True)
-class DocumentChunk:
+class DocumentChunk(NamedTuple):
     """One chunk of a document: which, and where in it (characters start:end), and where in its file a reader looks."""
 
     key: Key
-    index: Count
+    index: Count  # type: ignore[assignment]  # in the place of a tuple's method
     start: Count
     end: Count
     locator: Locator = NOWHERE
-
-    def row(self) -> list[Any]:
-        """As JSON. A chunk of which no more is known has the four values that earlier versions wrote."""
-        found: list[Any] = [self.key.hex(), self.index, self.start, self.end]
-        if self.locator != NOWHERE:
-            found.append([self.locator.part, *self.locator.lines, *self.locator.headings])
-        return found
-
-    @classmethod
-    def of_row(cls, row: Any) -> DocumentChunk:
-        """Raises ValueError or TypeError for what no version wrote."""
-        key, index, start, end, *more = row
-        fields: dict[str, Any] = {"key": bytes.fromhex(key), "index": index, "start": start, "end": end}
-        if more:
-            [(part, first, last, *headings)] = more
-            fields["locator"] = {"part": part, "lines": (first, last), "headings": headings}
-        return typed(fields, cls)
 
 
 @dataclass(frozen=True)
 class DocumentRecord:
     """A document as it was last precomputed into a collection, in one context (see ChunkManifest). settings: what the
-    cut and the left contexts depended on, and a digest of the directory that a relative source is relative to."""
+    cut and the left contexts depended on."""
 
     source: str
     collection: str
@@ -155,12 +134,8 @@ class DocumentRecord:
 
 
 def encode_manifest(manifest: ChunkManifest) -> bytes:
-    data = {k: v for k, v in vars(manifest).items() if k != "key"}
-    for name in ("token_ids", "left_context_ids"):
-        data[name] = _text(pack_ids(data[name]))
-    data["blob_digests"] = _text(b"".join(manifest.blob_digests))
-    data["left_context_keys"] = [k.hex() for k in manifest.left_context_keys]
-    record = seal(manifest.key, json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    packed = {name: pack_ids(getattr(manifest, name)) for name in ("token_ids", "left_context_ids")}
+    record = seal_json(manifest.key, {**vars(manifest), **packed})
     if len(record) > MAX_MANIFEST_BYTES:
         raise StoreError(f"chunk {manifest.id[:12]} is too long: {manifest.num_tokens:,} tokens", "cut smaller chunks")
     return record
@@ -168,46 +143,32 @@ def encode_manifest(manifest: ChunkManifest) -> bytes:
 
 def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
     """Raises BadBlob when the record is not what was written under this key."""
-    try:
-        data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_MANIFEST_BYTES)
-        for name in ("token_ids", "left_context_ids"):
-            data[name] = unpack_ids(base64.b64decode(data[name]))
-        digests = base64.b64decode(data["blob_digests"])
-        data["blob_digests"] = tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
-        data["left_context_keys"] = tuple(bytes.fromhex(k) for k in data.get("left_context_keys", ()))
-        manifest = typed({"key": key, **data}, ChunkManifest)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not read: {error}") from error
-    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers or len(digests) % DIGEST_BYTES:
-        raise BadBlob(f"manifest of chunk {key.hex()[:12]} does not name one blob a layer")
+    name = f"manifest of chunk {key.hex()[:12]}"
+    with readable(name):
+        data = load_object(unseal(key, value), MAX_MANIFEST_BYTES)
+        for ids in ("token_ids", "left_context_ids"):
+            data[ids] = unpack_ids(base64.b64decode(data[ids]))
+        manifest = typed({**data, "key": key}, ChunkManifest)
+    if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers:
+        raise BadBlob(f"{name} does not name one blob a layer")
     if manifest.has_kv and not all(manifest.blob_sizes):
-        raise BadBlob(f"manifest of chunk {key.hex()[:12]} has KV for some of its layers")
+        raise BadBlob(f"{name} has KV for some of its layers")
     return manifest
 
 
-def document_of(data: Mapping[str, Any]) -> DocumentRecord:
-    """The record whose fields these are, its chunks' keys in hex. Raises ValueError, KeyError, TypeError."""
-    return typed({**data, "chunks": tuple(map(DocumentChunk.of_row, data["chunks"]))}, DocumentRecord)
-
-
 def encode_document(record: DocumentRecord) -> bytes:
-    data = dict(vars(record), chunks=[chunk.row() for chunk in record.chunks])
-    return seal(document_key(record.collection, record.source, record.context), json.dumps(data).encode())
+    return seal_json(document_key(record.collection, record.source, record.context), vars(record))
 
 
 def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
     """Raises BadBlob."""
-    try:
-        data = load_object(unseal(key, value).decode("utf-8", "surrogatepass"), MAX_DOCUMENT_BYTES)
-        return document_of(data)
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadBlob(f"document record {key.hex()[:12]} does not read: {error}") from error
+    with readable(f"document record {key.hex()[:12]}"):
+        return typed(load_object(unseal(key, value), MAX_DOCUMENT_BYTES), DocumentRecord)
 
 
 def document_key(collection: str, source: str, context: str = "sink") -> bytes:
     """Key of a document's record: sources can be longer than LMDB's keys, so a digest of them all."""
-    named = f"{collection}\0{source}" + ("" if context == "sink" else f"\0{context}")
-    return xxhash.xxh3_128_digest(named.encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_128_digest(f"{collection}\0{source}\0{context}".encode("utf-8", "surrogatepass"))
 
 
 def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray | memoryview) -> bytes:
@@ -223,22 +184,28 @@ def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
 
 
 def use_record(key: bytes, moment: float) -> bytes:
-    """A chunk's last use, in seconds since the epoch, with a digest of its own."""
-    payload = struct.pack("<d", moment)
-    return xxhash.xxh3_64_digest(key + payload) + payload
+    """A chunk's last use, in seconds since the epoch."""
+    return seal(key, struct.pack("<d", moment))
 
 
-def used_at(key: bytes, value: bytes) -> float:
+def used_at(key: bytes, value: bytes | memoryview) -> float:
     """The last use; 0 when the record is damaged, and the chunk counts as unused."""
-    if len(value) != 16 or xxhash.xxh3_64_digest(key + value[8:]) != value[:8]:
+    try:
+        moment: float = struct.unpack("<d", unseal(key, value))[0]
+    except (BadBlob, struct.error):
         return 0.0
-    moment: float = struct.unpack("<d", value[8:])[0]
     return moment
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
     """payload with a digest before it that binds it to its key."""
     return xxhash.xxh3_128_digest(key + payload) + payload
+
+
+def seal_json(key: bytes, record: Mapping[str, Any]) -> bytes:
+    """The record as JSON, bytes in it as base64."""
+    text = json.dumps(to_builtins(record), ensure_ascii=False)
+    return seal(key, text.encode("utf-8", "surrogatepass"))
 
 
 def unseal(key: bytes, value: bytes | memoryview) -> bytes:
@@ -249,5 +216,10 @@ def unseal(key: bytes, value: bytes | memoryview) -> bytes:
     return payload
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Whatever is wrong with a record of that name is a BadBlob."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise BadBlob(f"{name} does not read: {error}") from error
