@@ -50,14 +50,6 @@ class Record:
     tags: dict[str, Any] = field(default_factory=dict)
     signals: tuple[tuple[float, ...], ...] = ()
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        """Raises ValueError for what is no record."""
-        return convert(json.loads(line), cls)
-
 
 class RecordFile:
     """Records by key, kept in memory and, with a path, in a file: each is there as soon as it is measured.
@@ -73,7 +65,7 @@ class RecordFile:
         try:
             for line, number in self._lines(path):
                 try:
-                    record = Record.from_json(line)
+                    record = convert(json.loads(line), Record)
                 except ValueError as error:
                     raise UsageError(
                         f"{path}:{number} is no record of cacheblend eval: {error}", "name another file"
@@ -100,7 +92,7 @@ class RecordFile:
     def add(self, record: Record) -> None:
         self._records[record.key] = record
         if self._stream is not None:
-            self._stream.write(record.to_json() + "\n")
+            self._stream.write(json.dumps(asdict(record)) + "\n")
             self._stream.flush()
 
     @staticmethod

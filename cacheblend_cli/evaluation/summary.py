@@ -55,25 +55,16 @@ class Summary:
         return asdict(self)
 
 
-def summarise(
-    results: Results,
-    *,
-    baseline: str | None = None,
-    keep: Callable[[Record], bool] = lambda record: True,
-    resamples: int = 2000,
-) -> list[Summary]:
+def summarise(results: Results, *, baseline: str | None = None, resamples: int = 2000) -> list[Summary]:
     """A summary a setting, in order.
 
-    baseline: the label NormF1 counts from, by default the first setting that reuses all and repairs nothing. keep: which
-    samples count; it is asked about full prefill's records (for example by tag), so that all settings keep the same.
+    baseline: the label NormF1 counts from, by default the first setting that reuses all and repairs nothing.
     """
-    kept = [i for i, record in enumerate(results.full) if keep(record)]
-    columns = {label: [records[i] for i in kept] for label, records in results.by_label.items()}
-    full = next(columns[s.label] for s in results.settings if s.is_full)
+    columns, full = results.by_label, results.full
     if baseline is None:
         baseline = next((s.label for s in results.settings if s.reuses and s.blend.effective_ratio() == 0), None)
     reuse = columns[baseline] if baseline else []
-    bootstrap = Bootstrap(len(kept), resamples)
+    bootstrap = Bootstrap(len(full), resamples)
     return [_summary(s, columns[s.label], full, reuse, bootstrap) for s in results.settings]
 
 
