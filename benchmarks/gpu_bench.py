@@ -128,10 +128,11 @@ class Bench:
             for chunks in self.chunks.values()
             for n, ids in enumerate(chunks)
         ]
-        size = sum(num_bytes for _, _, num_bytes in collector.store(planned))
+        for _ in collector.store(planned):
+            pass
         return {
             "tokens": sum(len(p.chunk.token_ids) for p in planned),
-            "bytes": size,
+            "bytes": sum(self.collection.stored_bytes(len(p.chunk.token_ids)) for p in planned),
             "seconds": time.perf_counter() - start,
         }
 

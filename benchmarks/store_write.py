@@ -56,7 +56,7 @@ def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def grouped(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
-    """As `ChunkCommits` groups chunks that come faster than they are written."""
+    """As `collect.commits` groups chunks that come faster than they are written."""
     groups: list[list[Chunk]] = [[]]
     size = 0
     for chunk in chunks:

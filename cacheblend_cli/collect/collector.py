@@ -9,8 +9,9 @@ from functools import cached_property
 
 from cacheblend_store import ChunkManifest, ChunkStore
 from cacheblend_store.format.codecs import encode_kv
+from cacheblend_store.store import PutStatus
 
-from cacheblend_cli.collect.commits import ChunkCommits, Committed
+from cacheblend_cli.collect.commits import Whole, commit
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
@@ -39,7 +40,6 @@ class Collector:
 
     def __init__(self, collection: Collection, store: ChunkStore | None = None, keep: Set[bytes] = frozenset()) -> None:
         self.collection, self._store, self._keep = collection, store, keep
-        self._commits = ChunkCommits(store, keep) if store is not None else None
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -50,13 +50,11 @@ class Collector:
         """The KV of every chunk, in order. Raises DeviceError when the device has no room for one."""
         yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
 
-    def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[Committed]:
-        """Collect the chunks and commit them as they come, several at once; what is given back is durable."""
-        assert self._commits is not None, "a collector that stores has a store"
-        for planned, kv in zip(chunks, self.collect(chunks), strict=True):
-            assert planned.key == kv.key
-            yield from self._commits.add(self._manifest(planned), self._encoded(kv))
-        yield from self._commits.flush()
+    def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
+        """Collect the chunks and commit them as they come, several at once: keys, and what the store did; all is durable."""
+        assert self._store is not None, "a collector that stores has a store"
+        collected = zip(chunks, self.collect(chunks), strict=True)
+        yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
 
     def store_prefix(self) -> None:
         """Store the prefix's KV as a chunk of its own, so that `ask` loads it instead of computing it."""
@@ -70,7 +68,7 @@ class Collector:
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
         """Encode and commit the KV of one chunk."""
         assert self._store is not None, "a collector that stores has a store"
-        self._store.put_chunks([(self._manifest(planned), self._encoded(kv))], self._keep)
+        self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
         """Store the chunks without KV, as far as they are not there: they are listed, found and cited from now on."""
@@ -78,9 +76,10 @@ class Collector:
         for start in range(0, len(chunks), _TEXTS):
             self._store.put_records(map(self._manifest, chunks[start : start + _TEXTS]))
 
-    def _encoded(self, kv: ChunkKV) -> list[bytes]:
-        """A blob a layer."""
-        return [encode_kv(k, v, self.collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+    def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
+        assert planned.key == kv.key
+        blobs = [encode_kv(k, v, self.collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
+        return self._manifest(planned), blobs
 
     def _manifest(self, planned: PlannedChunk) -> ChunkManifest:
         collection, chunk = self.collection, planned.chunk

@@ -256,7 +256,7 @@ class _Run:
         for planned in places:
             if planned.key not in missing:
                 tell(planned, "unchanged" if planned.key in there else "new")
-        for key, status, _ in collector.store([planned for key, planned in wanted.items() if key in missing]):
+        for key, status in collector.store([planned for key, planned in wanted.items() if key in missing]):
             tell(wanted[key], status)
             report.computed_tokens += len(wanted[key].chunk.token_ids)
         for planned in places:

@@ -17,7 +17,6 @@ from cacheblend_cli.collect.roots import DocumentRoot, Roots
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
-from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import kept_dates
@@ -32,7 +31,7 @@ class Survey:
     paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order. kept:
     name -> digest of the documents that are there, "" of those that nobody could read.
     stored: key in the store -> record, under the name the document has now. gone: the same of documents that are no more,
-    for any model or salt. others: records of other models, where the store is of a version that remembered no roots.
+    for any model or salt.
     codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
     latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
     selections: what is taken of each of the paths. name: of a collection that they are of.
@@ -44,7 +43,6 @@ class Survey:
     kept: dict[str, str]
     stored: dict[bytes, DocumentRecord]
     gone: dict[bytes, DocumentRecord]
-    others: list[DocumentRecord]
     codecs: dict[str, str]
     worded: dict[str, Wording]
     earlier: dict[str, date]
@@ -110,7 +108,6 @@ class Survey:
             return known.settings
         records = [r for r in self.stored.values() if is_within(r.source, root)]
         records = records or [r for r in self.gone.values() if r.content_digest in self.names]
-        records = records or [r for r in self.others if is_within(r.source, root)]
         for record in sorted(records, key=lambda r: r.updated, reverse=True):
             codec = self.codecs.get(record.collection, "auto")
             kv_dtype = "auto" if codec == self.collection.in_codec("auto").codec else codec
@@ -164,8 +161,6 @@ def survey(
     codecs |= {of.id: of.codec for of, _ in earlier}
     records = stored_documents(store) if store else {}
     stored = {k: r for k, r in records.items() if r.collection in codecs}
-    forgetful = store is not None and not store.memos(ROOTS)
-    others = [record for key, record in records.items() if forgetful and key not in stored]
     wordings = ids_of_wordings(store, collection) if store else {}
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
     worded = {r.source: wordings[r.collection] for r in behind}
@@ -173,7 +168,7 @@ def survey(
     gone |= gone_documents(stored, kept, no_documents | roots.unlinked(names, kept.keys()), names)
     days = {of.id: day for of, day in earlier}
     return Survey(
-        collection, names, found, kept, stored, gone, others, codecs, worded, days, roots, selections, paths.collection
+        collection, names, found, kept, stored, gone, codecs, worded, days, roots, selections, paths.collection
     )
 
 

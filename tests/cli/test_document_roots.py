@@ -138,7 +138,6 @@ def test_a_store_without_memory_goes_by_what_its_documents_are(cli: Cli, docs: P
     with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (txn, dbs):
         for memo in store.memos("root"):
             txn.delete(memo.key, db=dbs["meta"])
-    assert all(r["tokens"] <= 40 for r in cli("precompute", "docs", "--dtype", "bfloat16", "--json").records)
     assert ids(cli, "docs") == first
     assert cli("precompute", "docs", "--chunk-tokens", "64").code == 2
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from cacheblend_store import ChunkStore, StoreFull
+from cacheblend_store.store import PutStatus
 from small_chunks import key_of, make_chunk
 
 from cacheblend_cli.collect import commits
-from cacheblend_cli.collect.commits import ChunkCommits, Committed
+from cacheblend_cli.collect.commits import commit
 
 
 @pytest.fixture
@@ -17,15 +18,12 @@ def store(tmp_path: Path) -> ChunkStore:
     return ChunkStore.open(tmp_path / "store", mode="write")
 
 
-def add_all(store: ChunkStore, seeds: range) -> tuple[list[Committed], int]:
+def add_all(store: ChunkStore, seeds: range) -> tuple[list[tuple[bytes, PutStatus]], int]:
     """(what was reported, in how many commits); everything is there when it is reported."""
-    group, found = ChunkCommits(store), []
-    before = store.generation
-    for seed in seeds:
-        for one in group.add(*make_chunk(seed)):
-            assert store.get_chunk(one[0]) is not None
-            found.append(one)
-    found += group.flush()
+    found, before = [], store.generation
+    for one in commit(store, map(make_chunk, seeds)):
+        assert store.get_chunk(one[0]) is not None
+        found.append(one)
     return found, store.generation - before
 
 
@@ -35,9 +33,8 @@ def test_a_fast_computation_commits_in_groups_and_a_slow_one_at_once(
     now = [100.0]
     monkeypatch.setattr(commits.time, "monotonic", lambda: now[0])
     found, num_commits = add_all(store, range(10))
-    assert [key for key, _, _ in found] == [key_of(seed) for seed in range(10)]
-    assert {status for _, status, _ in found} == {"new"}
-    assert [size for _, _, size in found] == [sum(map(len, make_chunk(seed)[1])) for seed in range(10)]
+    assert [key for key, _ in found] == [key_of(seed) for seed in range(10)]
+    assert {status for _, status in found} == {"new"}
     assert num_commits == 2  # the first alone, then the rest
     monkeypatch.setattr(commits, "GROUP_SECONDS", 0.0)
     assert add_all(store, range(10, 15))[1] == 5
@@ -51,7 +48,7 @@ def test_a_group_beyond_the_quota_is_stored_chunk_by_chunk(store: ChunkStore, mo
     seeds = range(2, 32, 3)  # the largest
     store.set_max_bytes(70_000)
     found, _ = add_all(store, seeds)
-    assert [key for key, _, _ in found] == [key_of(seed) for seed in seeds]
+    assert [key for key, _ in found] == [key_of(seed) for seed in seeds]
     there = {m.key for m in store.chunks() if m.has_kv}
     assert there < {key_of(seed) for seed in seeds}  # the older ones had to go
     assert key_of(seeds[-1]) in there
