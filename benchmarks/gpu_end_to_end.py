@@ -261,9 +261,8 @@ def _pool_error(bench: Bench, length: int) -> float:
                 assert segment.key is not None
                 count = segment.end - segment.start
                 shape = (count, spec.num_kv_heads, spec.head_dim)
-                k, v = decode_kv(
-                    view_kv(reader.layer(reader.undamaged(segment.key), layer), bench.collection.codec, *shape)
-                )
+                parts = reader.layer(reader.undamaged(segment.key), layer)
+                k, v = decode_kv(view_kv(parts, bench.collection.codec, *shape), bench.collection.codec)
                 positions = torch.arange(segment.start, segment.end, device=bench.device)
                 tables = rope.cos_sin(positions, length)[rope.of_layer[layer]]
                 slots = loaded.sequence.slots(positions)

@@ -82,7 +82,7 @@ def fill(store: ChunkStore, corpus: Corpus) -> None:
             )  # fmt: skip
             store.put_chunk(manifest, [b"-"])
             places.append(DocumentChunk(key, index, 0, len(text)))
-        store.put_document(DocumentRecord(source, "one", "digest", tuple(places), time.time()))
+        store.put_documents([DocumentRecord(source, "one", "digest", tuple(places), time.time())])
 
 
 def recall(find: Callable[[str], Sequence[tuple[str, int]]], questions: Sequence[Asked]) -> float:

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.blobs import parse_blob
-from cacheblend_store.format.codecs import CODECS, decode_kv, encode_kv, view_kv
-from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.format.codecs import CODECS, coded, decode_kv
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, collect, collect_prefix
@@ -60,8 +58,7 @@ def _errors(kvs: list[ChunkKV], codec: str) -> dict[str, float]:
     error, power = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for kv in kvs:
         for k, v in zip(kv.k, kv.v, strict=True):
-            parts = parse_blob(memoryview(encode_kv(k, v, codec)), blob_spec(codec, *k.shape))
-            back = decode_kv(view_kv(parts, codec, *k.shape))
+            back = decode_kv(coded(k, v, codec), codec)
             for i, (was, now) in enumerate(zip((k, v), back, strict=True)):
                 error[i] += (was.double() - now.double()).square().sum()
                 power[i] += was.double().square().sum()

@@ -114,7 +114,7 @@ def _store(settings: Any) -> dict[str, Any]:
     path = settings.store_path
     try:
         with options.open_store(settings, write=False) as store:
-            return {"path": str(path), **stats(store, breakdown=True).totals(), "damaged": len(store.damaged_keys())}
+            return {"path": str(path), **stats(store).totals(), "damaged": len(store.damaged_keys())}
     except StoreNotFound:
         return {"path": str(path), "state": "not made yet"}
 

@@ -32,7 +32,7 @@ def stats(
     import cacheblend_store
 
     with options.open_store(settings, write=False) as kv_store:
-        found = cacheblend_store.stats(kv_store, breakdown=True)
+        found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
     models = [
         {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, stats
-from cacheblend_store.format.blobs import parse_blob
-from cacheblend_store.format.codecs import decode_kv, encode_kv, view_kv
-from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store.format.codecs import coded, decode_kv, view_kv
 from torch import Tensor
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
@@ -66,9 +64,10 @@ def recheck(
     `verify` reports those. repair: what is wrong is replaced by what was computed.
     """
     report = RecheckReport()
-    of_codecs = (Collector(replace(collection, codec=codec), store) for codec in _codecs(store))
-    collectors = {c.collection.id: c for c in of_codecs}
     manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
+    codecs = {m.codec for m in manifests}
+    of_codecs = (Collector(replace(collection, codec=codec), store) for codec in codecs)
+    collectors = {c.collection.id: c for c in of_codecs}
     own = [m for m in manifests if m.collection in collectors]
     report.foreign = len(manifests) - len(own)
     chosen = random.sample(own, min(count, len(own)))
@@ -91,10 +90,6 @@ def recheck(
     return report
 
 
-def _codecs(store: ChunkStore) -> Sequence[str]:
-    return sorted({codec for _, _, codec in stats(store, breakdown=True).models})
-
-
 def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:
     if manifest.context == "prefix":
         return collector.prefix.kv
@@ -110,13 +105,11 @@ def _planned(manifest: ChunkManifest) -> PlannedChunk:
 def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:
     """The worst place of the first layer that differs; None when none does. Raises BadBlob."""
     shape = manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim
-    spec = blob_spec(manifest.codec, *shape)
     for layer, computed in enumerate(zip(fresh.k, fresh.v, strict=True)):
         with store.read() as reader:
-            stored = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape))
-        again = parse_blob(memoryview(encode_kv(*computed, manifest.codec)), spec)
-        coded = decode_kv(view_kv(again, manifest.codec, *shape))
-        for part, was, now, through in zip("kv", stored, computed, coded, strict=True):
+            stored = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
+        again = decode_kv(coded(*computed, manifest.codec), manifest.codec)
+        for part, was, now, through in zip("kv", stored, computed, again, strict=True):
             now = now.float().cpu()
             error = _worst_token(was, now)
             allowed = 2 * _worst_token(through, now) + noise

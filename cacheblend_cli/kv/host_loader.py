@@ -70,5 +70,5 @@ class HostLoader(KVLoader):
         except StoreError as error:
             raise self._stored.bad(index, error) from error
         shape = (manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
-        self._stored.place(layer, view_kv(parts, manifest.codec, *shape).tensors, self._slots[index])
+        self._stored.place(layer, view_kv(parts, manifest.codec, *shape), self._slots[index])
         self._queue.arrived(layer)

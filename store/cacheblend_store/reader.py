@@ -7,14 +7,13 @@ from contextlib import suppress
 from itertools import takewhile
 
 from cacheblend_store.errors import BadBlob, StoreError
-from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, parse_blob
+from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, encode_blob
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.layouts import blob_spec
 from cacheblend_store.format.memos import MEMO_KEYS, Memo, decode_memo
 from cacheblend_store.format.records import (
     ChunkManifest,
     DocumentRecord,
-    blob_digest,
     blob_hasher,
     decode_document,
     decode_manifest,
@@ -43,11 +42,10 @@ class StoreReader:
 
     def has_kv(self, key: bytes) -> bool:
         """Whether the chunk is there and has KV, by its undamaged record. Its blobs are not looked at."""
-        try:
+        with suppress(BadBlob):
             manifest = self.manifest(key)
-        except BadBlob:
-            return False
-        return manifest is not None and manifest.has_kv
+            return manifest is not None and manifest.has_kv
+        return False
 
     def manifests(self) -> Iterator[ChunkManifest]:
         """All that are not damaged, in order of their keys."""
@@ -62,11 +60,10 @@ class StoreReader:
 
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
         """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape."""
-        blob = self.blob(manifest, layer)
-        try:
-            return parse_blob(blob, _spec(manifest))
-        except BadBlob as error:
-            raise bad_blob(manifest, layer, f"does not read: {error.message}") from error
+        self._blob_node(manifest, layer)  # so that no more room is made than there are bytes
+        parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in _spec(manifest).items()}
+        self.copy_layer(manifest, layer, parts)
+        return parts
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of one layer's blob to `targets`, each of just its size. Raises BadBlob as `layer` does.
@@ -77,8 +74,8 @@ class StoreReader:
         prefix = blob_prefix(spec)
         head = memoryview(bytearray(len(prefix)))
         self.pages.read_into(node, 0, head)
-        if node.size != blob_size(spec) or head != prefix:
-            raise bad_blob(manifest, layer, "is not laid out as its manifest implies")
+        if head != prefix:
+            raise bad_blob(manifest, layer, "has a header that is not that of the tensors it should hold")
         digest, at = blob_hasher(manifest.key, layer, manifest.num_tokens), len(prefix)
         digest.update(head)
         for name, tensor in spec.items():
@@ -91,12 +88,9 @@ class StoreReader:
         if digest.digest() != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
 
-    def blob(self, manifest: ChunkManifest, layer: int) -> memoryview:
-        """One layer's bytes as they are stored. Raises BadBlob when they are missing or do not match their digest."""
-        blob = self.pages.value(self._blob_node(manifest, layer))
-        if blob_digest(manifest.key, layer, manifest.num_tokens, blob) != manifest.blob_digests[layer]:
-            raise bad_blob(manifest, layer, "does not match its digest")
-        return blob
+    def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
+        """One layer's bytes as they are stored. Raises BadBlob as `layer` does."""
+        return encode_blob(_spec(manifest), self.layer(manifest, layer))
 
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
         if not manifest.has_kv:
@@ -104,8 +98,9 @@ class StoreReader:
         node = self.pages.get("blobs", blob_key(manifest.key, layer))
         if node is None:
             raise bad_blob(manifest, layer, "is missing")
-        if node.size != manifest.blob_sizes[layer]:
-            raise bad_blob(manifest, layer, f"has {node.size} bytes, and {manifest.blob_sizes[layer]} were written")
+        wanted = blob_size(_spec(manifest))
+        if node.size != wanted or manifest.blob_sizes[layer] != wanted:
+            raise bad_blob(manifest, layer, f"has {node.size} bytes, and {wanted} are implied")
         return node
 
     def get(self, database: str, key: bytes) -> memoryview | None:

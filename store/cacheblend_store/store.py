@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StorePermission
+from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StoreNoSpace, StorePermission
 from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.memos import Memo, encode_memo, memo_key
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
-from cacheblend_store.lmdb_file.directory import check_directory, check_space, has_space
+from cacheblend_store.lmdb_file.directory import check_directory, check_space
 from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.opened import acquire, release
 from cacheblend_store.reader import StoreReader
@@ -207,7 +207,9 @@ class ChunkStore:
         """
         given = list(chunks)
         num_bytes = sum(memoryview(blob).nbytes for _, blobs in given for blob in blobs)
-        if not has_space(self.path, num_bytes):
+        try:
+            check_space(self.path, num_bytes)
+        except StoreNoSpace:
             with self.read() as reader:
                 check_space(self.path, num_bytes, reader.pages.free_bytes)
             self.transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
@@ -216,10 +218,10 @@ class ChunkStore:
             keys = {manifest.key for manifest, _ in given}
             if writer.state.max_bytes:
                 there = sum(m.num_bytes for key in keys if (m := writer.manifest(key)) is not None)
-                writer.make_room(num_bytes - there, keys.union(keep), uses)
+                writer.make_room(num_bytes - there, keys.union(keep))
             return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
-        uses = self._noted_uses()
+        self.flush_touches()  # what goes is what was not used for longest
         return self.transact(put)
 
     def put_records(self, manifests: Iterable[ChunkManifest]) -> int:
@@ -227,19 +229,10 @@ class ChunkStore:
         given = list(manifests)
         return self.transact(lambda writer: sum(map(writer.put_record, given))) if given else 0
 
-    def put_document(self, record: DocumentRecord) -> list[bytes]:
-        """Replace the record of (collection, source, context). Chunks no document refers to any more go; returns their keys."""
-        return self.put_documents([record])
-
     def put_documents(self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()) -> list[bytes]:
-        """`put_document` for each and the end of those of `removed`, in one transaction: a document moves so. A chunk that
-        moved from one of them to another stays. Returns the keys of the chunks that went."""
+        """Replace the record of each (collection, source, context) and remove those of `removed`, in one transaction: a document
+        moves so. Chunks no document refers to any more go; returns their keys."""
         return self.transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
-
-    def remove_document(self, collection: str, source: str, context: str = "sink") -> list[bytes]:
-        """Forget a document in one context and the chunks only it refers to; returns their keys."""
-        record = DocumentRecord(source, collection, "", (), 0.0, context=context)
-        return self.put_documents((), [record])
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""
@@ -306,18 +299,12 @@ class ChunkStore:
     def set_max_bytes(self, max_bytes: int) -> None:
         """Set the quota of KV, 0 for none. What is over it is evicted, the least recently used first."""
 
-        uses = self._noted_uses()
-
         def change(writer: StoreWriter) -> None:
             writer.set_max_bytes(max_bytes)
-            writer.make_room(0, (), uses)
+            writer.make_room(0, ())
 
+        self.flush_touches()
         self.transact(change)
-
-    def _noted_uses(self) -> dict[bytes, float]:
-        """Uses that are not written yet."""
-        with self._touch_lock:
-            return dict(self._touched)
 
     # inside
 

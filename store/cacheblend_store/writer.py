@@ -159,15 +159,12 @@ class StoreWriter:
                 return False
         return True
 
-    def make_room(self, num_bytes: int, keep: Collection[bytes], uses: Mapping[bytes, float]) -> None:
-        """Evict least recently used chunks until num_bytes more fit the quota. Raises StoreFull.
-
-        keep: keys of chunks that stay. uses: later last uses than the store has noted.
-        """
+    def make_room(self, num_bytes: int, keep: Collection[bytes]) -> None:
+        """Evict least recently used chunks, but none of `keep`, until num_bytes more fit the quota. Raises StoreFull."""
         limit = self.state.max_bytes
         if not limit or self.state.live_bytes + num_bytes <= limit:
             return
-        for key in self._by_last_use(uses):
+        for key in self._by_last_use():
             if key not in keep:
                 self.evict(key)
                 if self.state.live_bytes + num_bytes <= limit:
@@ -177,10 +174,9 @@ class StoreWriter:
             "raise --max-size",
         )
 
-    def _by_last_use(self, uses: Mapping[bytes, float]) -> Iterator[bytes]:
+    def _by_last_use(self) -> Iterator[bytes]:
         """Keys of all chunks that can have KV, those unused for longest first; then those of which no use is noted."""
-        lru = self._pages.nodes("lru")
-        used = {node.key: max(used_at(node.key, node.inline), uses.get(node.key, 0.0)) for node in lru}
+        used = {node.key: used_at(node.key, node.inline) for node in self._pages.nodes("lru")}
         yield from sorted(used, key=lambda key: (used[key], key))
         yield from (node.key for node in self._pages.nodes("chunks") if node.key not in used)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cacheblend_store import ChunkManifest, ChunkStore, verify
 from checkpoints import WORDS, write_checkpoint
+from stored_texts import forget
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, PrecomputeReport, SamplingParams
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
@@ -118,8 +119,8 @@ def test_neighbours_are_found_in_the_store_too(corpus: Corpus) -> None:
     corpus.precompute("neighbours", neighbours=3)
     whole = [m.key for m in corpus.chunks("neighbours", 0)]
     corpus.store.remove_chunks([m.key for m in corpus.store.chunks()])
-    corpus.store.remove_document(corpus.engine.runtime.collection().id, f"{corpus.docs}/0.md", "neighbours")
-    corpus.store.remove_document(corpus.engine.runtime.collection().id, f"{corpus.docs}/1.md", "neighbours")
+    forget(corpus.store, corpus.engine.runtime.collection().id, f"{corpus.docs}/0.md", "neighbours")
+    forget(corpus.store, corpus.engine.runtime.collection().id, f"{corpus.docs}/1.md", "neighbours")
     corpus.precompute("sink", "1.md")
     corpus.precompute("neighbours", "0.md", neighbours=3)
     assert [m.key for m in corpus.chunks("neighbours", 0)] == whole

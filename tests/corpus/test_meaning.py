@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cacheblend_store import ChunkStore
-from stored_texts import put_document
+from stored_texts import forget, put_document
 
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
@@ -77,7 +77,7 @@ def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None
     assert found(store, "food", MEANING) == ["desk#0"]
     put_document(store, "/docs/desk.md", "Nothing is left. ", "The canteen moved. ")
     assert found(store, "food", MEANING) == ["desk#1"]
-    store.remove_document("one", "/docs/desk.md")
+    forget(store, "one", "/docs/desk.md")
     assert found(store, "food", MEANING) == []
     other = How("meaning", Embedder("others", ByHand((("food", "norway"), ("money",)))))
     assert found(store, "food", other) == ["staff#2"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cacheblend_store import ChunkStore
+from stored_texts import forget
 from stored_texts import put_document as put
 
 from cacheblend_cli.corpus.search import query_terms, search
@@ -74,7 +75,7 @@ def test_the_index_follows_the_store(store: ChunkStore) -> None:
         found(store, "canteen opens nine")
     ) == {"mara-lind#1", "faq#1"}
     assert found(store, "harbor") == ["faq#0", "faq#1"]
-    store.remove_document("one", "/docs/faq.md")
+    forget(store, "one", "/docs/faq.md")
     assert found(store, "canteen") == ["mara-lind#1"]
     store.remove_chunks([search(store, "canteen", 1)[0].key])
     assert found(store, "canteen") == []
@@ -90,7 +91,7 @@ def test_a_new_title_reaches_the_paragraphs_that_did_not_change(store: ChunkStor
 
 def test_a_moved_document_is_found_under_its_new_name(store: ChunkStore) -> None:
     put(store, "/docs/billing.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
-    store.remove_document("one", "/docs/jonas-berg.md")
+    forget(store, "one", "/docs/jonas-berg.md")
     assert {h.source for h in search(store, "Oslo", 5)} == {"/docs/billing.md"}
 
 

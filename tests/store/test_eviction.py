@@ -168,7 +168,7 @@ def test_a_repair_drops_the_kv_and_keeps_the_text(store: ChunkStore) -> None:
 
 def test_prune_frees_kv_and_removes_what_nobody_wants(store: ChunkStore) -> None:
     store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
-    store.put_document(DocumentRecord("0/a.md", COLLECTION, "d", (DocumentChunk(key_of(SEEDS[0]), 0, 0, 1),), 1.0))
+    store.put_documents([DocumentRecord("0/a.md", COLLECTION, "d", (DocumentChunk(key_of(SEEDS[0]), 0, 0, 1),), 1.0)])
     freed = prune(store, to_bytes=2 * SIZE)
     assert (len(freed.evicted), freed.keys, freed.bytes) == (2, (), 2 * SIZE)
     assert len(list(store.chunks())) == 4
@@ -185,7 +185,7 @@ def test_prune_frees_kv_and_removes_what_nobody_wants(store: ChunkStore) -> None
 def test_stats_count_what_has_no_kv(store: ChunkStore) -> None:
     store.put_chunks([make_chunk(seed) for seed in SEEDS[:4]])
     store.set_max_bytes(SIZE)
-    found = stats(store, breakdown=True)
+    found = stats(store)
     assert (found.chunks, found.without_kv) == (4, 3)
     [share] = found.models.values()
     assert (share.chunks, share.bytes) == (4, SIZE)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, stats, verify
-from cacheblend_store.format.blobs import encode_blob, parse_blob
+from cacheblend_store.format.blobs import encode_blob
 from cacheblend_store.format.layouts import CODECS, blob_spec
 from cacheblend_store.format.records import (
     MAX_MANIFEST_BYTES,
@@ -31,6 +31,7 @@ from cacheblend_store.state import read_state, write_state
 from cacheblend_store.writer import with_digests
 from children import Ended, limit_memory, outcomes
 from mutations import mutate
+from one_blob import read_blob, read_layer
 from small_chunks import COLLECTION, key_of, make_chunk
 from torture import Ledger
 
@@ -44,7 +45,8 @@ DOCUMENT = DocumentRecord(
     "a.md", COLLECTION, "d", tuple(DocumentChunk(key_of(n), n, n, n + 1) for n in range(3)), 1.0, {}
 )
 DOCUMENT_KEY = document_key(COLLECTION, "a.md")
-SPECS = {codec: blob_spec(codec, 33, 2, 8) for codec in CODECS}
+SHAPE = (33, 2, 8)
+SPECS = {codec: blob_spec(codec, *SHAPE) for codec in CODECS}
 BLOBS = {c: encode_blob(s, {name: b"\1" * t.num_bytes for name, t in s.items()}) for c, s in SPECS.items()}
 
 
@@ -76,15 +78,15 @@ def _edited(rng: random.Random, payload: bytes) -> bytes:
 def fuzz_blob(rng: random.Random) -> str:
     """A blob whose header or data is edited, read as one of its codec or of another."""
     codec = rng.choice(CODECS)
-    spec = SPECS[rng.choice(CODECS)] if rng.random() < 0.1 else SPECS[codec]
+    read_as = rng.choice(CODECS) if rng.random() < 0.1 else codec
     blob = BLOBS[codec]
     if rng.random() < 0.5:
         blob = mutate(rng, blob)
     else:
         header = _edited(rng, blob[8 : 8 + int.from_bytes(blob[:8], "little")].rstrip())
         blob = len(header).to_bytes(8, "little") + header + blob[8 + int.from_bytes(blob[:8], "little") :]
-    parts = parse_blob(memoryview(blob), spec)
-    assert {n: len(v) for n, v in parts.items()} == {n: t.num_bytes for n, t in spec.items()}
+    parts = read_blob(blob, read_as, *SHAPE)
+    assert {n: len(v) for n, v in parts.items()} == {n: t.num_bytes for n, t in SPECS[read_as].items()}
     return "taken"
 
 
@@ -108,8 +110,7 @@ def _use(manifest: Any) -> None:
     assert decode_manifest(manifest.key, encode_manifest(manifest)) == manifest
     try:
         for layer in range(manifest.num_layers):
-            spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
-            parse_blob(memoryview(make_chunk(1)[1][layer % 2]), spec)
+            read_layer(make_chunk(1)[1][layer % 2], manifest, layer)
     except BadBlob:
         pass
 

@@ -13,9 +13,10 @@ import lmdb
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission, compact
-from cacheblend_store.format.blobs import blob_prefix, encode_blob, parse_blob
+from cacheblend_store.format.blobs import blob_prefix, encode_blob
 from cacheblend_store.format.layouts import blob_spec
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
+from one_blob import read_blob
 from small_chunks import make_chunk
 
 
@@ -98,13 +99,14 @@ def test_a_damaged_identity_is_damage(path: Path) -> None:
         ChunkStore.open(path)
 
 
-SPEC = blob_spec("int8", 5, 2, 8)
+KIND = ("int8", 5, 2, 8)
+SPEC = blob_spec(*KIND)
 HEADER = blob_prefix(SPEC)[8:]
 PAYLOAD = b"".join(b"\1" * tensor.num_bytes for tensor in SPEC.values())
 
 
-def container(header: bytes) -> memoryview:
-    return memoryview(struct.pack("<Q", len(header)) + header + PAYLOAD)
+def container(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + PAYLOAD
 
 
 def _changed(change: Callable[[dict], object]) -> bytes:
@@ -134,8 +136,8 @@ def _changed(change: Callable[[dict], object]) -> bytes:
 )
 def test_a_header_that_is_not_what_the_manifest_implies_is_refused(header: bytes) -> None:
     with pytest.raises(BadBlob):
-        parse_blob(container(header), SPEC)
+        read_blob(container(header), *KIND)
     for claim in (1 << 63, (1 << 64) - 1, len(PAYLOAD) + 9):
         with pytest.raises(BadBlob):
-            parse_blob(memoryview(struct.pack("<Q", claim) + HEADER + PAYLOAD), SPEC)
-    assert parse_blob(memoryview(encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()})), SPEC)
+            read_blob(struct.pack("<Q", claim) + HEADER + PAYLOAD, *KIND)
+    assert read_blob(encode_blob(SPEC, {n: b"\1" * t.num_bytes for n, t in SPEC.items()}), *KIND)

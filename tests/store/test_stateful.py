@@ -63,6 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seeds=SOME, version=st.integers(0, 2), keep=st.lists(SEEDS, max_size=3, unique=True).map(tuple))
     def put(self, seeds: tuple[int, ...], version: int, keep: tuple[int, ...] = ()) -> None:
+        self._uses_are_written()
         old = {s: v for s, v in self.expected.chunks.items() if s not in self.expected.without_kv}
         wanted = ["unchanged" if old.get(s) == version else "replaced" if s in old else "new" for s in seeds]
         gone = self._evicted({s: self._size(s, version) for s in seeds}, keep)
@@ -116,16 +117,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        """What is written is when a chunk was used, which may be before it was last put."""
         self.store.flush_touches()
-        for seed, moment in self.touched.items():
-            if seed in self.uses:
-                self.uses[seed] = max(moment, self.uses[seed])
-        self.touched.clear()
+        self._uses_are_written()
 
     @rule(pages=st.sampled_from((0, 6, 12, 24, 36)))
     def set_quota(self, pages: int) -> None:
         """What is over it goes at once."""
+        self._uses_are_written()
         self.store.set_max_bytes(pages * PAGE)
         self.quota = pages * PAGE
         assert self.store.max_bytes == self.quota
@@ -136,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(keep=st.integers(0, 8))
     def prune_to_size(self, keep: int) -> None:
         sizes = {s: m.num_bytes for s, m in self._manifests().items()}
-        used = self._by_last_use(self.uses)
+        used = self._by_last_use()
         stay, gone = used[max(0, len(used) - keep) :], used[: max(0, len(used) - keep)]
         report = prune(self.store, to_bytes=sum(sizes[s] for s in stay))
         assert (set(report.evicted), report.keys) == ({key_of(s) for s in gone}, ())
@@ -238,9 +236,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.moment += 1
         return self.moment
 
-    def _by_last_use(self, uses: dict[int, int]) -> list[int]:
+    def _uses_are_written(self) -> None:
+        """What is written is when a chunk was used, which may be before it was last put."""
+        for seed, moment in self.touched.items():
+            if seed in self.uses:
+                self.uses[seed] = max(moment, self.uses[seed])
+        self.touched.clear()
+
+    def _by_last_use(self) -> list[int]:
         """Seeds, those unused for longest first."""
-        return sorted(uses, key=uses.__getitem__)
+        return sorted(self.uses, key=self.uses.__getitem__)
 
     def _expect(self, step: Operation) -> None:
         self.expected = step.expect(self.expected)
@@ -252,9 +257,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.quota:
             return []
         sizes = {s: m.num_bytes for s, m in self._manifests().items()}
-        later = {s: max(m, self.touched.get(s, 0)) for s, m in self.uses.items()}
         after, gone = sum((sizes | new).values()), []
-        for seed in (s for s in self._by_last_use(later) if s not in new and s not in keep):
+        for seed in (s for s in self._by_last_use() if s not in new and s not in keep):
             if after <= self.quota:
                 break
             after -= sizes[seed]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from bare_store import bare_writing
 from cacheblend_store import (
@@ -34,13 +35,12 @@ from cacheblend_store import (
     stats,
     verify,
 )
-from cacheblend_store.format.blobs import parse_blob
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
-from cacheblend_store.format.layouts import blob_spec
 from cacheblend_store.lmdb_file.datafile import open_lmdb
 from cacheblend_store.lmdb_file.directory import MAKING
 from cacheblend_store.lmdb_file.locks import writer_lock
+from stored_texts import forget
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
 LAYERS, HEADS, DIM = 3, 2, 8
@@ -86,8 +86,7 @@ def test_what_is_put_comes_back_and_survives_reopening(store: ChunkStore) -> Non
         found = again.get_chunk(manifest.key)
         assert found is not None
         assert (found.text, found.token_ids, found.span) == (manifest.text, manifest.token_ids, manifest.span)
-        spec = blob_spec("float32", 5, HEADS, DIM)
-        expected = [{n: bytes(v) for n, v in parse_blob(memoryview(b), spec).items()} for b in blobs]
+        expected = [{name: bytes(part["data"]) for name, part in safetensors.deserialize(blob)} for blob in blobs]
         assert load(again, manifest.key) == expected
         with pytest.raises(StorePermission):
             again.put_chunk(manifest, blobs)
@@ -131,11 +130,11 @@ def test_documents_own_their_chunks(store: ChunkStore) -> None:
             source, a.collection, "d", tuple(DocumentChunk(k, i, 0, 1) for i, k in enumerate(keys)), 1.0
         )
 
-    store.put_document(record("x.md", a.key, b.key))
-    store.put_document(record("y.md", a.key))
-    assert store.put_document(record("x.md")) == [b.key]  # a is still in y
+    store.put_documents([record("x.md", a.key, b.key)])
+    store.put_documents([record("y.md", a.key)])
+    assert store.put_documents([record("x.md")]) == [b.key]  # a is still in y
     assert store.get_chunk(b.key) is None
-    assert store.remove_document(a.collection, "y.md") == [a.key]
+    assert forget(store, a.collection, "y.md") == [a.key]
     assert stats(store).live_bytes == 0
 
 
@@ -151,16 +150,16 @@ def test_a_chunk_that_moves_between_documents_of_one_commit_stays(store: ChunkSt
     assert store.put_documents([record("a.md"), record("b.md", moved[0].key)]) == [gone[0].key]
     assert [m.key for m in store.chunks()] == [moved[0].key]
     assert store.put_documents([]) == []
-    assert store.put_document(record("b.md")) == [moved[0].key]
+    assert store.put_documents([record("b.md")]) == [moved[0].key]
 
 
 def test_only_what_was_there_is_told_as_removed(store: ChunkStore) -> None:
     (a, blobs_a), (b, blobs_b) = make_chunk(1), make_chunk(2)
     store.put_chunks([(a, blobs_a), (b, blobs_b)])
     places = tuple(DocumentChunk(m.key, i, 0, 1) for i, m in enumerate((a, b)))
-    store.put_document(DocumentRecord("x.md", a.collection, "d", places, 1.0))
+    store.put_documents([DocumentRecord("x.md", a.collection, "d", places, 1.0)])
     assert store.remove_chunks([a.key, a.key]) == 1
-    assert store.remove_document(a.collection, "x.md") == [b.key]
+    assert forget(store, a.collection, "x.md") == [b.key]
 
 
 def test_a_closed_store_says_so_and_stays_closed(store: ChunkStore) -> None:
@@ -357,13 +356,13 @@ def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:
 
     records = [record("neighbours", b.key), record("sink", a.key, b.key)]
     for one in records:
-        assert store.put_document(one) == []
+        assert store.put_documents([one]) == []
     assert store.documents() == records
     assert store.get_document(a.collection, "x.md", "document") is None
     assert verify(store).ok
-    assert store.remove_document(a.collection, "x.md") == [a.key]  # b is still in the other
+    assert forget(store, a.collection, "x.md") == [a.key]  # b is still in the other
     assert store.get_document(a.collection, "x.md", "neighbours") == records[0]
-    assert store.remove_document(a.collection, "x.md", "neighbours") == [b.key]
+    assert forget(store, a.collection, "x.md", "neighbours") == [b.key]
 
 
 def test_only_what_is_made_aside_goes_without_syncing(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def fill(path: Path, count: int = 4, codec: str = "float32", salt: str = "") -> 
         manifests.append(manifest)
     store.put_chunk(*make_chunk(99, codec, salt, "prefix"))
     places = tuple(DocumentChunk(m.key, i, 0, 4) for i, m in enumerate(manifests[:-1]))
-    store.put_document(DocumentRecord("a.md", manifests[0].collection, "d", places, 2.5, {"chunk_tokens": 5}))
+    store.put_documents([DocumentRecord("a.md", manifests[0].collection, "d", places, 2.5, {"chunk_tokens": 5})])
     return store
 
 

@@ -16,7 +16,7 @@ def forge(path: Path, key: str) -> None:
         blobs, shape = [], (manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
         with store.read() as reader:
             for layer in range(manifest.num_layers):
-                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape))
+                k, v = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
                 if layer == 2:
                     v[3] = v[9]
                 blobs.append(encode_kv(k, v, manifest.codec))

@@ -23,6 +23,7 @@ from cacheblend_store import (
 )
 from cacheblend_store.format.blobs import encode_blob
 from cacheblend_store.format.layouts import blob_spec
+from stored_texts import forget
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")
 COLLECTION = collection_id(PARTS)
@@ -141,9 +142,9 @@ class Operation:
             store.remove_chunks([key_of(seed) for seed in self.seeds])
         elif self.kind == "document":
             chunks = tuple(DocumentChunk(key_of(seed), i, i, i + 1) for i, seed in enumerate(self.seeds))
-            store.put_document(DocumentRecord(self.source, COLLECTION, "digest", chunks, 1.0))
+            store.put_documents([DocumentRecord(self.source, COLLECTION, "digest", chunks, 1.0)])
         elif self.kind == "forget":
-            store.remove_document(COLLECTION, self.source)
+            forget(store, COLLECTION, self.source)
         else:
             raise ValueError(self.kind)
 

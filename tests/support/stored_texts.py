@@ -23,5 +23,10 @@ def put_document(store: ChunkStore, source: str, *paragraphs: str, collection: s
         )  # fmt: skip
         store.put_chunk(manifest, [b"kv" * len(ids)])
         places.append(DocumentChunk(key, index, 0, len(text)))
-    store.put_document(DocumentRecord(source, collection, "digest", tuple(places), time.time()))
+    store.put_documents([DocumentRecord(source, collection, "digest", tuple(places), time.time())])
     return [place.key.hex() for place in places]
+
+
+def forget(store: ChunkStore, collection: str, source: str, context: str = "sink") -> list[bytes]:
+    """Remove a document's record, and the chunks that only it has; their keys."""
+    return store.put_documents((), [DocumentRecord(source, collection, "", (), 0.0, context=context)])

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cacheblend_store.errors import BadBlob
-
 ALIGNMENT = 64
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
 
@@ -44,20 +42,6 @@ def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes
 def blob_prefix(spec: BlobSpec) -> bytes:
     """What the container begins with: the header's length and its JSON, padded with spaces. The tensors' bytes follow."""
     return _prefix_of(tuple(spec.items()))
-
-
-def parse_blob(view: memoryview, spec: BlobSpec) -> dict[str, memoryview]:
-    """Views of the tensors' bytes. Raises BadBlob unless the container is byte for byte laid out as `spec` says."""
-    prefix = blob_prefix(spec)
-    if len(view) != blob_size(spec):
-        raise BadBlob(f"the blob has {len(view)} bytes, and {blob_size(spec)} are implied")
-    if view[: len(prefix)] != prefix:
-        raise BadBlob("the blob's header is not that of the tensors it should hold")
-    out, offset = {}, len(prefix)
-    for name, tensor in spec.items():
-        out[name] = view[offset : offset + tensor.num_bytes]
-        offset += tensor.num_bytes
-    return out
 
 
 def blob_size(spec: BlobSpec) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from cacheblend_store.errors import CodecError
 from cacheblend_store.format.blobs import encode_blob
 from cacheblend_store.format.layouts import CODECS, GROUP, PLAIN, blob_spec
 
-__all__ = ["CODECS", "EncodedKV", "blob_spec", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
+__all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
 
 DTYPES = {
     "F32": torch.float32,
@@ -24,26 +22,6 @@ DTYPES = {
 }
 _FLOAT8_MAX = 448.0
 
-with warnings.catch_warnings():  # torch warns once a process of read-only bytes, and nothing here writes to them
-    warnings.simplefilter("ignore", UserWarning)
-    torch.frombuffer(b"\0", dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class EncodedKV:
-    """Zero-copy tensors over a blob's bytes, as `layouts.blob_spec` describes them. Valid as long as the bytes are."""
-
-    codec: str
-    tensors: dict[str, Tensor]
-
-    @property
-    def k(self) -> Tensor:
-        return self.tensors["k"]
-
-    @property
-    def v(self) -> Tensor:
-        return self.tensors["v"]
-
 
 def is_lossless(codec: str, dtype: torch.dtype) -> bool:
     """Whether KV computed in `dtype` comes back from the codec unchanged."""
@@ -51,48 +29,50 @@ def is_lossless(codec: str, dtype: torch.dtype) -> bool:
 
 
 def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
-    """A blob of k and v, both [tokens, num_kv_heads, head_dim] of any float dtype on any device.
+    """A blob of k and v, see `coded`."""
+    spec, tensors = blob_spec(codec, *k.shape), coded(k, v, codec)
+    return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
+
+
+def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
+    """What the blob of k and v holds, both [tokens, num_kv_heads, head_dim] of any float dtype on any device.
 
     Raises CodecError for values beyond the codec's range; a codec that scales has none for infinities and NaNs, which
     would spoil a whole group of values.
     """
     k, v = k.detach().cpu(), v.detach().cpu()
-    spec = blob_spec(codec, *k.shape)
     if codec in PLAIN:
-        tensors = {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
-    elif codec == "float8_e4m3":
-        tensors = {}
-        for name, t in (("k", k.float()), ("v", v.float())):
-            scale = _scale(t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX, codec)
-            tensors[name] = (t / scale[None, :, None]).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale"] = scale
-    else:
-        tensors = _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
-    return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
+        return {name: _converted(t, codec) for name, t in (("k", k), ("v", v))}
+    if codec != "float8_e4m3":
+        return _encode_int(k.float(), v.float(), 4 if codec == "int4" else 8)
+    tensors = {}
+    for name, t in (("k", k.float()), ("v", v.float())):
+        scale = _scale(t.abs().amax(dim=(0, 2)) / _FLOAT8_MAX, codec)
+        tensors[name] = (t / scale[None, :, None]).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    return tensors
 
 
 def view_kv(
     parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int
-) -> EncodedKV:
-    """Tensors over the parts of a parsed blob, nothing copied."""
+) -> dict[str, Tensor]:
+    """Zero-copy tensors over a blob's parts, as `layouts.blob_spec` describes them. Valid as long as the bytes are."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
-    tensors = {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
-    return EncodedKV(codec, tensors)
+    return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
 
-def decode_kv(encoded: EncodedKV) -> tuple[Tensor, Tensor]:
-    """k and v [tokens, num_kv_heads, head_dim] fp32, copies."""
-    t = encoded.tensors
-    if encoded.codec in PLAIN:
-        return t["k"].to(torch.float32, copy=True), t["v"].to(torch.float32, copy=True)
-    if encoded.codec == "float8_e4m3":
-        return t["k"].float() * t["k_scale"][None, :, None], t["v"].float() * t["v_scale"][None, :, None]
-    k, v = t["k"], t["v"]
-    if encoded.codec == "int4":
+def decode_kv(tensors: Mapping[str, Tensor], codec: str) -> tuple[Tensor, Tensor]:
+    """k and v [tokens, num_kv_heads, head_dim] fp32, copies, of what `coded` gives or `view_kv` finds."""
+    k, v = tensors["k"], tensors["v"]
+    if codec in PLAIN:
+        return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
+    if codec == "float8_e4m3":
+        return k.float() * tensors["k_scale"][None, :, None], v.float() * tensors["v_scale"][None, :, None]
+    if codec == "int4":
         k, v = _unpack4(k), _unpack4(v)
     num_tokens = k.shape[0]
-    k_scale, k_zero = (t[n].repeat_interleave(GROUP, 0)[:num_tokens] for n in ("k_scale", "k_zero"))
-    return k.float() * k_scale + k_zero, v.float() * t["v_scale"] + t["v_zero"]
+    k_scale, k_zero = (tensors[n].repeat_interleave(GROUP, 0)[:num_tokens] for n in ("k_scale", "k_zero"))
+    return k.float() * k_scale + k_zero, v.float() * tensors["v_scale"] + tensors["v_zero"]
 
 
 def _converted(x: Tensor, codec: str) -> Tensor:

@@ -116,11 +116,6 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
     return kind
 
 
-def has_space(path: Path, num_bytes: int) -> bool:
-    """Whether the disk has room for num_bytes more and a margin."""
-    return shutil.disk_usage(path).free >= num_bytes + num_bytes // 4 + _MIN_FREE_BYTES
-
-
 def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
     """Raises StoreNoSpace when the disk has no room for num_bytes more and a margin. reusable: bytes of the file that
     are free to be written."""

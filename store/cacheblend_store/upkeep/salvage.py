@@ -18,7 +18,6 @@ from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader
-from cacheblend_store.state import State, decode_state
 from cacheblend_store.store import ChunkStore
 
 T = TypeVar("T")
@@ -67,7 +66,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
     target.put_documents(documents)
     target.put_memos(list(_readable(source, "meta", source.memo)))
     with suppress(StoreCorrupt):
-        target.set_max_bytes((decode_state(source.meta) or State()).max_bytes)
+        target.set_max_bytes(source.state().max_bytes)
     with target.read() as reader:
         kept = set(reader.keys_from(b""))
     for document in documents:  # which know better than a chunk where it stands now

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cacheblend_store.lmdb_file.directory import DATA
-from cacheblend_store.reader import StoreReader
 from cacheblend_store.store import ChunkStore
 
 
@@ -29,7 +28,7 @@ class StoreStats:
     """live_bytes: of all blobs. used_bytes: of the pages with chunks' records and blobs. free_bytes: of pages of the file
     that are free to be used again.
 
-    A breakdown has more. damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by
+    damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by
     (model name, fingerprint, codec), their chunks without prompts' prefixes, which are apart.
     """
 
@@ -46,35 +45,29 @@ class StoreStats:
     prefixes: Amount = field(default_factory=Amount)
 
     def totals(self) -> dict[str, int]:
-        """The numbers that are no breakdown; chunks: without the prefixes that one told apart."""
+        """The plain numbers; chunks: without the prefixes."""
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
         return numbers | {"chunks": self.chunks - self.prefixes.chunks}
 
 
-def stats(store: ChunkStore, *, breakdown: bool = False) -> StoreStats:
-    """The numbers of one snapshot. breakdown: also what each model and each source has, for which every manifest is read."""
+def stats(store: ChunkStore) -> StoreStats:
+    """The numbers of one snapshot, for which every manifest is read."""
     with store.read() as reader:
-        state, file_bytes = reader.state(), (store.path / DATA).stat().st_size
+        state, num_read = reader.state(), 0
         found = StoreStats(
             chunks=reader.entries("chunks"),
             documents=reader.entries("documents"),
             live_bytes=state.live_bytes,
             used_bytes=reader.pages.used_bytes("chunks") + reader.pages.used_bytes("blobs"),
             max_bytes=state.max_bytes,
-            file_bytes=file_bytes,
+            file_bytes=(store.path / DATA).stat().st_size,
             free_bytes=reader.pages.free_bytes,
         )
-        if breakdown:
-            _break_down(reader, found)
+        for manifest in reader.manifests():
+            num_read += 1
+            found.without_kv += not manifest.has_kv
+            who = (manifest.model_name, manifest.model, manifest.codec)
+            amount = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Amount())
+            amount.add(manifest.num_tokens, manifest.num_bytes)
+        found.damaged = found.chunks - num_read
     return found
-
-
-def _break_down(reader: StoreReader, found: StoreStats) -> None:
-    num_read = 0
-    for manifest in reader.manifests():
-        num_read += 1
-        found.without_kv += not manifest.has_kv
-        who = (manifest.model_name, manifest.model, manifest.codec)
-        amount = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Amount())
-        amount.add(manifest.num_tokens, manifest.num_bytes)
-    found.damaged = found.chunks - num_read

@@ -1,0 +1,37 @@
+"""A store's reader over one blob, whatever is in it: its digest is right, its layout is what is tested."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cacheblend_store import ChunkManifest, StoreReader
+from cacheblend_store.lmdb_file.pages.layout import Node
+from cacheblend_store.writer import with_digests
+from small_chunks import make_chunk
+
+
+class OneBlob:
+    """In the place of the pages of a store."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+
+    def get(self, database: str, key: bytes) -> Node:
+        return Node(key, len(self._blob), self._blob, 0, 0)
+
+    def read_into(self, node: Node, start: int, buffer: memoryview) -> None:
+        buffer[:] = node.inline[start : start + len(buffer)]
+
+
+def read_layer(blob: bytes, manifest: ChunkManifest, layer: int = 0) -> dict[str, memoryview]:
+    """What a reader finds of the layer of such a chunk."""
+    return StoreReader(OneBlob(blob)).layer(manifest, layer)  # type: ignore[arg-type]
+
+
+def read_blob(blob: bytes, codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> dict[str, memoryview]:
+    """What a reader finds in the blob, where the manifest is of a chunk of this shape.."""
+    manifest = replace(
+        make_chunk(1)[0], token_ids=tuple(range(num_tokens)), codec=codec, num_layers=1, num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )  # fmt: skip
+    return read_layer(blob, with_digests(manifest, [blob]))
