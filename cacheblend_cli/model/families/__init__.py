@@ -1,7 +1,7 @@
 """Families of models: a file each. `read_spec` finds the one a config.json belongs to and reads it.
 
-To add one: write its file (the fields of its transformers config class and what each is, and how the spec is read from
-them), name it in FAMILIES, and put configurations of its models into tests/support/hub_models.py.
+To add one: write its file (the fields of its transformers config class, and how the spec is read from them), name it in
+FAMILIES, and put configurations of its models into tests/support/hub_models.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from cacheblend_cli.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from cacheblend_cli.model.families.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from cacheblend_cli.model.families.olmo import OLMO2, OLMO3
 from cacheblend_cli.model.families.phi3 import PHI3
-from cacheblend_cli.model.families.qwen2 import QWEN2
-from cacheblend_cli.model.families.qwen3 import QWEN3
-from cacheblend_cli.model.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
-from cacheblend_cli.model.families.reader import ConfigFields, Family
+from cacheblend_cli.model.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_VL, QWEN3, QWEN3_VL
+from cacheblend_cli.model.families.reader import Family
 from cacheblend_cli.model.families.refusals import check_weights, refuse_what_is_not_implemented
 from cacheblend_cli.model.families.smollm3 import SMOLLM3
 from cacheblend_cli.model.families.stablelm import STABLELM
@@ -71,7 +69,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         return generic
     family = family_of(config)
     refuse_what_is_not_implemented(config, family)
-    spec = family.read(ConfigFields(config))
+    spec = family.spec(config)
     if spec.max_context < 1:
         raise UsageError(
             f"RoPE's scaling in config.json leaves no context at all: {shown(spec.rope)}",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder
 from cacheblend_cli.model.spec import ModelSpec
 
-FIELDS = {"attention_bias": "biases of the q, k and v projections"}
 AROUND = (
     ("attention_in", "input_layernorm"),
     ("attention_out", "post_self_attn_layernorm"),
@@ -16,18 +15,18 @@ AROUND = (
 )
 MISSING = {
     "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 0.00000015625,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.5, "attention_bias": True,
 }  # fmt: skip
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, GLM.architectures[0], MISSING)
-    return replace(spec, interleaved=True, fused=("gate_up_proj",), qkv_bias=fields.flag("attention_bias", True))
+    spec = plain_decoder(fields, MISSING)
+    return replace(spec, interleaved=True, fused=("gate_up_proj",), o_bias=False)  # attention_bias: of q, k and v
 
 
 def read_4(fields: ConfigFields) -> ModelSpec:
-    return replace(read(fields), architecture=GLM4.architectures[0], norms=AROUND)
+    return replace(read(fields), norms=AROUND)
 
 
-GLM = Family("glm", ("GlmForCausalLM", "GlmModel"), FIELDS, read)
-GLM4 = Family("glm4", ("Glm4ForCausalLM", "Glm4Model"), FIELDS, read_4)
+GLM = Family("glm", ("GlmForCausalLM", "GlmModel"), ("attention_bias",), read)
+GLM4 = Family("glm4", ("Glm4ForCausalLM", "Glm4Model"), ("attention_bias",), read_4)

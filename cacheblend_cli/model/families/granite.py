@@ -8,25 +8,18 @@ from cacheblend_cli.model.families.llama import read as read_llama
 from cacheblend_cli.model.families.reader import ConfigFields, Family
 from cacheblend_cli.model.spec import ModelSpec
 
-FIELDS = {
-    "attention_bias": "biases of the q, k, v and o projections",
-    "mlp_bias": "biases of the gate, up and down projections",
-    "embedding_multiplier": "a factor on the embedding",
-    "attention_multiplier": "a factor on the scores, in place of head_dim ** -0.5; 1 where it is missing",
-    "residual_multiplier": "a factor on what attention and MLP add",
-    "logits_scaling": "what the logits are divided by",
-}
+FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def read(fields: ConfigFields) -> ModelSpec:
+    embedding, attention, residual, logits = (fields.factor(name, 1.0) for name in FACTORS)
     return replace(
         read_llama(fields),
-        architecture=GRANITE.architectures[0],
-        embedding_scale=fields.factor("embedding_multiplier", 1.0),
-        attention_scale=fields.factor("attention_multiplier", 1.0),
-        residual_scale=fields.factor("residual_multiplier", 1.0),
-        logit_scale=1 / fields.factor("logits_scaling", 1.0),
+        embedding_scale=embedding,
+        attention_scale=attention,  # in place of head_dim ** -0.5
+        residual_scale=residual,
+        logit_scale=1 / logits,
     )
 
 
-GRANITE = Family("granite", ("GraniteForCausalLM", "GraniteModel"), FIELDS, read)
+GRANITE = Family("granite", ("GraniteForCausalLM", "GraniteModel"), ("attention_bias", "mlp_bias", *FACTORS), read)

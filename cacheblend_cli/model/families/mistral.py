@@ -14,12 +14,8 @@ from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_dec
 from cacheblend_cli.model.families.values import is_number, wrong_value
 from cacheblend_cli.model.spec import QUERY_GROWTH, ModelSpec
 
-FIELDS = {
-    "sliding_window": "how many tokens a layer looks back over, itself included; null: all. 4096 where it is missing",
-    "max_window_layers": "left over in models that came from a Qwen2: says nothing here",
-}
+FIELDS = ("sliding_window", "max_window_layers")  # the second is left over from a Qwen2, and says nothing here
 MISSING = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
-FIELDS_3 = {"sliding_window": "how many tokens a layer looks back over, itself included; null: all"}
 MISSING_3 = {
     "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
 }  # fmt: skip
@@ -30,13 +26,13 @@ ROPE_3 = {
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MISTRAL.architectures[0], MISSING)
+    spec = plain_decoder(fields, MISSING)
     window = fields.optional_integer("sliding_window", 4096)
     return replace(spec, sliding_windows=(window,) * spec.num_layers)
 
 
 def read_ministral(fields: ConfigFields) -> ModelSpec:
-    spec = replace(read(fields), architecture=MINISTRAL.architectures[0])
+    spec = read(fields)
     types = fields.layer_types(spec.num_layers)
     return spec if types is None else replace(spec, sliding_windows=windows_of(types, spec.sliding_windows[0]))
 
@@ -48,7 +44,7 @@ def read_ministral3(fields: ConfigFields) -> ModelSpec:
     if not isinstance(rope, dict):
         raise wrong_value(written, rope, "an object or null")
     values[written] = {k: v for k, v in rope.items() if k not in (QUERY_GROWTH, "max_position_embeddings")}
-    spec = plain_decoder(ConfigFields(values), MINISTRAL3.architectures[0], MISSING_3)
+    spec = plain_decoder(ConfigFields(values), MISSING_3)
     beta: Any = rope.get(QUERY_GROWTH)
     if not is_number(beta) or beta < 0:
         raise wrong_value(QUERY_GROWTH, beta, "a number of 0 or more")
@@ -58,15 +54,14 @@ def read_ministral3(fields: ConfigFields) -> ModelSpec:
             "correct config.json, or fetch the checkpoint again",
         )
     window = fields.optional_integer("sliding_window", None)
-    grown = spec.rope | {QUERY_GROWTH: float(beta)}
-    return replace(spec, rope=grown, sliding_windows=(window,) * spec.num_layers, config=fields.values)
+    return replace(spec, rope=spec.rope | {QUERY_GROWTH: float(beta)}, sliding_windows=(window,) * spec.num_layers)
 
 
 MISTRAL = Family("mistral", ("MistralForCausalLM", "MistralModel"), FIELDS, read)
 MINISTRAL = Family(
     "ministral",
     ("MinistralForCausalLM", "MinistralModel", *MISTRAL.architectures),
-    FIELDS | {"layer_types": "which layers have the window; null: all"},
+    (*FIELDS, "layer_types"),
     read_ministral,
 )
-MINISTRAL3 = Family("ministral3", ("Ministral3ForCausalLM", "Ministral3Model"), FIELDS_3, read_ministral3)
+MINISTRAL3 = Family("ministral3", ("Ministral3ForCausalLM", "Ministral3Model"), ("sliding_window",), read_ministral3)

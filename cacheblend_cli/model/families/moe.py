@@ -5,40 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.families.qwen2 import MISSING as QWEN2_MISSING
+from cacheblend_cli.model.families.qwen import MISSING as QWEN2_MISSING
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_of
 from cacheblend_cli.model.families.values import wrong_value
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
-ROUTER_FIELDS = {
-    "num_experts_per_tok": "experts that a token gets",
-    "output_router_logits": "what transformers returns",
-    "router_aux_loss_coef": "training",
-}
-QWEN_FIELDS = ROUTER_FIELDS | {
-    "num_experts": "experts of a layer",
-    "moe_intermediate_size": "width inside an expert",
-    "norm_topk_prob": "the weights of a token's experts sum to 1",
-    "decoder_sparse_step": "every how many layers one has experts",
-    "mlp_only_layers": "layers without experts",
-    "use_sliding_window": "whether sliding_window counts",
-    "sliding_window": "how many tokens a layer looks back over, itself included",
-    "max_window_layers": "counts where use_sliding_window does",
-}
-QWEN2_FIELDS = QWEN_FIELDS | {
-    "shared_expert_intermediate_size": "width inside the expert for all tokens",
-    "qkv_bias": "biases of the q, k and v projections",
-    "layer_types": "which layers have the window",
-}
-QWEN3_FIELDS = QWEN_FIELDS | {
-    "num_local_experts": "experts of a layer, as transformers 5 writes it",
-    "attention_bias": "biases of the q, k, v and o projections",
-}
-MIXTRAL_FIELDS = ROUTER_FIELDS | {
-    "num_local_experts": "experts of a layer",
-    "sliding_window": "how many tokens a layer looks back over, itself included; null: all",
-    "router_jitter_noise": "training",
-}
+ROUTER_FIELDS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+QWEN_FIELDS = (
+    *ROUTER_FIELDS, "num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+    "use_sliding_window", "sliding_window", "max_window_layers",
+)  # fmt: skip
+QWEN2_FIELDS = (*QWEN_FIELDS, "shared_expert_intermediate_size", "qkv_bias", "layer_types")
+QWEN3_FIELDS = (*QWEN_FIELDS, "attention_bias", "num_local_experts")  # num_experts, as transformers 5 writes it
+MIXTRAL_FIELDS = (*ROUTER_FIELDS, "num_local_experts", "sliding_window", "router_jitter_noise")
 MISSING_2 = QWEN2_MISSING | {"num_key_value_heads": 16}
 MISSING_3 = QWEN2_MISSING | {"num_key_value_heads": 4}
 MISSING_MIXTRAL = {
@@ -47,7 +26,7 @@ MISSING_MIXTRAL = {
 
 
 def read_qwen2(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, QWEN2_MOE.architectures[0], MISSING_2)
+    spec = plain_decoder(fields, MISSING_2)
     experts = _experts(fields, spec.num_layers, count=60, per_token=4, width=1408)
     shared = fields.integer("shared_expert_intermediate_size", 5632)
     if fields.flag("use_sliding_window"):
@@ -57,21 +36,14 @@ def read_qwen2(fields: ConfigFields) -> ModelSpec:
 
 
 def read_qwen3(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, QWEN3_MOE.architectures[0], MISSING_3)
+    spec = plain_decoder(fields, MISSING_3)
     window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
-    bias = fields.flag("attention_bias")
-    return replace(
-        spec,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        sliding_windows=(window,) * spec.num_layers,
-        experts=_experts(fields, spec.num_layers, count=128, per_token=8, width=768),
-    )
+    experts = _experts(fields, spec.num_layers, count=128, per_token=8, width=768)
+    return replace(spec, qk_norm=True, sliding_windows=(window,) * spec.num_layers, experts=experts)
 
 
 def read_mixtral(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, MIXTRAL.architectures[0], MISSING_MIXTRAL)
+    spec = plain_decoder(fields, MISSING_MIXTRAL)
     window = fields.optional_integer("sliding_window", None)
     experts = ExpertsSpec(
         count=fields.integer("num_local_experts", 8),

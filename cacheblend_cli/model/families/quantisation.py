@@ -119,23 +119,13 @@ def _awq(values: Mapping[str, Any]) -> Quantisation:
     return Quantisation("awq", bits=4, group_size=_group_size(values), symmetric=False)
 
 
-def _bitsandbytes(values: Mapping[str, Any]) -> Quantisation:
-    """What a weight's parts say of it is not repeated in the config."""
-    return Quantisation("bitsandbytes")
-
-
-def _mxfp4(values: Mapping[str, Any]) -> Quantisation:
-    """gpt-oss's experts; what is not to be converted is not in the files as if it were."""
-    return Quantisation("mxfp4", bits=4, group_size=32)
-
-
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
-    "bitsandbytes": _bitsandbytes,
-    "mxfp4": _mxfp4,
+    "bitsandbytes": lambda values: Quantisation("bitsandbytes"),  # what a weight's parts say is not repeated here
+    "mxfp4": lambda values: Quantisation("mxfp4", bits=4, group_size=32),  # of gpt-oss's experts alone
 }
 
 

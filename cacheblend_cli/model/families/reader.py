@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend_cli.errors import UsageError
@@ -25,62 +25,40 @@ LAYER_TYPES = {
     "sliding_attention": "sliding_attention",
 }
 
-# Fields of every family that shape its forward pass.
-SHAPE_FIELDS = {
-    "vocab_size": "rows of the embedding",
-    "hidden_size": "width of the residual stream",
-    "intermediate_size": "width inside the MLP",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "query heads",
-    "num_key_value_heads": "K and V heads; null: as many as query heads",
-    "head_dim": "width of a head; null: hidden_size / num_attention_heads",
-    "hidden_act": "the MLP's activation",
-    "rms_norm_eps": "added under the root of every norm",
-    "tie_word_embeddings": "the output head is the embedding",
-    "max_position_embeddings": "the context, before RoPE's scaling",
-    "rope_parameters": "RoPE as transformers 5 writes it",
-    "rope_scaling": "RoPE's scaling as transformers 4 wrote it",
-    "rope_theta": "RoPE's base, beside rope_scaling",
-    "original_max_position_embeddings": "the context before the scaling of yarn, longrope and llama3",
-    "partial_rotary_factor": "the share of a head that RoPE rotates, in families that can; in others only all of it",
-}
+# Fields of every family that shape its forward pass. partial_rotary_factor: in families that rotate a part of a head; in
+# others only all of it.
+SHAPE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "rope_parameters",
+    "rope_scaling", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor",
+)  # fmt: skip
 # Fields of transformers' config classes that do not touch the forward pass.
-OTHER_FIELDS = {
-    "architectures": "the class; it has to agree with model_type",
-    "model_type": "the family",
-    "transformers_version": "who wrote the file",
-    "dtype": "what the weights are stored in",
-    "torch_dtype": "the same, as transformers 4 wrote it",
-    "initializer_range": "training",
-    "attention_dropout": "training",
-    "use_cache": "generation",
-    "bos_token_id": "generation",
-    "eos_token_id": "generation",
-    "pad_token_id": "generation",
-    "output_hidden_states": "what transformers returns",
-    "output_attentions": "what transformers returns",
-    "return_dict": "what transformers returns",
-    "chunk_size_feed_forward": "how transformers cuts the MLP up: the result is the same",
-    "id2label": "classifiers",
-    "label2id": "classifiers",
-    "problem_type": "classifiers",
-}
+OTHER_FIELDS = (
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",  # what the file is of
+    "initializer_range", "attention_dropout", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type",
+    "chunk_size_feed_forward",  # how transformers cuts the MLP up: the result is the same
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
     """One model_type of transformers. architectures: the classes a config may name, the language model's first.
 
-    fields: those of its config beside SHAPE_FIELDS and OTHER_FIELDS, and what each is: all of them are either implemented
-    or do not touch the forward pass. read: the spec of such a config."""
+    fields: those of its config beside SHAPE_FIELDS and OTHER_FIELDS: all of them are either implemented or do not touch the
+    forward pass. read: the spec of such a config, but for its `architecture` and `config`."""
 
     model_type: str
     architectures: tuple[str, ...]
-    fields: Mapping[str, str]
+    fields: Collection[str]
     read: Callable[[ConfigFields], ModelSpec]
 
     def knows(self, field: str) -> bool:
         return field in self.fields or field in SHAPE_FIELDS or field in OTHER_FIELDS
+
+    def spec(self, config: dict[str, Any]) -> ModelSpec:
+        """Raises UsageError that names the field."""
+        return replace(self.read(ConfigFields(config)), architecture=self.architectures[0], config=config)
 
 
 class ConfigFields:
@@ -89,6 +67,10 @@ class ConfigFields:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
+
+    def without_rope(self) -> ConfigFields:
+        """For families that give RoPE by kind of layer, see `rope_by_kind`."""
+        return ConfigFields(self.values | {"rope_parameters": None, "rope_scaling": None})
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of `least` or more. default None: the field has to be there."""
@@ -146,16 +128,13 @@ class ConfigFields:
 
 
 def plain_decoder(
-    fields: ConfigFields,
-    architecture: str,
-    missing: Mapping[str, Any],
-    eps: str = "rms_norm_eps",
-    activation: str = "hidden_act",
+    fields: ConfigFields, missing: Mapping[str, Any], eps: str = "rms_norm_eps", activation: str = "hidden_act"
 ) -> ModelSpec:
-    """The decoder with full attention, without biases and without a norm on heads, as config.json shapes it.
+    """The decoder with full attention and without a norm on heads, as config.json shapes it.
 
     missing: what the family's class takes for max_position_embeddings and other fields where they are not in config.json;
     partial_rotary_factor in it says that the family can rotate a part of the head. eps, activation: the fields' names.
+    attention_bias and mlp_bias are those of all projections; in families that do not know them they are refused before.
     """
     hidden = fields.integer("hidden_size", missing.get("hidden_size"))
     heads = fields.integer("num_attention_heads", missing.get("num_attention_heads"))
@@ -170,8 +149,9 @@ def plain_decoder(
     if not isinstance(act, str) or act not in ACTIVATIONS:
         raise UsageError(f"unknown activation {act!r} ({activation})", f"known: {', '.join(ACTIVATIONS)}")
     max_positions = fields.integer("max_position_embeddings", missing["max_position_embeddings"])
+    attention_bias = fields.flag("attention_bias", missing.get("attention_bias", False))
     return ModelSpec(
-        architecture=architecture,
+        architecture="",
         vocab_size=fields.integer("vocab_size", missing.get("vocab_size")),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", missing.get("intermediate_size")),
@@ -181,9 +161,9 @@ def plain_decoder(
         head_dim=head_dim,
         activation=ACTIVATIONS[act],
         rms_norm_eps=fields.number(eps, missing.get(eps, 1e-6)),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias"),
         qk_norm=False,
         tied=fields.flag("tie_word_embeddings", missing.get("tie_word_embeddings", False)),
         max_position_embeddings=max_positions,
@@ -193,9 +173,14 @@ def plain_decoder(
     )
 
 
-def every_nth(num_layers: int, pattern: int) -> list[str]:
-    """Windows on all layers but every `pattern`-th."""
-    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+def windows_by_pattern(fields: ConfigFields, num_layers: int, every: int, window: int = 4096) -> tuple[int | None, ...]:
+    """The window of each layer: as layer_types says; where it does not, all but every n-th have one, and
+    sliding_window_pattern is n. every, window: what a missing sliding_window_pattern and sliding_window are."""
+    types = fields.layer_types(num_layers)
+    if types is None:
+        pattern = fields.integer("sliding_window_pattern", every)
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+    return windows_of(types, fields.optional_integer("sliding_window", window))
 
 
 def windows_of(types: list[str], window: int | None) -> tuple[int | None, ...]:

@@ -9,25 +9,19 @@ from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_dec
 from cacheblend_cli.model.families.values import wrong_value
 from cacheblend_cli.model.spec import ModelSpec
 
-FIELDS = {
-    "attention_bias": "biases of the q, k, v and o projections",
-    "mlp_bias": "biases of the gate, up and down projections",
-    "no_rope_layers": "1 for a layer with RoPE, 0 for one without; null: by no_rope_layer_interval",
-    "no_rope_layer_interval": "every how many layers one has no RoPE; 4 where it is missing",
-    "use_sliding_window": "whether layers without RoPE have a window, where layer_types does not say",
-    "sliding_window": "how many tokens a layer with a window looks back over, itself included",
-    "layer_types": "which layers have the window",
-    "max_window_layers": "left over from a Qwen2: says nothing here",
-    "pretraining_tp": "how training was split over devices: the result is the same",
-}
+# max_window_layers is left over from a Qwen2, and says nothing here; nor does pretraining_tp.
+FIELDS = (
+    "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window",
+    "layer_types", "max_window_layers", "pretraining_tp",
+)  # fmt: skip
 MISSING = {
     "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
 }  # fmt: skip
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, SMOLLM3.architectures[0], MISSING)
-    rotated = fields.values.get("no_rope_layers")
+    spec = plain_decoder(fields, MISSING)
+    rotated = fields.values.get("no_rope_layers")  # 1 for a layer with RoPE, 0 for one without
     if rotated is None:
         every = fields.integer("no_rope_layer_interval", 4)
         rotated = [int((layer + 1) % every != 0) for layer in range(spec.num_layers)]
@@ -40,15 +34,8 @@ def read(fields: ConfigFields) -> ModelSpec:
     types = fields.layer_types(spec.num_layers) or [
         "full_attention" if r or not switched_on else "sliding_attention" for r in rotated
     ]
-    bias = fields.flag("attention_bias")
-    return replace(
-        spec,
-        unrotated=tuple(layer for layer, r in enumerate(rotated) if not r),
-        sliding_windows=windows_of(types, window),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.flag("mlp_bias"),
-    )
+    unrotated = tuple(layer for layer, r in enumerate(rotated) if not r)
+    return replace(spec, unrotated=unrotated, sliding_windows=windows_of(types, window))
 
 
 SMOLLM3 = Family("smollm3", ("SmolLM3ForCausalLM", "SmolLM3Model"), FIELDS, read)

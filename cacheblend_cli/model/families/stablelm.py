@@ -5,29 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder
 from cacheblend_cli.model.spec import ModelSpec
 
-FIELDS = {
-    "layer_norm_eps": "added under the root of every norm",
-    "use_qkv_bias": "biases of the q, k and v projections",
-    "use_parallel_residual": "attention and MLP get the same input, and are added at once",
-    "qk_layernorm": "a LayerNorm for each head of q and k: not implemented",
-    "hidden_dropout": "training",
-}
+FIELDS = ("layer_norm_eps", "use_qkv_bias", "use_parallel_residual", "hidden_dropout")
 MISSING = {
     "max_position_embeddings": 4096, "num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
 }  # fmt: skip
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    if fields.flag("qk_layernorm"):
-        raise UsageError(
-            "config.json has qk_layernorm = true: a LayerNorm for each head of q and k is not implemented",
-            "use another model",
-        )
-    spec = plain_decoder(fields, STABLELM.architectures[0], MISSING, eps="layer_norm_eps")
+    spec = plain_decoder(fields, MISSING, eps="layer_norm_eps")
     parallel = fields.flag("use_parallel_residual")
     return replace(
         spec,

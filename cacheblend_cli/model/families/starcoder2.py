@@ -7,13 +7,7 @@ from dataclasses import replace
 from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder
 from cacheblend_cli.model.spec import ModelSpec
 
-FIELDS = {
-    "norm_epsilon": "added under the root of every norm",
-    "use_bias": "biases of all projections",
-    "sliding_window": "how many tokens a layer looks back over, itself included; null: all",
-    "residual_dropout": "training",
-    "embedding_dropout": "training",
-}
+FIELDS = ("norm_epsilon", "use_bias", "sliding_window", "residual_dropout", "embedding_dropout")
 MISSING = {
     "max_position_embeddings": 4096, "num_key_value_heads": 2, "tie_word_embeddings": True, "norm_epsilon": 1e-5,
     "hidden_act": "gelu_pytorch_tanh",
@@ -22,7 +16,7 @@ NAMES = (("up_proj", "mlp.c_fc"), ("down_proj", "mlp.c_proj"))
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    spec = plain_decoder(fields, STARCODER2.architectures[0], MISSING, eps="norm_epsilon")
+    spec = plain_decoder(fields, MISSING, eps="norm_epsilon")
     bias, window = fields.flag("use_bias", True), fields.optional_integer("sliding_window", None)
     return replace(
         spec,

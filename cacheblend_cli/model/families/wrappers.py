@@ -9,16 +9,11 @@ from typing import Any
 from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.families.values import wrong_value
 
-FIELDS = {
-    "text_config": "the language model",
-    "vision_config": "pictures",
-    "tie_word_embeddings": "the output head is the embedding",
-    "multimodal_projector_bias": "pictures",
-    "projector_hidden_act": "pictures",
-    "vision_feature_layer": "pictures",
-    "spatial_merge_size": "pictures",
-    "mm_tokens_per_image": "pictures",
-}
+# All but the first two are of pictures.
+FIELDS = (
+    "text_config", "tie_word_embeddings", "vision_config", "multimodal_projector_bias", "projector_hidden_act",
+    "vision_feature_layer", "spatial_merge_size", "mm_tokens_per_image",
+)  # fmt: skip
 EYES = tuple(
     f"{base}{part}."
     for base in ("", "model.")
