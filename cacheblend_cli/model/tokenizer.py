@@ -14,25 +14,11 @@ from typing import Any
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.chat_template import ChatTemplate, check_variables
 from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
 from cacheblend_cli.model.tokenizer_json import for_the_middle
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
-
-
-GIVEN = {
-    "messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", "bos_token", "eos_token",
-    "unk_token", "pad_token",
-}  # fmt: skip
-"""Variables of a chat template that are not the user's to set."""
-
-
-class TemplateFailed(UsageError):
-    """The chat template raised. reason: in its words."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the chat template failed: {reason}", "check chat_template in the model directory")
-        self.reason = reason
 
 
 def _strftime_now(form: str) -> str:
@@ -140,8 +126,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text as the tokenizer's decoder has it. `clean_up_tokenization_spaces` is not heeded: it takes spaces out that
         are in the ids ("a ? b"), which is why transformers does not do it for BPE either."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` passes over the id: a special token, or none of the vocabulary (models pad their embeddings)."""
@@ -152,8 +137,7 @@ class Tokenizer:
         return self._has_bytes and _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        return self._tokenizer.token_to_id(token)
 
     def knows(self, tag: str) -> bool:
         """Whether the tag is a token, or the chat template writes it."""
@@ -185,69 +169,17 @@ class Tokenizer:
         enable_thinking is False where they do not say. Raises UsageError for one that the template does not have, and
         TemplateFailed.
         """
-        self._check_variables(variables or {})
         if self._template_source is None:
+            check_variables(variables or {}, set())
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
-        from jinja2 import TemplateError
-
-        try:
-            rendered: str = self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                strftime_now=strftime_now,
-                **{"enable_thinking": False, **(variables or {})},
-                **{n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))},
-            )
-        except TemplateError as error:
-            raise TemplateFailed(str(error)) from error
-        return rendered
-
-    def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        if not variables:
-            return
-        known = set[str]()
-        if self._template_source is not None:
-            from jinja2 import meta
-
-            known = meta.find_undeclared_variables(self._template.environment.parse(self._template_source))
-            known -= GIVEN | self._template.environment.globals.keys()
-        for name in variables.keys() - known:
-            raise UsageError(
-                f"the chat template has no variable {name!r}", f"it has: {', '.join(sorted(known)) or 'none to set'}"
-            )
+        tokens = {n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))}
+        given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
+        return self._template.render({**given, "strftime_now": strftime_now}, variables or {})
 
     @cached_property
-    def _template(self) -> Any:
-        """Compiled as transformers compiles it: sandboxed, trimmed blocks, loop controls, the generation tag,
-        raise_exception, and a tojson that leaves text as it is."""
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        from cacheblend_cli.model.generation_tag import GenerationTag
-
-        def raise_exception(message: str) -> None:
-            raise TemplateError(message)
-
-        def tojson(
-            value: Any,
-            ensure_ascii: bool = False,
-            indent: int | None = None,
-            separators: tuple[str, str] | None = None,
-            sort_keys: bool = False,
-        ) -> str:
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        extensions = [loopcontrols, GenerationTag]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
+    def _template(self) -> ChatTemplate:
         assert self._template_source is not None
-        return environment.from_string(self._template_source)
+        return ChatTemplate(self._template_source)
 
     def _find_template(self, model_dir: Path) -> str | None:
         file = model_dir / "chat_template.jinja"
@@ -265,5 +197,4 @@ class Tokenizer:
 def _unknown_id(model: dict[str, Any]) -> int | None:
     """Of a tokenizer.json's model."""
     name = model.get("unk_token")
-    found: int | None = model.get("unk_id") if name is None else model["vocab"].get(name)
-    return found
+    return model.get("unk_id") if name is None else model["vocab"].get(name)

@@ -8,7 +8,8 @@ from datetime import date, datetime, time
 from itertools import chain, zip_longest
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.tokenizer import TemplateFailed, Tokenizer
+from cacheblend_cli.model.chat_template import TemplateFailed
+from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.wording import Wording
 
 CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it

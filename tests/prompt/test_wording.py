@@ -101,6 +101,13 @@ def test_an_unknown_variable_is_named_with_those_there_are(tmp_path: Path) -> No
         assert caught.value.hint == "it has: enable_thinking"
 
 
+def test_a_damaged_template_is_told_whatever_is_asked_of_it(tmp_path: Path) -> None:
+    of = tokenizer(tmp_path / "m", "{% if %}")
+    for wording in (Wording(), Wording(variables={"enable_thinking": True})):
+        with pytest.raises(UsageError, match="the chat template failed"):
+            split_template(of, wording)
+
+
 @pytest.mark.parametrize(
     ("items", "found"),
     [

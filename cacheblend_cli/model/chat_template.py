@@ -1,0 +1,89 @@
+"""A model's chat template: jinja, compiled and run as transformers does it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cacheblend_cli.errors import UsageError
+
+GIVEN = {
+    "messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", "bos_token", "eos_token",
+    "unk_token", "pad_token",
+}  # fmt: skip
+"""Variables of a chat template that are not the user's to set."""
+
+
+class TemplateFailed(UsageError):
+    """The chat template raised. reason: in its words."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the chat template failed: {reason}", "check chat_template in the model directory")
+        self.reason = reason
+
+
+class ChatTemplate:
+    """Sandboxed, with trimmed blocks, loop controls, the generation tag, raise_exception, and a tojson that leaves text as it
+    is. Raises TemplateFailed for a source that is no template."""
+
+    def __init__(self, source: str) -> None:
+        self._source, extensions = source, [loopcontrols, GenerationTag]
+        self._environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals["raise_exception"] = _raise_exception
+        try:
+            self._template = self._environment.from_string(source)
+        except TemplateError as error:
+            raise TemplateFailed(str(error)) from error
+
+    def render(self, given: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
+        """given: what every template is told. variables: what the user tells this one."""
+        if variables:
+            found = meta.find_undeclared_variables(self._environment.parse(self._source))
+            check_variables(variables, found - GIVEN - self._environment.globals.keys())
+        try:
+            return self._template.render({"enable_thinking": False, **given, **variables})
+        except TemplateError as error:
+            raise TemplateFailed(str(error)) from error
+
+
+def check_variables(variables: Mapping[str, Any], known: set[str]) -> None:
+    """Raises UsageError for one that the template does not have."""
+    for name in variables.keys() - known:
+        raise UsageError(
+            f"the chat template has no variable {name!r}", f"it has: {', '.join(sorted(known)) or 'none to set'}"
+        )
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant says, for training; here it is its content.
+
+    What is set inside is not seen outside, as with transformers.
+    """
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
