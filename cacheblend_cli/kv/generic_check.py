@@ -6,16 +6,14 @@ added to tokens, scores changed by something that attention is not told. A model
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.kv.forward import attend, queries, rotate_and_write
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
@@ -24,6 +22,7 @@ from cacheblend_cli.model.generic.measure import is_close, probed_positions, reo
 from cacheblend_cli.model.generic.parts import Call
 
 FORMAT = 1  # of the check: one more where it looks at more
+PASSED = "passed"
 TOKENS, BLOCK_SIZE = 24, 16
 FAR = 1 << 16  # where scores that grow with positions have grown
 SHARE = 1e-4  # of what a layer adds at most: what rounding in fp32 explains
@@ -43,14 +42,11 @@ def check_once(decoder: GenericDecoder, fingerprint: str) -> None:
     """`check_generic`, whose good end is remembered in the user's cache: for a model of some billion weights it takes as long
     as a prompt of some 200 tokens. fingerprint: of the model, its dtype included."""
     versions = [importlib.metadata.version(name) for name in ("cacheblend", "transformers", "torch")]
-    told = repr([FORMAT, fingerprint, decoder.device.type, decoder.kernels.name, *versions])
-    passed = user_cache_path("cacheblend") / "generic" / hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-    if passed.is_file():
+    passed = user_cache.place("generic", FORMAT, fingerprint, decoder.device.type, decoder.kernels.name, *versions)
+    if user_cache.recall(passed) == PASSED:
         return
     check_generic(decoder)
-    with suppress(OSError):  # a read-only home costs the next run this check again, nothing else
-        passed.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        passed.touch()
+    user_cache.keep(passed, PASSED)
 
 
 @torch.inference_mode()

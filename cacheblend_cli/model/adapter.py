@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,8 @@ UNUSED = (
     "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size",
     "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
 )  # fmt: skip
-KEEPS_THE_MODEL = (
-    None,
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-)  # ways to begin that leave the model's own weights alone
+# Ways to begin that leave the model's own weights alone.
+KEEPS_THE_MODEL = (None, True, False, "gaussian", "orthogonal")
 HINT = "merge the adapter into its model with peft (merge_and_unload, then save_pretrained), and give that directory"
 
 
@@ -71,9 +66,8 @@ class LoraAdapter:
             config.check_target(module)
             rank, scale = config.rank_and_scale(module)
             if down.ndim != 2 or up.ndim != 2 or not down.shape[0] == up.shape[1] == rank:
-                raise _refused(
-                    path,
-                    f"the tensors of {module} are {list(down.shape)} and {list(up.shape)}, and {CONFIG} gives a rank of {rank}",
+                raise config.refused(
+                    f"the tensors of {module} are {list(down.shape)} and {list(up.shape)}, and {CONFIG} gives a rank of {rank}"
                 )
             deltas[module] = Delta(down.float().contiguous(), up.float().contiguous(), scale)
         if not deltas:
@@ -90,30 +84,41 @@ class LoraAdapter:
             digest.update(delta.up.numpy().data)
         return digest.hexdigest()
 
+    def check_shape(self, module: str, wanted: Sequence[int]) -> None:
+        """Raises UsageError where what is added to a module has not the shape of its weight, [rows, columns]."""
+        delta = self.deltas[module]
+        made = [delta.up.shape[0], delta.down.shape[1]]
+        if made != list(wanted):
+            raise UsageError(
+                f"the adapter {self.path} changes {module} as if it were {made}, and it is {list(wanted)}",
+                "the adapter and the model do not belong together",
+            )
+
+    def misplaced(self, module: str, reason: str) -> UsageError:
+        return UsageError(f"the adapter {self.path} changes {module}, {reason}", "use another adapter or model")
+
 
 class _Config:
     """adapter_config.json, checked."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.values = path, read_object(path)
+        self.folder, self.values = path.parent, read_object(path)
         values = self.values
         if (kind := values.get("peft_type")) != "LORA":
-            raise _refused(path.parent, f"it is of the type {shown(kind)} (peft_type), and only LORA is read")
+            raise self.refused(f"it is of the type {shown(kind)} (peft_type), and only LORA is read")
         if values.get("use_dora"):
-            raise _refused(path.parent, "it is a DoRA adapter (use_dora), which is not implemented")
+            raise self.refused("it is a DoRA adapter (use_dora), which is not implemented")
         if values.get("bias", "none") != "none":
-            raise _refused(path.parent, f"it has biases (bias = {shown(values['bias'])}), which are not implemented")
+            raise self.refused(f"it has biases (bias = {shown(values['bias'])}), which are not implemented")
         begin = values.get("init_lora_weights")
         if begin not in KEEPS_THE_MODEL:
-            raise _refused(
-                path.parent, f"it was begun with other weights of the model (init_lora_weights = {shown(begin)})"
-            )
+            raise self.refused(f"it was begun with other weights of the model (init_lora_weights = {shown(begin)})")
         for name, value in values.items():
             if name not in (*READ, *UNUSED, "init_lora_weights") and value not in (None, False, 0, "", [], {}):
-                raise _refused(path.parent, f"{name} = {shown(value)} in {CONFIG} is not implemented")
+                raise self.refused(f"{name} = {shown(value)} in {CONFIG} is not implemented")
         for name in ("rank_pattern", "alpha_pattern"):
             if not isinstance(values.get(name) or {}, dict):
-                raise _refused(path.parent, f"{name} in {CONFIG} is {shown(values[name])}, and has to be an object")
+                raise self.refused(f"{name} in {CONFIG} is {shown(values[name])}, and has to be an object")
 
     def check_target(self, module: str) -> None:
         """Raises UsageError for a module of the file that target_modules does not name: peft would not use it."""
@@ -123,14 +128,14 @@ class _Config:
         else:
             named = isinstance(targets, list) and any(module == t or module.endswith(f".{t}") for t in targets)
         if not named:
-            raise _refused(self.path.parent, f"{WEIGHTS} has {module}, which target_modules does not name")
+            raise self.refused(f"{WEIGHTS} has {module}, which target_modules does not name")
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """r, and alpha / r or alpha / sqrt(r)."""
         rank = self._value("rank_pattern", "r", 8, module)
         alpha = self._value("alpha_pattern", "lora_alpha", 8, module)
         if not is_number(rank) or not is_number(alpha) or rank < 1 or rank != int(rank):
-            raise _refused(self.path.parent, f"r and lora_alpha of {module} are {shown(rank)} and {shown(alpha)}")
+            raise self.refused(f"r and lora_alpha of {module} are {shown(rank)} and {shown(alpha)}")
         return int(rank), alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
     def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
@@ -140,11 +145,14 @@ class _Config:
                 return value
         return self.values.get(name, missing)
 
+    def refused(self, reason: str) -> UsageError:
+        return _refused(self.folder, reason)
+
     def _matches(self, pattern: str, module: str) -> re.Match[str] | None:
         try:
             return re.fullmatch(pattern, module)
         except re.error as error:
-            raise _refused(self.path.parent, f"{shown(pattern)} in {CONFIG} is no pattern: {error}") from error
+            raise self.refused(f"{shown(pattern)} in {CONFIG} is no pattern: {error}") from error
 
 
 def _pairs(file: Path) -> dict[str, tuple[Tensor, Tensor]]:

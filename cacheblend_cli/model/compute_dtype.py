@@ -5,7 +5,6 @@ bf16 products are twice as fast as fp32 on CPUs that have them, and several time
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -15,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
-from torch import Tensor
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.model.linear import Linear
 from cacheblend_cli.model.spec import ModelSpec
 
@@ -56,17 +54,13 @@ def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
 
 def product_speeds(spec: ModelSpec) -> ProductSpeeds:
     """Measured in some 0.1 s when it is first asked for on this machine, with this torch and this shape, then remembered."""
-    path = _file(spec)
-    try:
-        return ProductSpeeds(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        pass
+    shape = spec.hidden_size, spec.intermediate_size
+    machine = cpu_name(), os.cpu_count(), torch.get_num_threads(), torch.__version__
+    path = user_cache.place("products", FORMAT, *machine, *shape)
+    with suppress(ValueError, TypeError):
+        return ProductSpeeds(**json.loads(user_cache.recall(path)))
     speeds = measure(spec)
-    with suppress(OSError):  # a read-only home costs the next run this measure again, nothing else
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(speeds)), encoding="utf-8")
-        temporary.replace(path)
+    user_cache.keep(path, json.dumps(asdict(speeds)))
     return speeds
 
 
@@ -81,24 +75,13 @@ def measure(spec: ModelSpec) -> ProductSpeeds:
     for _ in range(ROUNDS + 1):  # the first one warms up
         for dtype, (linear, rows) in products.items():
             for count in (ROWS, 1):
-                seconds = _seconds(linear, rows[:count])
+                start = time.perf_counter()
+                linear(rows[:count])
+                seconds = time.perf_counter() - start
                 best[dtype, count] = min(seconds, best.get((dtype, count), seconds))
     return ProductSpeeds(
         best[torch.float32, ROWS], best[torch.float32, 1], best[torch.bfloat16, ROWS], best[torch.bfloat16, 1]
     )
-
-
-def _seconds(linear: Linear, rows: Tensor) -> float:
-    start = time.perf_counter()
-    linear(rows)
-    return time.perf_counter() - start
-
-
-def _file(spec: ModelSpec) -> Path:
-    shape = [spec.hidden_size, spec.intermediate_size]
-    told = [FORMAT, cpu_name(), os.cpu_count(), torch.get_num_threads(), torch.__version__, *shape]
-    name = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-    return user_cache_path("cacheblend") / "products" / f"{name}.json"
 
 
 def cpu_name() -> str:

@@ -72,8 +72,8 @@ class SplitExperts:
                 self._parts[own] = _Part(name, match["kind"], expert, first, len(names))
                 yield own, kind, (of_expert[0] // len(names), *of_expert[1:])
 
-    def mapped(self, name: str) -> Tensor | None:
-        return None if name in self._parts else self._source.mapped(name)
+    def whole(self, name: str) -> Tensor | None:
+        return None if name in self._parts else self._source.whole(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         part = self._parts.get(name)

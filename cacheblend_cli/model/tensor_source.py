@@ -37,24 +37,17 @@ class SafetensorsFiles:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Under a mapping of its own: pages that are copied do not stay resident."""
         with safe_open(self._file_of[name], framework="pt") as handle:
-            rows: Tensor = handle.get_slice(name)[start:stop]
-            return rows
-
-    def mapped(self, name: str) -> Tensor | None:
-        """The whole tensor in the file's dtype, its pages read when they are looked at."""
-        return self.whole(name)
+            return handle.get_slice(name)[start:stop]
 
     def columns(self, name: str, start: int, stop: int) -> Tensor:
         """Columns `start` to `stop` of a matrix."""
         with safe_open(self._file_of[name], framework="pt") as handle:
-            part: Tensor = handle.get_slice(name)[:, start:stop]
-            return part
+            return handle.get_slice(name)[:, start:stop]
 
     def whole(self, name: str) -> Tensor:
-        """A small tensor, of any shape."""
+        """The tensor, of any shape, as a mapping: its pages are read when they are looked at."""
         with safe_open(self._file_of[name], framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(name)
-            return tensor
+            return handle.get_tensor(name)
 
 
 class TensorSource(Protocol):
@@ -71,7 +64,7 @@ class TensorSource(Protocol):
         """Rows `start` to `stop` of a tensor."""
         ...
 
-    def mapped(self, name: str) -> Tensor | None:
+    def whole(self, name: str) -> Tensor | None:
         """The whole tensor as a mapping of its file, in the file's dtype; None where it is not there as plain numbers."""
         ...
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import xxhash
-from platformdirs import user_cache_path
 from torch import Tensor
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
 from cacheblend_cli.model.model_files import checkpoint_files
@@ -27,20 +26,9 @@ NOT_THE_MODEL = ("rotary_emb.inv_freq", "v_head.", "value_head.")
 OWN_MAPPING = 1 << 20  # bytes of a weight
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 QUANTISED = (
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
-    ".weight_scale",
-    ".weight_scale_inv",
-    ".weight_packed",
-    ".absmax",
-    ".quant_map",
-    ".SCB",
-    "_scale_inv",
-)
-
-
+    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax", ".quant_map",
+    ".SCB", "_scale_inv",
+)  # fmt: skip
 IN_FILE = "embed_in_file"  # the embedding, where it is not in memory
 
 
@@ -92,7 +80,7 @@ def load_weights(
                 "the weights and config.json belong to different models",
             )
         if name == EMBEDDING and device.type == "cpu" and EMBEDDING not in deltas:
-            mapped = source.mapped(stored)
+            mapped = source.whole(stored)
             if mapped is not None:
                 weights[IN_FILE] = mapped
                 seen.add(name)
@@ -146,28 +134,15 @@ def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
 def weights_digest(model_dir: Path) -> str:
     """xxh3-128 over the content of all weight files, hex. Remembered per (path, size, mtime, inode) in the user cache."""
     files = checkpoint_files(model_dir)
-    stamps = [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()]]
-    memo_name = hashlib.blake2b(repr(stamps).encode(), digest_size=16).hexdigest()
-    memo = user_cache_path("cacheblend") / "weights" / memo_name
-    try:
-        cached = memo.read_text().strip()
-        if len(cached) == 32:
-            return cached
-    except OSError:
-        pass
+    stamps = ((str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in [f.stat()])
+    memo = user_cache.place("weights", *stamps)
+    if len(known := user_cache.recall(memo)) == 32:
+        return known
     digest = xxhash.xxh3_128()
-    buffer = bytearray(1 << 20)
     for file in files:
-        with open(file, "rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
-    try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary = memo.with_name(f"{memo.name}.{os.getpid()}")
-        temporary.write_text(digest.hexdigest())
-        temporary.replace(memo)
-    except OSError:
-        pass  # a read-only home costs the next run this read again, nothing else
+        with open(file, "rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)  # type: ignore[arg-type, return-value]
+    user_cache.keep(memo, digest.hexdigest())
     return digest.hexdigest()
 
 
@@ -181,15 +156,11 @@ def deltas_of(
         name = _name_in(shapes, stored)
         if name is None and stored.startswith(spec.other_parts):
             continue
-        if name is None or name == EMBEDDING or (name == HEAD and spec.tied):
-            what = "which the model has not" if name is None else "and adapters of the embedding are not implemented"
-            raise UsageError(f"the adapter {adapter.path} changes {module}, {what}", "use another adapter or model")
-        made, wanted = (delta.up.shape[0], delta.down.shape[1]), shapes[name][0]
-        if made != wanted:
-            raise UsageError(
-                f"the adapter {adapter.path} changes {module} as if it were {list(made)}, and it is {list(wanted)}",
-                "the adapter and the model do not belong together",
-            )
+        if name is None:
+            raise adapter.misplaced(module, "which the model has not")
+        if name == EMBEDDING or (name == HEAD and spec.tied):
+            raise adapter.misplaced(module, "and adapters of the embedding are not implemented")
+        adapter.check_shape(module, shapes[name][0])
         deltas[name] = delta
     return deltas
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.demo import model_dir
 from cacheblend_cli.model import compute_dtype
 from cacheblend_cli.model.compute_dtype import ProductSpeeds, cpu_dtype, measure, product_speeds
@@ -26,7 +27,7 @@ def config() -> dict[str, object]:
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    monkeypatch.setattr(compute_dtype, "user_cache_path", lambda name: tmp_path)
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path)
     return spec_from_config(config())
 
 

@@ -12,25 +12,13 @@ from cacheblend_cli.model.gguf_files.rope import Factors, rope_of
 
 # Keys of an architecture, without its name before them.
 KNOWN = {
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "rope.freq_base",
-    "rope.dimension_count",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned",  # says that the factor was trained with: the result is the same
     "rope.scale_linear",  # the linear factor, in older files
-    "vocab_size",
-    "tensor_data_layout",
-}
+}  # fmt: skip
 BIASES = {  # fields of config.json, and the tensor that is there where they are true
     "attention_bias": (
         "blk.0.attn_q.bias",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import shutil
@@ -12,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platformdirs import user_cache_path
-
+from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.gguf_files.config import config_of
 from cacheblend_cli.model.gguf_files.index import index_of
@@ -49,8 +47,7 @@ def model_dir_of(file: Path, say: Callable[[str], None] | None = None) -> Path:
         stat = at.stat()
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}", "check the path") from error
-    stamp = repr((FORMAT, str(at), stat.st_size, stat.st_mtime_ns, stat.st_ino))
-    kept = user_cache_path("cacheblend") / "gguf" / hashlib.blake2b(stamp.encode(), digest_size=16).hexdigest()
+    kept = user_cache.place("gguf", FORMAT, str(at), stat.st_size, stat.st_mtime_ns, stat.st_ino)
     if (kept / GGUF_INDEX).is_file():
         return kept
     if say:

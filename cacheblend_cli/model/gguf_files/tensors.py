@@ -67,7 +67,7 @@ class GGUFTensors:
         for name, tensor in self.index.items():
             yield name, "F32", tuple(tensor.shape)
 
-    def mapped(self, name: str) -> Tensor | None:
+    def whole(self, name: str) -> Tensor | None:
         """None: what a file of this kind has is of types and an order of its own."""
         return None
 

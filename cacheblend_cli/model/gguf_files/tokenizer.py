@@ -69,8 +69,7 @@ def _check_pre(metadata: Mapping[str, Any]) -> str | None:
 
 def _token(metadata: Mapping[str, Any], backend: Any, kind: str) -> str | None:
     token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    found: str | None = None if token_id is None else backend.id_to_token(token_id)
-    return found
+    return None if token_id is None else backend.id_to_token(token_id)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,16 +11,8 @@ from cacheblend_cli.model.families.quantisation import Quantisation
 from cacheblend_cli.model.quantised.stored import Rows, Shape, Stored, unpack
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-AWQ_ORDER = (
-    0,
-    4,
-    1,
-    5,
-    2,
-    6,
-    3,
-    7,
-)  # where in an int32 each of eight columns is: they are packed 0, 2, 4, 6, 1, 3, 5, 7
+# Where in an int32 each of eight columns is: they are packed 0, 2, 4, 6, 1, 3, 5, 7.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class DequantisedTensors:
                 if part == "weight" or "weight" not in parts:
                     yield f"{module}.{part}", kind, shape
 
-    def mapped(self, name: str) -> Tensor | None:
-        return None if name in self._rows else self._files.mapped(name)
+    def whole(self, name: str) -> Tensor | None:
+        return None if name in self._rows else self._files.whole(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         rows = self._rows.get(name)

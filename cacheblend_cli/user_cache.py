@@ -1,0 +1,32 @@
+"""What is found out once on a machine and remembered: small files in the user's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+
+def place(kind: str, *told: object) -> Path:
+    """Where what is known of all that `told` says is kept. Nothing need be there."""
+    return user_cache_path("cacheblend") / kind / hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def recall(path: Path) -> str:
+    """What was kept; "" where nothing was, or it is no text."""
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
+def keep(path: Path, text: str) -> None:
+    """Replace the file as a whole: processes side by side never see half of it. Where nothing can be written, as in a
+    read-only home, nothing is kept."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
