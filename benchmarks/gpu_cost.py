@@ -86,9 +86,14 @@ def decode_floor(spec: ModelSpec, weight_bytes: int, kv_len: float, itemsize: in
     return (weight_bytes + kv_len * spec.kv_bytes_per_token(itemsize)) / ceilings.memory
 
 
+def matmul_params(spec: ModelSpec) -> int:
+    """Weights that every row of a prefill is multiplied with (embeddings and the output head excluded)."""
+    return spec.num_layers * (spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size) + spec.mlp_params)
+
+
 def decode_weight_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Bytes of the weights a step reads: the layers and the head; of the embedding it reads a row."""
-    return itemsize * (spec.num_matmul_params + spec.vocab_size * spec.hidden_size)
+    return itemsize * (matmul_params(spec) + spec.vocab_size * spec.hidden_size)
 
 
 def _layers(

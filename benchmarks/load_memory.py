@@ -30,7 +30,8 @@ engine = Engine.load(EngineConfig(model=model if wanted == "loaded" else "handbo
 tokenizer = None if wanted == "loaded" else Tokenizer(resolve_model(model))
 field = "VmHWM" if wanted == "loaded" else "VmRSS"
 memory = next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]
-print(engine.runtime.decoder.num_bytes, memory)
+decoder = engine.runtime.decoder
+print(decoder.num_parameters * decoder.dtype.itemsize, memory)
 """
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SHARD = "64MB"

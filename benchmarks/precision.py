@@ -24,6 +24,7 @@ from prefill import CHUNK_TOKENS, CHUNKS, SUFFIX_TOKENS, hardware, write_checkpo
 
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, in_turn, ordinary_ids, random_ids
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.loading import Precision, load_model, resolve_model
 from cacheblend_cli.model.named import SMOLLM2
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
@@ -57,7 +58,7 @@ def speed(config: Path, rounds: int, folder: Path) -> dict[str, dict[str, float]
     found: dict[str, dict[str, float]] = {}
     for name, precision in PRECISIONS.items():
         runtime = Runtime(load_model(checkpoint, "bench", CPU, precision, "auto"), EngineConfig())
-        found[name] = {"weights_mib": runtime.decoder.num_bytes / 2**20}
+        found[name] = {"weights_mib": _weight_bytes(runtime.decoder) / 2**20}
         generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(runtime.model)
         ids = tuple(random_ids(ordinary, CHUNK_TOKENS, generator) for _ in range(CHUNKS))
         stores.append(ChunkStore.open(folder / name, mode="write"))
@@ -72,6 +73,16 @@ def speed(config: Path, rounds: int, folder: Path) -> dict[str, dict[str, float]
     for store in stores:
         store.close()
     return found
+
+
+def _weight_bytes(decoder: Decoder) -> int:
+    """Of the embedding, the head and the products of the layers, as they are kept."""
+    held = [decoder._head, *(product for layer in decoder.layers for product in _products(layer))]
+    return sum(p.num_bytes for p in held) + decoder.embedding.numel() * decoder.embedding.itemsize
+
+
+def _products(layer: DecoderLayer) -> list[Any]:
+    return [layer._qkv.first, layer._qkv.rest, layer._o, layer.mlp._up, layer.mlp._down]
 
 
 def _seconds(prompt: SpeedPrompt, blend: BlendConfig) -> float:

@@ -14,6 +14,7 @@ from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import IN_FILE
 
 
@@ -31,7 +32,6 @@ class Norm:
     def __init__(self, spec: ModelSpec, kernels: KernelBackend, weight: Tensor, bias: Tensor | None) -> None:
         self._eps, self._layer_norm, self._kernels = spec.rms_norm_eps, spec.layer_norm, kernels
         self.weight, self.bias = weight, bias
-        self.num_bytes = sum(t.numel() * t.itemsize for t in (weight, bias) if t is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, hidden_size]."""
@@ -87,7 +87,6 @@ class DecoderLayer:
         norms = {p: Norm(spec, kernels, get[f"{p}.weight"], get.get(f"{p}.bias")) for p, _ in spec.norms}
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
-        self._norms = tuple(norms.values())
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         sinks = get["sinks"].float() if spec.sinks else None
@@ -115,13 +114,10 @@ class DecoderLayer:
         beta, length = self.spec.query_growth
         return q * (1 + beta * torch.log1p((positions // length).float())).to(q.dtype)[:, None, None]
 
-    def attention_output(self, attended: Tensor) -> Tensor:
-        """o_proj of [num_rows, num_heads, head_dim] -> [num_rows, hidden_size]."""
-        return self._o(attended.reshape(attended.shape[0], -1))
-
     def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything after attention. Returns (what the next layer adds to the residual, residual)."""
-        delta = self.attention_output(attended)
+        """Everything after attention, which gave `attended` [num_rows, num_heads, head_dim]. Returns (what the next layer adds
+        to the residual, residual)."""
+        delta = self._o(attended.reshape(attended.shape[0], -1))
         if self.spec.parallel:
             assert self.attention_in is not None
             return delta + self.mlp(self.attention_in(residual)), residual
@@ -130,14 +126,6 @@ class DecoderLayer:
         h, residual = add_and_norm(self._mlp_in, delta, residual)
         delta = self.mlp(h)
         return (delta if self._mlp_out is None else self._mlp_out(delta)), residual
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its weights."""
-        each = (self.q_norm, self.k_norm, self.attention.sinks)
-        small = sum(t.numel() * t.itemsize for t in each if t is not None)
-        norms = sum(norm.num_bytes for norm in self._norms)
-        return small + norms + self._qkv.num_bytes + self._o.num_bytes + self.mlp.num_bytes
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.spec.head_dim)
@@ -180,8 +168,8 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_rows] int64 -> [num_rows, hidden_size]."""
-        h = F.embedding(token_ids, self.embedding).to(self.dtype)
-        return h if self.spec.embedding_scale == 1 else h * _rounded(self.spec.embedding_scale, self.dtype)
+        h, scale = F.embedding(token_ids, self.embedding).to(self.dtype), self.spec.embedding_scale
+        return h if scale == 1 else h * float(torch.tensor(scale, dtype=self.dtype))  # rounded, as in transformers
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's normed input and the residual stream with `delta` added (residual None: the first layer)."""
@@ -198,16 +186,9 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @property
-    def num_bytes(self) -> int:
-        """Of all weights; a tied head is the embedding."""
-        own = self.embedding.numel() * self.embedding.itemsize + self.norm.num_bytes
-        head = 0 if self._head.weight is self.embedding else self._head.num_bytes
-        return own + head + sum(layer.num_bytes for layer in self.layers)
-
-
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """As transformers multiplies the embedding: with a factor of the model's dtype."""
-    return float(torch.tensor(value, dtype=dtype))
+    def num_parameters(self) -> int:
+        """A tied head is the embedding."""
+        return num_parameters(self.spec)
 
 
 class _ByRows:
@@ -219,10 +200,6 @@ class _ByRows:
         self.rest = linear(weight[count:], None if cut is None else cut[1], weight_dtype=weight_dtype)
         self._whole = None if self.first.packed else linear(weight, bias, weight_dtype=weight_dtype)
         self._sizes = (count, weight.shape[0] - count)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.first.num_bytes + self.rest.num_bytes
 
     def both(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """The first rows of the product, and the rest."""

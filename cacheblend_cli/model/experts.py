@@ -23,13 +23,10 @@ class Experts:
     ) -> None:
         """weights: those of the layer; the experts' are taken out of it."""
         self._spec, self._activation, self._kernels = experts, spec.activation, kernels
-        self._router = Linear(weights["router"], weights.get("router_bias"), pack=False)
-        self._shared_gate = weights.get("shared_gate")
+        self._router = Linear(weights["router.weight"], weights.get("router.bias"), pack=False)
+        self._shared_gate = weights.get("shared_gate.weight")
         self._up, self._down = (_each(experts.count, weights, name) for name in ("experts_up", "experts_down"))
         self._shared = MLP(spec, weights, kernels) if experts.shared_width else None
-        gate = 0 if self._shared_gate is None else self._shared_gate.numel() * self._shared_gate.itemsize
-        self.num_bytes = sum(part.num_bytes for part in (self._router, *self._up, *self._down)) + gate
-        self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
 
     def __call__(self, h: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> the same."""
@@ -73,6 +70,6 @@ def _steady(own: Tensor, num_rows: int) -> Tensor:
 
 def _each(count: int, weights: dict[str, Tensor], name: str) -> list[Linear]:
     """One for each expert: they are multiplied with alone, and packed alone."""
-    biases = weights.pop(f"{name}_bias", None)
-    of_each = weights.pop(name).unflatten(0, (count, -1))
+    biases = weights.pop(f"{name}.bias", None)
+    of_each = weights.pop(f"{name}.weight").unflatten(0, (count, -1))
     return [Linear(of_each[e], None if biases is None else biases.view(count, -1)[e]) for e in range(count)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -33,7 +32,7 @@ from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import quantisation_of
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.model.weight_map import expected_shapes
+from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -183,8 +182,7 @@ def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: 
     """Raises DeviceError when the weights alone are larger than the device's free bytes, before anything is copied."""
     if spec.generic:
         return  # what its weights are, transformers knows
-    shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
-    needed = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
+    needed = dtype.itemsize * num_parameters(spec)
     if needed > free:
         name = str(dtype).removeprefix("torch.")
         most = free // dtype.itemsize

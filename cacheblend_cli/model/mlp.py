@@ -32,7 +32,6 @@ class MLP:
         self._gated, self._activation, self._kernels = spec.gated_mlp, spec.activation, kernels
         self._up = linear(weights["gate_up_proj.weight"], weights.get("gate_up_proj.bias"), weight_dtype=weight_dtype)
         self._down = linear(weights["down_proj.weight"], weights.get("down_proj.bias"), weight_dtype=weight_dtype)
-        self.num_bytes = self._up.num_bytes + self._down.num_bytes
 
     def __call__(self, h: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> the same, some rows at a time: the widest activations of a prefill stay small."""

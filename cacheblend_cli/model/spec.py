@@ -150,11 +150,6 @@ class ModelSpec:
         return 2 * self.num_layers * self.kv_size * bytes_per_element
 
     @property
-    def num_matmul_params(self) -> int:
-        """Weights that every row of a prefill is multiplied with (embeddings and the output head excluded)."""
-        return self.num_layers * (self.hidden_size * (2 * self.q_size + 2 * self.kv_size) + self.mlp_params)
-
-    @property
     def mlp_params(self) -> int:
         """Weights of a layer's MLP that a row is multiplied with; with experts, in the mean over layers."""
         plain, experts = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size, self.experts

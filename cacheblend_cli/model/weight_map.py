@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -14,7 +16,7 @@ NAMES = {
 
 Shape = tuple[int, ...]
 Product = tuple[str, list[tuple[str, int]], int, bool]
-"""Our tensor, the checkpoint's tensors in it and their rows, columns, whether it has a bias."""
+"""Our tensor, the checkpoint's tensors in it (or what NAMES has of them) and their rows, columns, whether it has a bias."""
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]:
@@ -23,9 +25,9 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     Our tensors: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
     `i.gate_up_proj.weight` [2 * intermediate, hidden], up alone where the MLP has no gate, `i.down_proj.weight`,
     `i.attention_in.weight` and the other norms of the spec, `i.q_norm`, `i.k_norm`, and the biases the spec has.
-    Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router` [count, hidden], `i.experts_up`
-    [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down` [count * hidden, width], their biases with
-    `_bias` behind these names, and with one for all tokens that one's MLP and `i.shared_gate`.
+    Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router.weight` [count, hidden],
+    `i.experts_up.weight` [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down.weight`
+    [count * hidden, width], and with one for all tokens that one's MLP and `i.shared_gate.weight`.
     """
     hidden, shapes, names = spec.hidden_size, dict[str, tuple[Shape, str, int, Shape]](), NAMES | dict(spec.renamed)
 
@@ -51,46 +53,23 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
                 whole(f"{base}.{names[part]}.weight", f"{i}.{part}", width)
         if spec.sinks:
             whole(f"{base}.self_attn.sinks", f"{i}.sinks", spec.num_heads)
-        sparse = spec.experts is not None and i in spec.experts.layers
-        for target, parts, width, bias in _attention(spec) if sparse else _attention(spec) + _mlp(spec):
+        experts = spec.experts if spec.experts is not None and i in spec.experts.layers else None
+        mlp = _mlp(spec) if experts is None else _experts(hidden, experts)
+        for target, parts, width, bias in _attention(spec) + mlp:
             start, total = 0, sum(rows for _, rows in parts)
             for part, rows in parts:
-                name = f"{base}.{names[part]}"
+                name = f"{base}.{names.get(part, part)}"
                 shapes[f"{name}.weight"] = ((rows, width), f"{i}.{target}.weight", start, (total, width))
                 if bias:
                     shapes[f"{name}.bias"] = ((rows,), f"{i}.{target}.bias", start, (total,))
                 start += rows
-        if spec.experts is not None and sparse:
-            _add_experts(shapes, spec, spec.experts, i)
     return shapes
 
 
-def _add_experts(
-    shapes: dict[str, tuple[Shape, str, int, Shape]], spec: ModelSpec, experts: ExpertsSpec, i: int
-) -> None:
-    """The router, and the experts one below another; the one for all tokens takes the place of the MLP."""
-    hidden, width, base = spec.hidden_size, experts.width, f"model.layers.{i}.{experts.base}"
-    gate, up, down = experts.names
-
-    def part(name: str, target: str, rows: int, start: int, total: int, columns: int) -> None:
-        shapes[f"{base}.{name}.weight"] = ((rows, columns), f"{i}.{target}", start, (total, columns))
-        if experts.bias:
-            shapes[f"{base}.{name}.bias"] = ((rows,), f"{i}.{target}_bias", start, (total,))
-
-    part(experts.router, "router", experts.count, 0, experts.count, hidden)
-    for e in range(experts.count):
-        for name, start in ((gate, 2 * e * width), (up, (2 * e + 1) * width)):
-            part(f"experts.{e}.{name}", "experts_up", width, start, 2 * experts.count * width, hidden)
-        part(f"experts.{e}.{down}", "experts_down", hidden, e * hidden, experts.count * hidden, width)
-    if shared := experts.shared_width:
-        for name, start in (("gate_proj", 0), ("up_proj", shared)):
-            shapes[f"{base}.shared_expert.{name}.weight"] = (
-                (shared, hidden), f"{i}.gate_up_proj.weight", start, (2 * shared, hidden),
-            )  # fmt: skip
-        shapes[f"{base}.shared_expert.down_proj.weight"] = (
-            (hidden, shared), f"{i}.down_proj.weight", 0, (hidden, shared),
-        )  # fmt: skip
-        shapes[f"{base}.shared_expert_gate.weight"] = ((1, hidden), f"{i}.shared_gate", 0, (1, hidden))
+def num_parameters(spec: ModelSpec) -> int:
+    """Of a decoder of ours; a tied head is the embedding."""
+    shapes = {target: shape for _, target, _, shape in expected_shapes(spec).values()}
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _attention(spec: ModelSpec) -> list[Product]:
@@ -112,3 +91,22 @@ def _mlp(spec: ModelSpec) -> list[Product]:
         ("gate_up_proj", gate_up, spec.hidden_size, spec.mlp_bias),
         ("down_proj", [("down_proj", spec.hidden_size)], inner, spec.mlp_bias),
     ]
+
+
+def _experts(hidden: int, experts: ExpertsSpec) -> list[Product]:
+    """The router, and the experts one below another; the one for all tokens takes the place of the MLP."""
+    base, width, bias, (gate, up, down) = experts.base, experts.width, experts.bias, experts.names
+    each = [f"{base}.experts.{e}" for e in range(experts.count)]
+    products = [
+        ("router", [(f"{base}.{experts.router}", experts.count)], hidden, bias),
+        ("experts_up", [(f"{one}.{part}", width) for one in each for part in (gate, up)], hidden, bias),
+        ("experts_down", [(f"{one}.{down}", hidden) for one in each], width, bias),
+    ]
+    if inner := experts.shared_width:
+        shared = f"{base}.shared_expert"
+        products += [
+            ("gate_up_proj", [(f"{shared}.gate_proj", inner), (f"{shared}.up_proj", inner)], hidden, False),
+            ("down_proj", [(f"{shared}.down_proj", hidden)], inner, False),
+            ("shared_gate", [(f"{shared}_gate", 1)], hidden, False),
+        ]
+    return products

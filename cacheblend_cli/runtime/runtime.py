@@ -189,7 +189,7 @@ class Runtime:
             "architecture": spec.architecture,
             "layers": spec.num_layers,
             **({"computed_by": GENERIC_PATH} if spec.generic else {}),
-            "parameters": decoder.num_bytes // decoder.dtype.itemsize,
+            "parameters": decoder.num_parameters,
             "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device),
             "attention_backend": decoder.kernels.name,

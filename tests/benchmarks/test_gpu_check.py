@@ -25,7 +25,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
 import gpu_kernels  # noqa: E402
 from gpu_budget import Budget  # noqa: E402
-from gpu_cost import Ceilings, Work, prefill_floor, probe_floor  # noqa: E402
+from gpu_cost import Ceilings, Work, matmul_params, prefill_floor, probe_floor  # noqa: E402
 from gpu_end_to_end import PLAIN, _blend  # noqa: E402
 from gpu_log import Log, assemble  # noqa: E402
 from gpu_model import read_config  # noqa: E402
@@ -280,7 +280,7 @@ def test_a_probe_costs_its_layers_and_waits_for_their_kv() -> None:
     probed = tuple(range(11, 27))
     ceilings = Ceilings(flops=790e12, memory=4.3e12, bus=55e9)
     plain, asked = (Work(length, suffix, layers, 0, p) for p in ((), probed))
-    weights = 2 * (spec.num_matmul_params / 32) * 27
+    weights = 2 * (matmul_params(spec) / 32) * 27
     keys = 2 * spec.kv_size * length
     probe = probe_floor(spec, asked, ceilings)
     assert probe == pytest.approx((weights + (2 * 27 + 16) * keys) / ceilings.memory, rel=0.08)

@@ -15,6 +15,7 @@ import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
+from safetensors.torch import load_file
 
 Cli = Callable[..., Any]
 
@@ -246,11 +247,13 @@ def test_config_show_names_the_origin(cli: Cli, tmp_path: Path) -> None:
     assert "known:" in failed.err
 
 
-def test_doctor(cli: Cli, stored: list[str]) -> None:
+def test_doctor(cli: Cli, stored: list[str], model: Path) -> None:
     [facts] = cli("doctor", "--json").records
     assert facts["ok"] is True
     assert facts["store"]["chunks"] == len(stored)
     assert facts["model"]["architecture"] == "Qwen2ForCausalLM"
+    tensors = load_file(model / "model.safetensors")
+    assert facts["model"]["parameters"] == sum(t.numel() for t in tensors.values()), "a tied head is counted once"
     assert facts["backends"]["torch"] == "runs"
     assert facts["backends"]["auto"] == facts["model"]["attention_backend"]
     if facts["device"]["used"] == "cpu":

@@ -38,11 +38,13 @@ def layer(held: dict[str, Tensor], clamped: bool = True) -> Experts:
 def row_by_row(held: dict[str, Tensor], h: Tensor, clamped: bool) -> Tensor:
     out = []
     for row in h:
-        logits, chosen = F.linear(row, held["router"], held["router_bias"]).topk(PER_TOKEN)
+        logits, chosen = F.linear(row, held["router.weight"], held["router.bias"]).topk(PER_TOKEN)
         total = torch.zeros(HIDDEN)
         for share, expert in zip(logits.softmax(-1), chosen.tolist(), strict=True):
-            up, down = (held[f"experts_{n}"].view(COUNT, -1, c)[expert] for n, c in (("up", HIDDEN), ("down", WIDTH)))
-            up_bias, down_bias = (held[f"experts_{n}_bias"].view(COUNT, -1)[expert] for n in ("up", "down"))
+            up, down = (
+                held[f"experts_{n}.weight"].view(COUNT, -1, c)[expert] for n, c in (("up", HIDDEN), ("down", WIDTH))
+            )
+            up_bias, down_bias = (held[f"experts_{n}.bias"].view(COUNT, -1)[expert] for n in ("up", "down"))
             gate, value = (up @ row + up_bias).chunk(2)
             if clamped:
                 gate = gate.clamp(max=0.5)
@@ -67,10 +69,10 @@ def test_every_row_gets_what_its_experts_make_of_it(
 def test_a_row_reads_its_own_experts_alone() -> None:
     """The others' weights are no numbers, and nothing is seen of it."""
     held, h = weights(), torch.randn(1, HIDDEN)
-    chosen = F.linear(h, held["router"], held["router_bias"]).topk(PER_TOKEN).indices[0].tolist()
+    chosen = F.linear(h, held["router.weight"], held["router.bias"]).topk(PER_TOKEN).indices[0].tolist()
     wanted = row_by_row(held, h, clamped=True)
     for name in ("experts_up", "experts_down"):
-        each = held[name].view(COUNT, -1)
+        each = held[f"{name}.weight"].view(COUNT, -1)
         each[[e for e in range(COUNT) if e not in chosen]] = torch.nan
     torch.testing.assert_close(layer(held)(h), wanted, atol=1e-4, rtol=1e-4)
 
@@ -80,11 +82,11 @@ def test_a_row_does_not_depend_on_where_others_are_sent() -> None:
     hidden, width = 2048, 768
     torch.manual_seed(0)
     held = {
-        "router": torch.zeros(2, hidden),
-        "experts_up": torch.randn(4 * width, hidden),
-        "experts_down": torch.randn(2 * hidden, width),
+        "router.weight": torch.zeros(2, hidden),
+        "experts_up.weight": torch.randn(4 * width, hidden),
+        "experts_down.weight": torch.randn(2 * hidden, width),
     }
-    held["router"][:, 0] = torch.tensor([-9.0, 9.0])
+    held["router.weight"][:, 0] = torch.tensor([-9.0, 9.0])
     of_two = ExpertsSpec(count=2, per_token=1, width=width, layers=(0,))
     layer = Experts(replace(SPEC, hidden_size=hidden, activation="silu"), of_two, held, TorchBackend())
     h = torch.randn(8, hidden)

@@ -24,7 +24,7 @@ small, model = sys.argv[1:]
 Engine.load(EngineConfig(model=small, dtype="float32"))  # what is imported, and what the library keeps
 before = memory("VmRSS")
 engine = Engine.load(EngineConfig(model=model, dtype="float32"))
-print(json.dumps([engine.runtime.decoder.num_bytes, memory("VmHWM") - before]))
+print(json.dumps([4 * engine.runtime.decoder.num_parameters, memory("VmHWM") - before]))
 """
 SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 44}
 

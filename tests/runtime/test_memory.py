@@ -194,9 +194,9 @@ def test_packs_that_do_not_fit_are_halved(engine: Engine, monkeypatch: pytest.Mo
 
 def test_weights_that_cannot_fit_are_told_before_they_are_read(engine: Engine) -> None:
     decoder = engine.model.decoder
-    check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), decoder.num_bytes)
+    check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), 4 * decoder.num_parameters)
     with pytest.raises(DeviceError, match=r"the weights take 0\.0 GiB in float32") as caught:
-        check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), decoder.num_bytes - 1)
+        check_room(engine.model.spec, torch.float32, torch.device("cuda:0"), 4 * decoder.num_parameters - 1)
     assert "parameters would fit" in str(caught.value.hint)
 
 

@@ -55,10 +55,6 @@ class GenericLayer(DecoderLayer):
             self.index, self.spec, self.kernels, self.module.in_float32(call), self.attention, self.rope
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self.module.num_bytes
-
     def _ordered(self, heads: Tensor, h: Tensor) -> Tensor:
         """Of the rows' dtype: some models keep a part of a layer in fp32."""
         heads = heads.to(h.dtype)
@@ -76,11 +72,11 @@ class GenericDecoder(Decoder):
         self.parts = Parts(model)
         self.device, self.dtype = self.parts.model.device, self.parts.model.dtype
         with torch.inference_mode():
-            found = measure(spec, self.parts)
-        self.spec, self.kernels = found.spec, kernels
-        self.rope = LayerRotations(found.spec, self.device)
-        each = zip(found.modules, found.attention, self.rope.of_layer, strict=True)
-        self.generic_layers = [GenericLayer(i, found.spec, kernels, *parts) for i, parts in enumerate(each)]
+            spec, modules, attention = measure(spec, self.parts)
+        self.spec, self.kernels = spec, kernels
+        self.rope = LayerRotations(spec, self.device)
+        each = zip(modules, attention, self.rope.of_layer, strict=True)
+        self.generic_layers = [GenericLayer(i, spec, kernels, *parts) for i, parts in enumerate(each)]
         self.layers = [*self.generic_layers]
         self.kv_scales: KVScales | None = None
         names = (name.rpartition(".")[2] for name, _ in self.parts.model.named_modules())
@@ -96,8 +92,8 @@ class GenericDecoder(Decoder):
         return self.parts.logits(delta).float()
 
     @property
-    def num_bytes(self) -> int:
-        return sum(p.numel() * p.itemsize for p in self.parts.model.parameters())
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parts.model.parameters())
 
 
 def load_generic(
@@ -152,18 +148,12 @@ def merge_adapter(model: Any, adapter: LoraAdapter) -> None:
     shared = head is not None and head.weight is model.get_input_embeddings().weight
     for name, delta in adapter.deltas.items():
         module = modules.get(name, modules.get(name.removeprefix("model.")))
+        if module is None:
+            raise adapter.misplaced(name, "which the model has not")
         if not isinstance(module, nn.Linear) or (module is head and shared):
-            what = (
-                "which the model has not" if module is None else "and that is no linear layer with weights of its own"
-            )
-            raise UsageError(f"the adapter {adapter.path} changes {name}, {what}", "use another adapter or model")
-        made, wanted = [delta.up.shape[0], delta.down.shape[1]], list(module.weight.shape)
-        if made != wanted:
-            raise UsageError(
-                f"the adapter {adapter.path} changes {name} as if it were {made}, and it is {wanted}",
-                "the adapter and the model do not belong together",
-            )
+            raise adapter.misplaced(name, "and that is no linear layer with weights of its own")
+        adapter.check_shape(name, module.weight.shape)
         with torch.no_grad():
-            for start in range(0, wanted[0], BLOCK):
+            for start in range(0, len(module.weight), BLOCK):
                 rows = module.weight[start : start + BLOCK]
                 rows.copy_(rows.float() + delta.rows(start, start + len(rows)))

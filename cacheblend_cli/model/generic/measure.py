@@ -21,15 +21,6 @@ TELLS_APART = 0.03  # of the largest entry: bf16 rounds to a tenth of it, and an
 
 
 @dataclass(frozen=True)
-class Measured:
-    """spec: with what was found. attention: of each layer."""
-
-    spec: ModelSpec
-    modules: list[GenericModule]
-    attention: list[AttentionParams]
-
-
-@dataclass(frozen=True)
 class _Probe:
     """What a layer projects at some positions, with RoPE and without."""
 
@@ -38,8 +29,9 @@ class _Probe:
     positions: Tensor
 
 
-def measure(spec: ModelSpec, parts: Parts) -> Measured:
-    """Raises UsageError, with the reason, for a model whose layers do anything else than ours could."""
+def measure(spec: ModelSpec, parts: Parts) -> tuple[ModelSpec, list[GenericModule], list[AttentionParams]]:
+    """The spec with what was found, and each layer with how it attends. Raises UsageError, with the reason, for a model whose
+    layers do anything else than ours could."""
     positions = probed_positions(spec, parts.model.device)
     embedded = parts.embed(torch.arange(len(positions), device=positions.device) % spec.vocab_size)
     calls = parts.calls(embedded, positions)
@@ -48,15 +40,11 @@ def measure(spec: ModelSpec, parts: Parts) -> Measured:
     windows = tuple(_window(parts, i, call, spec.max_context) for i, call in enumerate(calls))
     spec = replace(_with_heads(spec, parts, probes), sliding_windows=windows)
     turns = [list(_turns_of(spec, i, probe)) for i, probe in enumerate(probes)]
-    for layouts in ((True, False), (False, True)):  # halves, then neighbours
-        interleaved = layouts[1]
+    for interleaved in (False, True):  # halves, then neighbours
         if all(interleaved in found or None in found for found in turns):
             unrotated = tuple(i for i, found in enumerate(turns) if None in found)
-            return Measured(
-                replace(spec, interleaved=interleaved, unrotated=unrotated),
-                modules,
-                [_attention(spec, p.plain, w) for p, w in zip(probes, windows, strict=True)],
-            )
+            attention = [_attention(spec, p.plain, w) for p, w in zip(probes, windows, strict=True)]
+            return replace(spec, interleaved=interleaved, unrotated=unrotated), modules, attention
     raise parts.refused("its RoPE turns q and k in a way that is not known, or something follows it")
 
 

@@ -40,7 +40,17 @@ class Parts:
 
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """What goes into the first layer: [num_rows] int64 -> [num_rows, hidden_size]."""
-        return self._until_layers(input_ids=token_ids[None], position_ids=_row(positions))["hidden_states"][0]
+
+        def stop(call: Call) -> Tensor:
+            raise _Reached(call)
+
+        places = None if positions is None else positions[None]
+        try:
+            with self._edges(stop):
+                self._base(input_ids=token_ids[None], position_ids=places, use_cache=False)
+        except _Reached as reached:
+            return reached.call["hidden_states"][0]
+        raise self.refused("its layers are not called by its own forward pass")
 
     def calls(self, embedded: Tensor, positions: Tensor, implementation: str = NAME) -> list[Call]:
         """What each layer is called with at these positions [num_rows] int64, by parameter's name. embedded: [num_rows,
@@ -53,15 +63,14 @@ class Parts:
 
         with self.attention(implementation), self._edges(keep):
             ones = torch.ones(1, len(positions), dtype=torch.int64, device=positions.device)  # no packed sequences
-            self._base(inputs_embeds=embedded[None], position_ids=_row(positions), attention_mask=ones, use_cache=False)
+            self._base(inputs_embeds=embedded[None], position_ids=positions[None], attention_mask=ones, use_cache=False)
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What follows the last layer: [num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         with self._edges(lambda call: hidden[None]):
-            found: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
-        return found
+            return self.model(input_ids=ids, use_cache=False).logits[0]
 
     @contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
@@ -71,17 +80,6 @@ class Parts:
             yield
         finally:
             self.model.set_attn_implementation(NAME)
-
-    def _until_layers(self, **inputs: Any) -> Call:
-        def stop(call: Call) -> Tensor:
-            raise _Reached(call)
-
-        try:
-            with self._edges(stop):
-                self._base(**inputs, use_cache=False)
-        except _Reached as reached:
-            return reached.call
-        raise self.refused("its layers are not called by its own forward pass")
 
     @contextmanager
     def _edges(self, act: Callable[[Call], Tensor]) -> Iterator[None]:
@@ -103,15 +101,19 @@ class GenericModule:
 
     def project(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None = None) -> Projected:
         """q, k and v of the rows. turn: RoPE's cos and sin as the layer takes them [1, num_rows, ...]; None: K and q are
-        not rotated, for cos is 1 and sin 0."""
-        found = seam.project(lambda: self._run(hidden, turn))
-        if found.q.shape[0] != hidden.shape[0]:
-            raise ValueError("its attention has other rows than the layer")
-        return found
+        not rotated, for cos is 1 and sin 0. Raises LookupError if the layer calls no attention."""
+        try:
+            self._run(hidden, turn)
+        except seam.Stopped as stopped:
+            if stopped.projected.q.shape[0] != hidden.shape[0]:
+                raise ValueError("its attention has other rows than the layer") from None
+            return stopped.projected
+        raise LookupError
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The layer's output, where attention gave [num_rows, num_heads, head_dim]."""
-        return _rows(seam.finish(lambda: self._run(hidden, None), attended))
+        with seam.giving(attended):
+            return _rows(self._run(hidden, None))
 
     def whole(self, hidden: Tensor, call: Call) -> Tensor:
         """The layer as its model calls it, with its own attention."""
@@ -123,10 +125,6 @@ class GenericModule:
             return GenericModule(self.module, call)
         configs = {id(c): c for m in self.module.modules() if (c := getattr(m, "config", None)) is not None}
         return GenericModule(copy.deepcopy(self.module, configs).float(), call)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.itemsize for t in (*self.module.parameters(), *self.module.buffers()))
 
     def _run(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None) -> Any:
         if turn is None:
@@ -191,9 +189,4 @@ def _neutral(name: str, value: Any) -> Any:
 
 
 def _rows(output: Any) -> Tensor:
-    found: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
-    return found
-
-
-def _row(positions: Tensor | None) -> Tensor | None:
-    return None if positions is None else positions[None]
+    return (output[0] if isinstance(output, tuple) else output)[0]

@@ -6,7 +6,8 @@ masks from `_mask`, which makes none but keeps the rule by which keys are hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -69,20 +70,13 @@ class Stopped(Exception):
 _given: ContextVar[Tensor | None] = ContextVar("attention's output of the layer that is running", default=None)
 
 
-def project(call: Callable[[], Any]) -> Projected:
-    """What the layer that `call` runs gives attention. Raises LookupError if it calls none."""
-    try:
-        call()
-    except Stopped as stopped:
-        return stopped.projected
-    raise LookupError
-
-
-def finish(call: Callable[[], Any], attended: Tensor) -> Any:
-    """What the layer that `call` runs makes of attention's output [num_rows, num_heads, head_dim]."""
+@contextmanager
+def giving(attended: Tensor) -> Iterator[None]:
+    """Layers that run meanwhile get this from attention, [num_rows, num_heads, head_dim], and go on; else they end with
+    `Stopped`."""
     token = _given.set(attended)
     try:
-        return call()
+        yield
     finally:
         _given.reset(token)
 
