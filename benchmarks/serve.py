@@ -33,8 +33,9 @@ from prefill import hardware, write_checkpoint
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.runtime.config import AskOptions
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits
 from cacheblend_cli.runtime.request import resolve
-from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Limits, Service
+from cacheblend_cli.runtime.service import Service
 
 ROOT = Path(__file__).parent.parent
 WORDS = (

@@ -26,7 +26,8 @@ from prefill import hardware
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.errors import QueueFull
-from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Limits, Service, Text, Ticket
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
+from cacheblend_cli.runtime.service import Service
 
 POOL_TOKENS = 2500
 

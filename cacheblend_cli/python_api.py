@@ -16,11 +16,12 @@ from cacheblend_cli import api
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.search import Lookup, with_chunks
-from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Limits, Service, Text
+from cacheblend_cli.runtime.service import Service
 from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings, of_settings

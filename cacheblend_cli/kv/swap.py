@@ -29,7 +29,7 @@ def swap_out(sequence: PagedSequence) -> SwappedKV:
     Copies are queued on the stream that computes, so what is written to the blocks later comes after them."""
     pool = sequence.pool
     index, gone = upload(sequence.owned, pool.device), sequence.gone
-    parts = [_to_host(t.index_select(0, index)) for t in _bytes_of(pool)]
+    parts = [to_host(t.index_select(0, index)) for t in _bytes_of(pool)]
     sequence.release()
     return SwappedKV(parts, gone)
 
@@ -56,7 +56,8 @@ def _bytes_of(pool: KVPool) -> list[Tensor]:
     return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in pool.tensors]
 
 
-def _to_host(part: Tensor) -> Tensor:
+def to_host(part: Tensor) -> Tensor:
+    """A copy that is queued, in pinned memory; on a CPU the tensor itself."""
     if not part.is_cuda:
         return part
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)

@@ -92,20 +92,12 @@ class Risk:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Checks:
-    """What comparing an answer with a full prefill gave, where it was asked for, and how likely it differs from that."""
-
-    verification: Verification | None = None
-    confirmation: Confirmation | None = None
-    risk: Risk | None = None
-
-
 @dataclass
 class Answer:
-    """text is what was streamed of the answer; reasoning what stood between think tags before it. notes are messages for people; layers is the per-layer report; auto:
-    what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning of the prompt whose KV the
-    engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on, where they were asked for. chosen: positions of the prompt whose stored KV was computed again."""
+    """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for people.
+    layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning
+    of the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on,
+    where they were asked for. chosen: positions of the prompt whose stored KV was computed again."""
 
     text: str
     finish_reason: str

@@ -10,7 +10,7 @@ from cacheblend_kernels import KernelBackend
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.hot_blocks import Hit, HotBlocks, Origin
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.swap import SwappedKV, copy_of, swap_in, swap_out
+from cacheblend_cli.kv.swap import copy_of
 from cacheblend_cli.prompt.plan import PromptPlan
 
 
@@ -52,13 +52,13 @@ class BlockManager:
         size = self.pool.blocks_for
         if size(num_tokens + room) > self._total - self._reserve:
             return Allocation.NEVER
+        return Allocation.OK if self._taken(num_tokens + 1, found.hit) <= self._free else Allocation.LATER
+
+    @property
+    def _free(self) -> int:
+        """Blocks that may be taken: all, where nobody has any."""
         allocator = self.pool.allocator
-        reserve = self._reserve if allocator.num_used > self._in_use else 0
-        return (
-            Allocation.OK
-            if self._taken(num_tokens + 1, found.hit) <= allocator.num_free - reserve
-            else Allocation.LATER
-        )
+        return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
 
     def can_append(self, sequences: Collection[tuple[PagedSequence, int]]) -> bool:
         """Whether each of the (sequence, tokens it holds) can take one more token."""
@@ -117,21 +117,13 @@ class BlockManager:
         self.keep(copied, token_ids[:num_tokens], origin)
         copied.release()
 
-    def swap_out(self, sequence: PagedSequence) -> SwappedKV:
-        return swap_out(sequence)
-
     def num_unseen(self, kv_len: int) -> int:
         """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
         return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.pool.block_size
 
     def can_swap_in(self, num_tokens: int, gone: int = 0) -> bool:
         """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more."""
-        allocator = self.pool.allocator
-        reserve = self._reserve if allocator.num_used > self._in_use else 0
-        return self.pool.blocks_for(num_tokens + 1) - gone <= allocator.num_free - reserve
-
-    def swap_in(self, swapped: SwappedKV, room: int = 0) -> PagedSequence:
-        return swap_in(self.pool, swapped, room)
+        return self.pool.blocks_for(num_tokens + 1) - gone <= self._free
 
     def check_idle(self) -> None:
         """Nobody holds a block: free + hot + used = total, and used are the spare ones. Raises AssertionError: our own bug."""

@@ -11,8 +11,6 @@ from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estima
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import Combined, DraftAttention, QueryAttention
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.config import BlendConfig
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Request
 from cacheblend_cli.runtime.runtime import Runtime
@@ -31,16 +29,11 @@ class AutoReport:
 
     decision: Decision
     speeds: Speeds
+    work: Workload
     before_s: float
+    predicted_ttft_s: float
+    predicted_full_ttft_s: float
     ttft_s: float | None = None
-
-    @property
-    def predicted_ttft_s(self) -> float:
-        return self.before_s + self.decision.chosen.prefill_s + self.speeds.rest_s
-
-    @property
-    def predicted_full_ttft_s(self) -> float:
-        return self.before_s + self.decision.full.prefill_s + self.speeds.rest_s
 
     def to_dict(self) -> dict[str, Any]:
         d, speeds = self.decision, self.speeds
@@ -67,25 +60,6 @@ class AutoReport:
         }
 
 
-@dataclass(frozen=True)
-class Observed:
-    """A prefill that was done. chosen: tokens recomputed; rest_s: from its end to the first token, None when unknown."""
-
-    chosen: int
-    prefill_s: float
-    stall_s: float
-    kv_bytes: int
-    load_s: float
-    rest_s: float | None = None
-
-    @classmethod
-    def of_answer(cls, answer: Answer, before_s: float, device: str) -> Observed:
-        """before_s: of its TTFT, what came before the decision. On a GPU a prefill is done when its token is there."""
-        t, after = answer.timing, answer.timing.ttft_s - before_s
-        prefill_s, rest_s = (after, 0.0) if device == "cuda" else (t.prefill_s, max(0.0, after - t.prefill_s))
-        return cls(answer.recomputed_tokens, prefill_s, t.kv_load_stall_s, answer.kv_bytes_loaded, t.kv_load_s, rest_s)
-
-
 class Controller:
     """The speeds of one model on this machine for one codec. `ready` measures what is not known; say is told so."""
 
@@ -110,52 +84,71 @@ class Controller:
         if speeds != self._speeds:
             self._keep(speeds)
 
-    def decide(self, request: Request, before_s: float = 0.0) -> AutoReport:
-        """`ready` came before. request.blend.ratio is the floor."""
-        assert self._speeds is not None
-        work = workload(request)
-        return AutoReport(decide(self._speeds, work, request.blend.ratio), self._speeds, before_s)
+    def decide(self, request: Request, before_s: float) -> AutoReport:
+        """`ready` came before. request.blend.ratio is the floor; before_s: since the question is known."""
+        speeds, work = self._speeds, workload(request)
+        assert speeds is not None
+        decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
+        predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))
+        return AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
-    def learn(self, report: AutoReport, request: Request, seen: Observed) -> None:
-        """Compare what was predicted with what happened. request: as it was decided about.
+    def learn(self, report: AutoReport, done: Prefilled, prefill_s: float, rest_s: float | None = None) -> None:
+        """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when unknown.
 
         Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
         """
         assert self._speeds is not None
-        work = workload(request)
+        work, loader = report.work, done.loader
         if report.decision.mode == "full":
             predicted = estimate_full(report.speeds, work)
-        elif seen.kv_bytes == work.kv_bytes:
-            predicted = estimate(report.speeds, work, seen.chosen / work.inexact if work.inexact else 0.0)
+        elif loader.num_bytes == work.kv_bytes:
+            ratio = len(done.result.chosen) / work.inexact if work.inexact else 0.0
+            predicted = estimate(report.speeds, work, ratio)
         else:
             return
-        rest_s = self._speeds.rest_s if seen.rest_s is None else seen.rest_s
-        computed_s = seen.prefill_s - seen.stall_s
-        self._keep(learn(self._speeds, predicted.compute_s, computed_s, seen.kv_bytes, seen.load_s, rest_s))
+        rest_s = self._speeds.rest_s if rest_s is None else rest_s
+        computed_s = prefill_s - loader.stall_s
+        self._keep(learn(self._speeds, predicted.compute_s, computed_s, loader.num_bytes, loader.load_s, rest_s))
 
     def _keep(self, speeds: Speeds) -> None:
         self._speeds = speeds
         self._file.write(speeds)
 
 
-def decided(blend: BlendConfig, decision: Decision) -> BlendConfig:
-    """The blend as the controller wants it."""
-    return replace(blend, mode="full") if decision.mode == "full" else replace(blend, ratio=decision.ratio)
-
-
 def controller_of(runtime: Runtime, request: Request) -> Controller:
-    """The runtime's controller for the request's codec. Raises UsageError as `check_auto`."""
-    check_auto(request.blend)
+    """The runtime's controller for the request's codec."""
     codec = request.collection.codec
     if codec not in runtime.controllers:
         runtime.controllers[codec] = Controller(runtime, codec)
     return runtime.controllers[codec]
 
 
-def check_auto(blend: BlendConfig) -> None:
-    """Raises UsageError for a blend whose ratio is not one number."""
+def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
+    """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once, is no
+    part of an answer. Raises UsageError for a blend whose ratio is not one number."""
+    blend = request.blend
+    if blend.mode != "blend":
+        return request, None
     if blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
+    controller, resolved = controller_of(runtime, request), time.perf_counter()
+    controller.ready(request)
+    started = request.started + time.perf_counter() - resolved
+    report = controller.decide(request, time.perf_counter() - started)
+    if report.decision.mode == "full":
+        blend = replace(blend, mode="full")
+    else:
+        blend = replace(blend, ratio=report.decision.ratio)
+    return replace(request, blend=blend, started=started), report
+
+
+def learn_from(runtime: Runtime, report: AutoReport, done: Prefilled) -> None:
+    """What an answer teaches; the report has its ttft_s. On a GPU a prefill is done when its token is there."""
+    assert report.ttft_s is not None
+    after = report.ttft_s - report.before_s
+    on_gpu = runtime.decoder.device.type == "cuda"
+    prefill_s, rest_s = (after, 0.0) if on_gpu else (done.prefill_s, max(0.0, after - done.prefill_s))
+    controller_of(runtime, done.request).learn(report, done, prefill_s, rest_s)
 
 
 def workload(request: Request) -> Workload:
@@ -215,15 +208,12 @@ class AutoPrefill:
     reports: list[AutoReport] = field(default_factory=list)
 
     def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
-        controller = controller_of(runtime, request)
-        controller.ready(request)
-        report = controller.decide(request)
-        asked = replace(request, blend=decided(request.blend, report.decision))
+        asked, report = decided(runtime, replace(request, started=time.perf_counter()))
+        assert report is not None
         start = time.perf_counter()
         done = prefill(runtime, asked, room=room)
         int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
-        seconds, loader = time.perf_counter() - start, done.loader
-        seen = Observed(len(done.result.chosen), seconds, loader.stall_s, loader.num_bytes, loader.load_s)
-        controller.learn(report, request, seen)
+        seconds = time.perf_counter() - start
+        controller_of(runtime, request).learn(report, done, seconds)
         self.reports.append(replace(report, ttft_s=seconds))
         return done

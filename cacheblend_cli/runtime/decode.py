@@ -100,15 +100,15 @@ class GraphRunner:
             sequence.ensure(kv_len + room)
             sequence.make_writable(kv_len, kv_len + room, self._decoder.kernels)
         graph = self.graph(len(sequences), max(kv_lens) + room)
-        graph.buffers.fill([s.blocks for s in sequences], kv_lens)
+        graph.fill([s.blocks for s in sequences], kv_lens)
         self._current, self._num_seqs = graph, len(sequences)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         assert self._current is not None, "begin comes first"
-        self._current.buffers.tokens[: self._num_seqs].copy_(tokens)
+        self._current.tokens[: self._num_seqs].copy_(tokens)
         self._current.replay()
-        return self._current.buffers.logits[: self._num_seqs]
+        return self._current.logits[: self._num_seqs]
 
     @torch.inference_mode()
     def graph(self, num_seqs: int, kv_len: int) -> DecodeGraph:
@@ -126,64 +126,59 @@ class GraphRunner:
 
 
 class DecodeGraph:
-    """One captured step: `replay()` computes buffers.logits from buffers.tokens and advances the buffers by a token."""
-
-    def __init__(
-        self, decoder: Decoder, pool: KVPool, spare: int, num_seqs: int, max_kv_len: int, capture: CaptureGraph
-    ) -> None:
-        self._decoder, self._pool, self._max_kv_len = decoder, pool, max_kv_len
-        self._tables = decoder.rope.tables(max_kv_len)  # held: the graph reads these very tensors
-        width = pool.blocks_for(max_kv_len)
-        self.buffers = DecodeBuffers(num_seqs, width, spare, decoder.spec.vocab_size, decoder.device)
-        self.replay = capture(self._run)
-
-    def _run(self) -> None:
-        b, size = self.buffers, self._pool.block_size
-        block = b.block_table.gather(1, (b.positions // size)[:, None])[:, 0].long()
-        rows = Rows(
-            pool=self._pool,
-            positions=b.positions,
-            slots=block * size + b.positions % size,
-            rotations=rows_of_tables(self._tables, b.positions),
-            attention=AttentionMetadata(b.positions, b.cu_rows, b.block_table, b.kv_lens, max_kv_len=self._max_kv_len),
-            decode=True,
-        )
-        b.logits.copy_(forward(self._decoder, rows, b.tokens))
-        b.positions.add_(b.live)
-        b.kv_lens.add_(b.live)
-
-
-class DecodeBuffers:
-    """The static tensors of a graph of num_seqs rows.
+    """One captured step over static tensors of num_seqs rows: `replay()` computes logits from tokens, and moves on by a token.
 
     tokens, positions: [num_seqs] int64; kv_lens: [num_seqs] int32, always positions + 1; live: [num_seqs] int32, 1 for a
     sequence and 0 for a row that only fills the bucket, which stays at position 0 of the spare block; block_table:
     [num_seqs, max_blocks] int32; logits: fp32 [num_seqs, vocab_size].
     """
 
-    def __init__(self, num_seqs: int, max_blocks: int, spare: int, vocab_size: int, device: torch.device) -> None:
-        self._spare = spare
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, spare: int, num_seqs: int, max_kv_len: int, capture: CaptureGraph
+    ) -> None:
+        self._decoder, self._pool, self._spare, self._max_kv_len = decoder, pool, spare, max_kv_len
+        self._tables = decoder.rope.tables(max_kv_len)  # held: the graph reads these very tensors
+        device, max_blocks = decoder.device, pool.blocks_for(max_kv_len)
         self.tokens = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-        self.kv_lens = torch.ones(num_seqs, dtype=torch.int32, device=device)
-        self.live = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-        self.cu_rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.full((num_seqs, max_blocks), spare, dtype=torch.int32, device=device)
-        self.logits = torch.zeros(num_seqs, vocab_size, dtype=torch.float32, device=device)
+        self._positions = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        self._kv_lens = torch.ones(num_seqs, dtype=torch.int32, device=device)
+        self._live = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+        self._cu_rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        self._block_table = torch.full((num_seqs, max_blocks), spare, dtype=torch.int32, device=device)
+        self.logits = torch.zeros(num_seqs, decoder.spec.vocab_size, dtype=torch.float32, device=device)
+        self.replay = capture(self._run)
 
     def fill(self, blocks: Sequence[Sequence[int]], kv_lens: Sequence[int]) -> None:
         """Sequences with these blocks that hold kv_lens tokens: the next step is at position kv_len of each."""
-        num_seqs, max_blocks = self.block_table.shape
+        num_seqs, max_blocks = self._block_table.shape
         table = torch.full((num_seqs, max_blocks), self._spare, dtype=torch.int32)
         for i, own in enumerate(blocks):
             count = min(len(own), max_blocks)
             table[i, :count] = torch.tensor(own[:count], dtype=torch.int32)
         idle = [0] * (num_seqs - len(kv_lens))
         device = self.tokens.device
-        self.block_table.copy_(upload(table, device, torch.int32))
-        self.positions.copy_(upload([*kv_lens, *idle], device))
-        self.kv_lens.copy_(upload([*(n + 1 for n in kv_lens), *(1 for _ in idle)], device, torch.int32))
-        self.live.copy_(upload([*(1 for _ in kv_lens), *idle], device, torch.int32))
+        self._block_table.copy_(upload(table, device, torch.int32))
+        self._positions.copy_(upload([*kv_lens, *idle], device))
+        self._kv_lens.copy_(upload([*(n + 1 for n in kv_lens), *(1 for _ in idle)], device, torch.int32))
+        self._live.copy_(upload([*(1 for _ in kv_lens), *idle], device, torch.int32))
+
+    def _run(self) -> None:
+        positions, size = self._positions, self._pool.block_size
+        block = self._block_table.gather(1, (positions // size)[:, None])[:, 0].long()
+        attention = AttentionMetadata(
+            positions, self._cu_rows, self._block_table, self._kv_lens, max_kv_len=self._max_kv_len
+        )
+        rows = Rows(
+            pool=self._pool,
+            positions=positions,
+            slots=block * size + positions % size,
+            rotations=rows_of_tables(self._tables, positions),
+            attention=attention,
+            decode=True,
+        )
+        self.logits.copy_(forward(self._decoder, rows, self.tokens))
+        positions.add_(self._live)
+        self._kv_lens.add_(self._live)
 
 
 def bucket(count: int, least: int) -> int:

@@ -18,8 +18,8 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.swap import copy_of
 from cacheblend_cli.runtime.answer import Risk
-from cacheblend_cli.runtime.decode import DecodeRunner
 from cacheblend_cli.runtime.fidelity import teacher_forced
+from cacheblend_cli.runtime.generate import Passes
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Request, chunk_of
 from cacheblend_cli.runtime.risk import RiskFile, RiskFit, signals_of
@@ -76,34 +76,20 @@ def in_full(runtime: Runtime, done: Prefilled, said_ids: Sequence[int]) -> tuple
     return full.sequence, logits[-1]
 
 
-class GatedRunner:
-    """Decodes one answer under a gate. done: its prompt, into whose blocks the full prefill's KV goes."""
-
-    def __init__(self, runtime: Runtime, gate: Gate, done: Prefilled, runner: DecodeRunner) -> None:
-        self._runtime, self._gate, self._done, self._runner = runtime, gate, done, runner
-        self._said: list[int] = []
-
-    def first(self) -> Tensor:
-        """The logits after the prompt, fp32 [vocab_size]."""
-        return self._passed(self._done.logits)
-
-    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
-        self._runner.begin(sequences, kv_lens, room)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        self._said.append(int(tokens))
-        return self._passed(self._runner.step(tokens)[0])[None]
+def gated(runtime: Runtime, gate: Gate, done: Prefilled) -> Passes:
+    """Where a full prefill is to go on, its KV comes into the blocks of `done`, and the next token is drawn from its logits."""
 
     @torch.inference_mode()
-    def _passed(self, logits: Tensor) -> Tensor:
-        gate = self._gate
+    def passed(logits: Tensor, said_ids: Sequence[int]) -> Tensor:
         if gate.found.full_prefill_at is not None or not gate.too_risky(logits):
             return logits
         start = time.perf_counter()
-        sequence, exact = in_full(self._runtime, self._done, self._said)
+        sequence, exact = in_full(runtime, done, said_ids)
         try:
-            copy_of(sequence, self._done.sequence, self._done.plan.num_tokens + len(self._said))
+            copy_of(sequence, done.sequence, done.plan.num_tokens + len(said_ids))
         finally:
             sequence.release()
         gate.found = replace(gate.found, seconds=time.perf_counter() - start)
         return exact
+
+    return passed

@@ -11,10 +11,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.runtime.decode import DecodeRunner
-from cacheblend_cli.runtime.grammar import Grammar
+from cacheblend_cli.runtime.grammar import grammar_of
 from cacheblend_cli.runtime.prefill import Prefilled
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import Draw, Sampler, SamplingParams, TokenLogprob
@@ -68,6 +67,8 @@ class Listener:
 
 
 NOBODY = Listener()
+Passes = Callable[[Tensor, Sequence[int]], Tensor]
+"""Given a step's logits, fp32 [vocab_size], and the ids said so far: those to draw from, the same or others."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,14 @@ class Utterance:
     """One answer while it is made: what is drawn next, what of it is said, and when it ends.
 
     Tokens are drawn from logits, and looked at later: `draw`, then `hear` of what it gave, in that order. Where the model may
-    reason and params give that tokens of its own, the closing tag is said for the model once they are used up. Its pieces of
-    text never break a UTF-8 character and never hold a stop string or a part of one.
+    reason and params give that tokens of its own, the closing tag is said for the model once they are used up.
     """
 
     def __init__(
         self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
     ) -> None:
         self._params, self._listener = params, listener
-        self._grammar = _grammar(runtime, params)
+        self._grammar = grammar_of(runtime, params)
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         self._speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
@@ -175,18 +175,6 @@ class Utterance:
             self.out.reasoning_cut = True
 
 
-def _grammar(runtime: Runtime, params: SamplingParams) -> Grammar | None:
-    """The form that is asked for. Raises UsageError for one that cannot be followed."""
-    if params.json_schema is None and params.regex is None:
-        return None
-    if runtime.template.opens_reasoning:
-        raise UsageError(
-            f"{runtime.model.name} reasons before it answers, and that has no form",
-            "leave --json-schema and --regex out",
-        )
-    return runtime.grammars.of_params(params)
-
-
 def generate(
     runtime: Runtime,
     begin: Continuation,
@@ -195,23 +183,29 @@ def generate(
     *,
     runner: DecodeRunner | None = None,
     ahead: bool | None = None,
+    passes: Passes | None = None,
 ) -> Generation:
     """Decode until EOS, a stop string or max_tokens.
 
     ahead (default: on a GPU): from the first token on, a step is queued before the token before it is looked at, so the
-    device never waits for the host; the step after the last token is then computed for nothing, and not seen.
+    device never waits for the host; the step after the last token is then computed for nothing, and not seen. Not with
+    `passes`, which is to know what was said.
     """
     utterance = Utterance(runtime, params, begin.prompt_ids, listener)
     runner = runner or runtime.decode_runner(begin.sequence.pool)
-    ahead = begin.logits.is_cuda if ahead is None else ahead
-    newest = utterance.draw(begin.logits)
+    ahead = begin.logits.is_cuda and passes is None if ahead is None else ahead
+
+    def drawn(logits: Tensor) -> Draw:
+        return utterance.draw(logits if passes is None else passes(logits, utterance.out.token_ids))
+
+    newest = drawn(begin.logits)
     draws = deque([newest])  # drawn and not yet looked at
 
     def advance() -> None:
         nonlocal newest
         if utterance.num_drawn == 1:
             runner.begin([begin.sequence], [begin.kv_len], utterance.room - 1)
-        newest = utterance.draw(runner.step(newest.token)[0])
+        newest = drawn(runner.step(newest.token)[0])
         draws.append(newest)
 
     while True:

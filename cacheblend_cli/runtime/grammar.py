@@ -9,52 +9,13 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from cacheblend_cli.runtime.runtime import Runtime
     from cacheblend_cli.runtime.sampling import SamplingParams
-
-
-class Grammars:
-    """The grammars of a model's answers: what its tokens are is worked out once."""
-
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @classmethod
-    def of(cls, runtime: Runtime) -> Grammars:
-        """Raises UsageError where llguidance is not installed."""
-        try:
-            from llguidance import LLTokenizer
-        except ImportError as error:
-            raise UsageError("answers of a form need llguidance", "pip install 'cacheblend[grammar]'") from error
-        model = runtime.model
-        return cls(
-            LLTokenizer(model.tokenizer.to_json(), n_vocab=model.spec.vocab_size, eos_token=sorted(model.eos_ids))
-        )
-
-    def of_params(self, params: SamplingParams) -> Grammar | None:
-        """The one that is asked for. Raises UsageError, with what is wrong with it."""
-        from llguidance import LLMatcher
-
-        if params.json_schema is None and params.regex is None:
-            return None
-        if params.json_schema is not None:
-            try:
-                json.loads(params.json_schema)
-                grammar, name = LLMatcher.grammar_from_json_schema(params.json_schema), "JSON schema"
-            except ValueError as error:
-                raise UsageError(f"the JSON schema is not JSON: {error}", "see json-schema.org") from error
-        else:
-            assert params.regex is not None
-            grammar, name = LLMatcher.grammar_from_regex(params.regex), "regular expression"
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            first = matcher.get_error().strip().splitlines()[0]
-            raise UsageError(f"the {name} cannot be followed: {first}", "make it simpler")
-        return Grammar(matcher, self._tokenizer.vocab_size)
 
 
 class Grammar:
@@ -79,3 +40,40 @@ class Grammar:
 
     def take(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)
+
+
+def grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar | None:
+    """The form that is asked for. Raises UsageError for one that cannot be followed."""
+    if params.json_schema is None and params.regex is None:
+        return None
+    if runtime.template.opens_reasoning:
+        raise UsageError(
+            f"{runtime.model.name} reasons before it answers, and that has no form",
+            "leave --json-schema and --regex out",
+        )
+    tokenizer = runtime.form_tokenizer
+    from llguidance import LLMatcher
+
+    if params.json_schema is not None:
+        try:
+            json.loads(params.json_schema)
+            grammar, name = LLMatcher.grammar_from_json_schema(params.json_schema), "JSON schema"
+        except ValueError as error:
+            raise UsageError(f"the JSON schema is not JSON: {error}", "see json-schema.org") from error
+    else:
+        assert params.regex is not None
+        grammar, name = LLMatcher.grammar_from_regex(params.regex), "regular expression"
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        first = matcher.get_error().strip().splitlines()[0]
+        raise UsageError(f"the {name} cannot be followed: {first}", "make it simpler")
+    return Grammar(matcher, tokenizer.vocab_size)
+
+
+def form_tokenizer(model: LoadedModel) -> LLTokenizer:
+    """The model's tokens as llguidance knows them. Raises UsageError where it is not installed."""
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise UsageError("answers of a form need llguidance", "pip install 'cacheblend[grammar]'") from error
+    return LLTokenizer(model.tokenizer.to_json(), n_vocab=model.spec.vocab_size, eos_token=sorted(model.eos_ids))

@@ -13,6 +13,8 @@ from cacheblend_cli.runtime.config import AskOptions
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.sampling import TokenLogprob
 
+Early = Literal["cancelled", "deadline"]
+
 
 @dataclass(frozen=True)
 class Job(AskOptions):
@@ -65,7 +67,7 @@ class Done:
     said until then, and none where it had not begun. ended: why it ended early, None where it did not."""
 
     answers: list[Answer]
-    ended: Literal["cancelled", "deadline"] | None = None
+    ended: Early | None = None
 
 
 @dataclass(frozen=True)
@@ -81,40 +83,37 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(eq=False)
 class Ticket:
-    """A job that was taken. number: its place among all that ever were. submitted: time.monotonic()."""
+    """A job that was taken. number: its place among all that ever were. submitted: time.monotonic(). begun: it has left the
+    queue, if only for a while."""
 
     job: Job
     on_event: OnEvent
     number: int
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    begun: bool = False
 
     @property
-    def overdue(self) -> bool:
-        return self.job.deadline_s is not None and time.monotonic() - self.submitted >= self.job.deadline_s
-
-    @property
-    def ended(self) -> Literal["cancelled", "deadline"] | None:
+    def ended(self) -> Early | None:
         """Why it is to end, though it is not finished."""
-        return "cancelled" if self.cancelled else "deadline" if self.overdue else None
-
-    def __lt__(self, other: Ticket) -> bool:
-        return (self.job.priority, self.number) < (other.job.priority, other.number)
+        if self.cancelled:
+            return "cancelled"
+        limit_s = self.job.deadline_s
+        return "deadline" if limit_s is not None and time.monotonic() - self.submitted >= limit_s else None
 
 
 @dataclass(frozen=True)
 class Limits:
     """max_waiting: jobs in the queue before more are refused. max_sequences: answers that are made at once. max_rows: tokens
     of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
-    watermark: share of the pool that is kept free for answers that grow. hot: keep KV in the pool after its answer, for who
-    asks the like of it; hot_blended: blended KV too, though the tokens that were repaired were chosen for another question over
-    the same chunks. refine: compute the exact KV of what was blended while nobody asks."""
+    hot: keep KV in the pool after its answer, for who asks the like of it; hot_blended: blended KV too, though the tokens that
+    were repaired were chosen for another question over the same chunks. refine: compute the exact KV of what was blended while
+    nobody asks."""
 
     max_waiting: int = 256
     max_sequences: int = 16
     max_rows: int = 512
     pool_tokens: int | None = None
-    watermark: float = 0.02
     hot: bool = True
     hot_blended: bool = True
     refine: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,18 +35,28 @@ WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, a
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
 
 
-class Meter(Protocol):
-    """What a device says of its memory, in bytes."""
+class Meter:
+    """What a GPU says of its memory, in bytes: PyTorch's allocator of peaks, the driver of what is used."""
 
-    total: int
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = int(torch.cuda.mem_get_info(device)[1])
 
     def used(self) -> int:
         """Held by anybody: weights, other processes, the runtime."""
-        ...
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
 
     def peak(self, run: Callable[[], None]) -> int:
         """The most that `run` holds beyond what was held before it."""
-        ...
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device) - before)
 
 
 @dataclass(frozen=True)
@@ -76,15 +86,9 @@ def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = Non
     """Profile a prefill, take the pool and warm up over it. meter: of a GPU by default. Raises DeviceError when not even one
     block fits."""
     block_size = config.block_size
-    profile = measure(decoder, block_size, meter or CudaMeter(decoder.device))
-    num_blocks = blocks_that_fit(
-        profile,
-        config.gpu_memory_utilization,
-        bytes_per_token(decoder),
-        decoder.spec.max_context,
-        block_size,
-        at_once,
-    )
+    profile = measure(decoder, block_size, meter or Meter(decoder.device))
+    per_token, context = bytes_per_token(decoder), decoder.spec.max_context
+    num_blocks = blocks_that_fit(profile, config.gpu_memory_utilization, per_token, context, block_size, at_once)
     try:
         pool = KVPool.of(decoder, num_blocks, block_size)
     except torch.OutOfMemoryError as error:
@@ -133,13 +137,11 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
 def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
     """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
     longest = max(1, decoder.spec.max_context // 2)
-    sizes = sorted({min(n, longest) for n in PROFILE_ROWS}, reverse=True)
-    for num_rows in sizes[:-1]:
-        try:
-            return _measure(decoder, block_size, meter, num_rows)
-        except DeviceError:
-            continue
-    return _measure(decoder, block_size, meter, sizes[-1])
+    many, few = (min(n, longest) for n in PROFILE_ROWS)
+    try:
+        return _measure(decoder, block_size, meter, many)
+    except DeviceError:
+        return _measure(decoder, block_size, meter, few)
 
 
 def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> Profile:
@@ -203,28 +205,6 @@ def out_of_memory(
             "or lower --gpu-memory-utilization, which leaves more room beside the pool"
         )
     return DeviceError(f"{device} ran out of memory in a prefill of {num_tokens} tokens", hint)
-
-
-class CudaMeter:
-    """PyTorch's allocator for peaks, the driver for what is used."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.total = int(torch.cuda.mem_get_info(device)[1])
-
-    def used(self) -> int:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(total - free)
-
-    def peak(self, run: Callable[[], None]) -> int:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        run()
-        torch.cuda.synchronize(self._device)
-        return int(torch.cuda.max_memory_allocated(self._device) - before)
 
 
 @torch.inference_mode()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_cli.runtime.controller import controller_of, decided, kv_bytes
+from cacheblend_cli.runtime.controller import decided, kv_bytes
 from cacheblend_cli.runtime.request import Request
 from cacheblend_cli.runtime.runtime import Runtime
 
@@ -26,12 +26,7 @@ class AskPlan:
 
 def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
     """What running the request would do. Raises UsageError for what would be refused."""
-    report = None
-    if auto and request.blend.mode == "blend":
-        controller = controller_of(runtime, request)
-        controller.ready(request)
-        report = controller.decide(request)
-        request = replace(request, blend=decided(request.blend, report.decision))
+    request, report = decided(runtime, request) if auto else (request, None)
     prompt = request.plan
     runtime.check_length(prompt.num_tokens, runtime.room(request.sampling))
     request.blend.policy(runtime.model.spec.num_layers, request.lossless)
@@ -39,7 +34,6 @@ def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
         {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
         for s in prompt.chunks
     ]
-    told = report.to_dict() if report else None
     return AskPlan(
         prompt.num_tokens,
         prompt.cached_tokens,
@@ -47,6 +41,6 @@ def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
         prompt.fresh_tokens,
         kv_bytes(request),
         uses,
-        told,
+        report.to_dict() if report else None,
         request.notes,
     )

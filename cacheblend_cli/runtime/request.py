@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Request:
-    """A question over resolved chunks; it can be run under several settings (`replace(request, blend=...)`).
+    """A question over resolved chunks. It can be run under several settings (`replace(request, blend=...)`).
 
     store: where the chunks' KV is, None to compute everything. named: the keys the question came with. prefix_cached:
     the store has the prefix's KV. lossless: what is stored is what this run would compute. notes: messages for people,

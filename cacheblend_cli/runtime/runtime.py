@@ -17,6 +17,7 @@ from cacheblend_store.format.layouts import CODECS
 
 from cacheblend_cli.errors import PromptTooLong, UsageError
 from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.generic_check import check_once
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
 from cacheblend_cli.model.compute_dtype import product_speeds
@@ -32,12 +33,14 @@ from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
 from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.decode import DecodeRunner, EagerRunner
-from cacheblend_cli.runtime.grammar import Grammars
+from cacheblend_cli.runtime.grammar import form_tokenizer
 from cacheblend_cli.runtime.memory import DeviceMemory, reserve
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.speech import CLOSING_ROOM
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
     from cacheblend_cli.runtime.controller import Controller
 
 Say = Callable[[str], None]
@@ -107,10 +110,12 @@ class Runtime:
         pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
         return pool.new_sequence(num_tokens)
 
-    def decode_runner(self, pool: KVPool) -> DecodeRunner:
-        """What decodes sequences of that pool."""
+    def decode_runner(self, pool: KVPool, observer: Observer | None = None) -> DecodeRunner:
+        """What decodes sequences of that pool. observer: sees every step, where no graph is replayed."""
         memory = self.memory()
-        return memory.runner if memory is not None and memory.pool is pool else EagerRunner(self.decoder, pool)
+        if memory is not None and memory.pool is pool and not isinstance(memory.runner, EagerRunner):
+            return memory.runner
+        return EagerRunner(self.decoder, pool, observer)
 
     def template_of(self, wording: Wording | None) -> PromptTemplate:
         """The template so worded, None for the engine's own. Raises UsageError where the chat template cannot render it."""
@@ -124,9 +129,9 @@ class Runtime:
         return self._templates[key]
 
     @cached_property
-    def grammars(self) -> Grammars:
-        """What makes answers of a form. Raises UsageError where that is not installed."""
-        return Grammars.of(self)
+    def form_tokenizer(self) -> LLTokenizer:
+        """What answers of a form are made with: worked out once. Raises UsageError where that is not installed."""
+        return form_tokenizer(self.model)
 
     def collection(self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None) -> Collection:
         """What the keys of chunks are made of. kv_dtype, wording: None for the engine's."""

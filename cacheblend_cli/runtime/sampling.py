@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.swap import to_host
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.runtime.grammar import Grammar
 from cacheblend_cli.settings import Resolved, of_settings
@@ -100,7 +101,7 @@ class Draw:
 
     def __init__(self, token: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> None:
         self.token = token
-        self._parts = [None if t is None else _to_host(t) for t in (token, logprobs, ids)]
+        self._parts = [None if t is None else to_host(t) for t in (token, logprobs, ids)]
         self._ready: torch.cuda.Event | None = None
         if token.is_cuda:
             self._ready = torch.cuda.Event()
@@ -117,13 +118,6 @@ class Draw:
             return token_id, None
         own, *values = logprobs.tolist()
         return token_id, TokenLogprob(token_id, own, tuple(zip(ids.tolist(), values, strict=True)))
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Queue the copy to pinned memory; on CPU the tensor itself."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Sampler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,12 +10,13 @@ from enum import Enum
 from torch import Tensor
 
 from cacheblend_cli.kv.hot_blocks import Hit, Origin
-from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.swap import SwappedKV
-from cacheblend_cli.runtime.answer import Checks
-from cacheblend_cli.runtime.ask import Asking
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
+from cacheblend_cli.runtime.answer import Confirmation, Verification
 from cacheblend_cli.runtime.attention import AttentionShares
 from cacheblend_cli.runtime.block_manager import BlockManager, Found
+from cacheblend_cli.runtime.controller import AutoReport
 from cacheblend_cli.runtime.gate import Gate
 from cacheblend_cli.runtime.generate import Generation, Utterance
 from cacheblend_cli.runtime.jobs import Ticket
@@ -34,7 +36,7 @@ class Sequence:
     """One answer of a job. The first one prefills the prompt; the others begin as its copies.
 
     paged: its blocks while it runs; they hold kv_len tokens, all but the newest of what was drawn. swapped: its KV while
-    it is swapped, None where it is to be computed again. generation: what came of it, in the end. watch: sees what it attends to.
+    it is swapped. generation: what came of it, in the end. watch: sees what it attends to.
     """
 
     run: Run
@@ -47,9 +49,10 @@ class Sequence:
     generation: Generation | None = None
     watch: AttentionShares | None = None
 
-    def __lt__(self, other: Sequence) -> bool:
-        """Whether it comes first: by priority, then by arrival."""
-        return (self.run.ticket, self.index) < (other.run.ticket, other.index)
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """The lowest comes first: by priority, then by arrival."""
+        return self.run.ticket.job.priority, self.run.ticket.number, self.index
 
     @property
     def prefilling(self) -> bool:
@@ -66,34 +69,49 @@ class Sequence:
         """Blocks that it does not want back when it is swapped in."""
         return 0 if self.swapped is None else self.swapped.gone
 
+    def swap_out(self) -> None:
+        """Its KV leaves the pool for the host's memory, until it is swapped in."""
+        assert self.paged is not None
+        self.swapped, self.paged, self.status = swap_out(self.paged), None, Status.SWAPPED
+
+    def swap_in(self, pool: KVPool) -> None:
+        assert self.swapped is not None
+        self.paged = swap_in(pool, self.swapped, self.run.room)
+        self.swapped, self.status = None, Status.RUNNING
+
     def release(self) -> None:
         """Give its blocks back, and whatever else it holds."""
         if self.paged is not None:
             self.paged.release()
         self.paged, self.swapped = None, None
 
+    def finish(self) -> None:
+        self.release()
+        self.status = Status.FINISHED
+
 
 @dataclass(eq=False)
 class Run:
-    """A job and its answers. request: as it is run now; origin: how its KV comes to be. begun: it
-    has left the queue, if only for a while. prefilling: while its prompt is prefilled; done: afterwards. first_logits: those after the prompt, where they are to be verified. gate: watches over its
-    answer, where that is asked for."""
+    """A job and its answers. request: as it is run now; report: what the loading controller decided of it; origin: how its KV
+    comes to be. prefilling: while its prompt is prefilled; done: afterwards. first_logits: those after the prompt, where they
+    are to be verified. gate: watches over its answer, where that is asked for."""
 
     ticket: Ticket
-    asking: Asking
     request: Request
+    report: AutoReport | None
     room: int
-    origin: Origin
-    begun: bool = False
+    gate: Gate | None
+    origin: Origin = field(init=False)
     sequences: list[Sequence] = field(default_factory=list)
     prefilling: Prefilling | None = None
     done: Prefilled | None = None
     first_logits: Tensor | None = None
-    checks: Checks = field(default_factory=Checks)
-    gate: Gate | None = None
+    verification: Verification | None = None
+    confirmation: Confirmation | None = None
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self, 0))
+        self.origin = origin_of(self.request)
 
     def find(self, blocks: BlockManager) -> Found:
         """What of its prompt is hot: nothing, where what each token predicts is wanted."""
@@ -120,3 +138,24 @@ class Run:
         if self.prefilling is not None:
             self.prefilling.__exit__(None, None, None)
         self.prefilling = None
+
+    def start_again(self, bad: BadChunk | None = None) -> None:
+        """The prompt waits as it did at first, its bad chunk to be computed."""
+        if bad is not None:
+            self.request = self.request.without(bad.key, bad.reason)
+        self.stop_prefilling()
+        self.origin = origin_of(self.request)
+        self.sequences[0].release()
+        self.sequences[0].status = Status.WAITING
+
+
+def origin_of(request: Request) -> Origin:
+    """How the KV of a request's prompt comes to be. Exact KV of one tenant is the same whatever prompt it was computed for;
+    where the store has it in a codec that loses something, it is of that codec."""
+    plan = request.plan
+    codecs: list[str] = []
+    if not request.lossless:
+        codecs = sorted({s.codec or request.collection.codec for s in plan.segments if s.cached})
+    root = hashlib.blake2b(repr((request.collection.salt, codecs)).encode(), digest_size=16).digest()
+    chunks = [(s.key, s.status, s.codec) for s in plan.chunks]
+    return Origin(root, plan.exact_until, repr((request.blend, plan.segments[0].status, chunks)).encode())

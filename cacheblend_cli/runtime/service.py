@@ -14,28 +14,11 @@ from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.errors import QueueFull, UsageError
-from cacheblend_cli.runtime.jobs import (
-    Done,
-    Event,
-    Failed,
-    Job,
-    Limits,
-    OnEvent,
-    Reasoning,
-    ServiceStats,
-    Started,
-    Text,
-    Ticket,
-    Token,
-)
+from cacheblend_cli.errors import QueueFull
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, OnEvent, ServiceStats, Ticket
 from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.runtime.sequence import Status
 from cacheblend_cli.runtime.step import Stepper
-
-__all__ = [
-    "Done", "Event", "Failed", "Job", "Limits", "OnEvent", "QueueFull", "Reasoning", "Service", "ServiceStats", "Started",
-    "Text", "Ticket", "Token",
-]  # fmt: skip
 
 T = TypeVar("T")
 logger = logging.getLogger("cacheblend")
@@ -55,7 +38,6 @@ class Service:
         self._arrived = deque[Ticket]()
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
         self._live: set[Ticket] = set()
-        self._began: set[Ticket] = set()
         self._numbers = itertools.count()
         self._closing = False
         self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last jobs
@@ -65,17 +47,10 @@ class Service:
         self._thread.start()
 
     def submit(self, job: Job, on_event: OnEvent) -> Ticket:
-        """Queue the job. Raises QueueFull when too many wait or the service closes, UsageError where its answer alone can never
-        fit. What else makes a job impossible, as a prompt that is too long, it is told as soon as the engine looks at it."""
-        room = self._runtime.room(job.question.sampling)
-        if room >= self._runtime.context:
-            raise UsageError(
-                f"an answer of up to {room} tokens does not fit the context of {self._runtime.model.name}, which is "
-                f"{self._runtime.context}",
-                "ask with a smaller --max-tokens",
-            )
+        """Queue the job. Raises QueueFull when too many wait or the service closes. What makes a job impossible, as a prompt that
+        is too long, it is told as soon as the engine looks at it."""
         with self._changed:
-            waiting = len(self._live) - len(self._began)
+            waiting = self._num_waiting
             if self._closing or waiting >= self._limits.max_waiting:
                 raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
             ticket = Ticket(job, on_event, next(self._numbers))
@@ -101,7 +76,7 @@ class Service:
     def stats(self) -> ServiceStats:
         """As of the last step."""
         with self._changed:
-            return replace(self._stats, waiting=len(self._live) - len(self._began))
+            return replace(self._stats, waiting=self._num_waiting)
 
     def close(self, grace_s: float = 0.0) -> None:
         """Take no more jobs. What is there may finish for so long, and is cancelled then. Returns when the thread has ended."""
@@ -113,6 +88,10 @@ class Service:
             for ticket in self._live:
                 ticket.cancelled = True
         self._thread.join()
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(not ticket.begun for ticket in self._live)
 
     def _loop(self) -> None:
         while self._wait():
@@ -148,13 +127,10 @@ class Service:
         with self._changed:
             if isinstance(event, Done | Failed):
                 self._live.discard(ticket)
-                self._began.discard(ticket)
                 now = time.monotonic()
                 self._seconds.append(now - max(ticket.submitted, self._last_end))
                 self._last_end = now
                 self._stats = self._snapshot()
-            elif isinstance(event, Started):
-                self._began.add(ticket)
         try:
             ticket.on_event(event)
         except Exception:
@@ -165,9 +141,8 @@ class Service:
         scheduler, allocator = self._stepper.scheduler, self._stepper.blocks.pool.allocator
         return replace(
             self._stepper.counts,
-            waiting=len(self._live) - len(self._began),
-            running=len(scheduler.running),
-            swapped=len(scheduler.swapped),
+            running=len(scheduler.those(Status.RUNNING)),
+            swapped=len(scheduler.those(Status.SWAPPED)),
             blocks_free=allocator.num_free - allocator.num_hot,
             blocks_used=allocator.num_used,
             blocks_hot=allocator.num_hot,

@@ -73,8 +73,6 @@ class SpeedFile:
     def read(self) -> Speeds | None:
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
-            if data.pop("format") != FORMAT:
-                return None
             if data["bytes_per_s"] is None:  # JSON has no infinity
                 data["bytes_per_s"] = math.inf
             speeds = Speeds(**data)
@@ -83,7 +81,7 @@ class SpeedFile:
         return speeds if _makes_sense(speeds) else None
 
     def write(self, speeds: Speeds) -> None:
-        data = {"format": FORMAT, **asdict(speeds)}
+        data = asdict(speeds)
         if math.isinf(speeds.bytes_per_s):
             data["bytes_per_s"] = None
         with suppress(OSError):

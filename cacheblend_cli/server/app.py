@@ -21,8 +21,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from cacheblend_cli import __version__
+from cacheblend_cli.runtime.jobs import Done, Event, Started
 from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.service import Done, Event, Started
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, prepare, sampling_of
 from cacheblend_cli.server.bodies import Asked, ChatBody, CompletionBody, PutBody, SearchBody, parse

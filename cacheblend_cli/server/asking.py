@@ -16,12 +16,12 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
 from cacheblend_cli.runtime.config import BlendConfig
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Reasoning, Text
 from cacheblend_cli.runtime.plan import plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.search import Lookup, with_chunks
-from cacheblend_cli.runtime.service import Done, Event, Failed, Job, Reasoning, Text
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import Asked
 from cacheblend_cli.server.errors import ApiError, bad

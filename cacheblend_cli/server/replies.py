@@ -12,8 +12,8 @@ from typing import Any
 
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.runtime.answer import Answer, ChunkUse
+from cacheblend_cli.runtime.jobs import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.runtime.sampling import TokenLogprob
-from cacheblend_cli.runtime.service import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server.asking import Prepared, checked
 
 

@@ -22,8 +22,8 @@ from cacheblend_cli.corpus.search import look
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.inquiry import Inquiry, Manner, scope_of_wire, settings_of_wire
 from cacheblend_cli.runtime.answer import Answer
+from cacheblend_cli.runtime.jobs import Done, Reasoning, Text
 from cacheblend_cli.runtime.request import Question
-from cacheblend_cli.runtime.service import Done, Reasoning, Text
 from cacheblend_cli.server.asking import Asking
 from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.place import PROTOCOL

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.hot_blocks import Hit, Origin
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.swap import SwappedKV
+from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 from cacheblend_cli.runtime.block_manager import BlockManager, Found
 
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        held.swapped, held.paged = self.blocks.swap_out(held.paged), None
+        held.swapped, held.paged = swap_out(held.paged), None
 
     @precondition(lambda self: any(h.swapped for h in self.held))
     @rule(data=st.data())
@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
         if self.blocks.can_swap_in(len(held.ids), held.swapped.gone):
-            held.paged, held.swapped = self.blocks.swap_in(held.swapped), None
+            held.paged, held.swapped = swap_in(self.pool, held.swapped), None
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), finished=st.booleans())

@@ -11,6 +11,7 @@ from houses import WAIT_S, Bench, House, Listener, ids_of, open_house
 
 from cacheblend_cli.api import Answer, BlendConfig, Question
 from cacheblend_cli.runtime.jobs import Job, Limits
+from cacheblend_cli.runtime.sequence import Status
 from cacheblend_cli.runtime.service import Service
 
 REFINE = Limits(pool_tokens=4096, max_rows=40, refine=True)
@@ -90,7 +91,7 @@ def test_who_comes_waits_for_a_piece_at_most(house: House) -> None:
     other = replace(house.question("who keeps a parrot?"), keys=house.keys[::-1])
     listener, _ = bench.arrive(other)
     bench.step()
-    assert bench.stepper.scheduler.running  # its prompt is what the step was for
+    assert bench.stepper.scheduler.those(Status.RUNNING)  # its prompt is what the step was for
     bench.run()
     listener.done()
     assert bench.stepper.blocks.pool.allocator.num_hot > computed

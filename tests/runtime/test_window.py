@@ -10,6 +10,7 @@ from houses import Bench, House, ids_of, open_house
 
 from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.runtime.jobs import Limits
+from cacheblend_cli.runtime.sequence import Status
 
 WINDOW, SIZE = 24, 16
 LIMITS = Limits(pool_tokens=4096, hot=False)
@@ -27,7 +28,7 @@ def most_used(bench: Bench) -> int:
     most = 0
     while bench.stepper.busy:
         bench.step()
-        if all(not s.prefilling for s in bench.stepper.scheduler.running):
+        if all(not s.prefilling for s in bench.stepper.scheduler.those(Status.RUNNING)):
             most = max(most, bench.stepper.blocks.pool.allocator.num_used - 1)
     bench.stepper.blocks.check_idle()
     return most
@@ -54,17 +55,15 @@ def test_several_answers_each_leave_the_prompt_behind(house: House) -> None:
     assert ids_of(listener) == alone
 
 
-@pytest.mark.parametrize("swaps", [True, False])
-def test_preempted_behind_the_window(house: House, swaps: bool) -> None:
-    """Swapped out are the blocks that are left; computed again is all."""
+def test_preempted_behind_the_window(house: House) -> None:
+    """Swapped out are the blocks that are left."""
     bench = Bench(house, LIMITS)
     questions = [house.question(text, max_tokens=70) for text in ("where does Mara work?", "who?", "what is it about?")]
     listeners = [bench.arrive(question)[0] for question in questions]
     preempted = 0
     while bench.stepper.busy:
-        bench.stepper._swap_bytes_per_s = 1e15 if swaps else 1.0
-        running = [s for s in bench.stepper.scheduler.running if s.paged is not None and s.paged.gone]
-        if running and preempted < 5 and not bench.stepper.scheduler.swapped:
+        running = [s for s in bench.stepper.scheduler.those(Status.RUNNING) if s.paged is not None and s.paged.gone]
+        if running and preempted < 5 and not bench.stepper.scheduler.those(Status.SWAPPED):
             preempted += 1
             bench.stepper.scheduler.preempt(running[-1])
         bench.step()

@@ -89,8 +89,8 @@ class Bench:
     def step(self) -> None:
         self.stepper.step()
         scheduler = self.stepper.scheduler
-        assert len(scheduler.running) + len(scheduler.swapped) <= scheduler.max_sequences
-        self.seen |= {s.status for place in (scheduler.waiting, scheduler.running, scheduler.swapped) for s in place}
+        assert len(scheduler.those(Status.RUNNING)) + len(scheduler.those(Status.SWAPPED)) <= scheduler.max_sequences
+        self.seen |= {s.status for run in scheduler.runs for s in run.sequences}
         self.stepper.blocks.pool.allocator.check_integrity()
 
     def run(self) -> None:
