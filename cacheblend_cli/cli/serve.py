@@ -86,7 +86,7 @@ def serve(
     from cacheblend_cli.runtime.service import Limits, Service
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.guard import LOOPBACK
-    from cacheblend_cli.server.host import Host, public_name
+    from cacheblend_cli.server.host import Host
     from cacheblend_cli.server.place import make_folder, socket_of
     from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
     from cacheblend_cli.server.warm import WarmSocket
@@ -104,12 +104,12 @@ def serve(
         sampling = as_the_model(sampling, resolved, engine.model)
         service = Service(engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine))
         try:
+            names = LOOPBACK if keyring.is_open and unix_socket is None else None
             serving_host = Host(
-                service, store, settings, sampling, engine.config, public_name(engine.runtime), engine.runtime.context, keyring,
-                names=LOOPBACK if keyring.is_open and unix_socket is None else None, max_body=max_body << 20,
-            )  # fmt: skip
+                service, store, settings, sampling, engine.runtime, keyring, names, max_body=max_body << 20
+            )
             serving = Serving(
-                make_app(serving_host, engine.runtime),
+                make_app(serving_host),
                 serving_host,
                 WarmSocket(serving_host, warm_socket, warm, url),
                 grace_s=grace,

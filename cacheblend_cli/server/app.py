@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,17 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cacheblend_cli import __version__
-from cacheblend_cli.runtime.jobs import Done, Event, Started
+from cacheblend_cli.runtime.jobs import Done, Event
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.server import documents
-from cacheblend_cli.server.asking import Asking, Prepared, Wanted, prepare, sampling_of
+from cacheblend_cli.server.asking import Asking, Prepared, Wanted, first_of, prepare, sampling_of
 from cacheblend_cli.server.bodies import Asked, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error, bad
-from cacheblend_cli.server.finding import find
 from cacheblend_cli.server.guard import Guard
 from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.replies import Reply
@@ -42,13 +41,13 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(host: Host, runtime: Runtime) -> Starlette:
-    """runtime: of the service; only what never changes of it is read here."""
+def make_app(host: Host) -> Starlette:
+    """The server's routes, behind its guard."""
 
-    def route(method: str, path: str, answer: Callable[[Request, Host, Runtime], Awaitable[Response]]) -> Route:
+    def route(method: str, path: str, answer: Callable[[Request, Host], Awaitable[Response]]) -> Route:
         async def guarded(request: Request) -> Response:
             try:
-                return await answer(request, host, runtime)
+                return await answer(request, host)
             except Exception as error:
                 return _told(_logged(error))
 
@@ -75,9 +74,9 @@ def make_app(host: Host, runtime: Runtime) -> Starlette:
     )
 
 
-async def _models(request: Request, host: Host, _: Runtime) -> Response:
+async def _models(request: Request, host: Host) -> Response:
     own = {
-        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.context,
+        "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.runtime.context,
     }  # fmt: skip
     name = request.path_params.get("name")
     if name not in (None, host.model):
@@ -85,19 +84,19 @@ async def _models(request: Request, host: Host, _: Runtime) -> Response:
     return JSONResponse({"object": "list", "data": [own]} if name is None else own)
 
 
-async def _health(_: Request, host: Host, __: Runtime) -> Response:
+async def _health(_: Request, host: Host) -> Response:
     return JSONResponse({"status": "ok", "version": __version__})
 
 
-async def _ready(_: Request, host: Host, __: Runtime) -> Response:
+async def _ready(_: Request, host: Host) -> Response:
     return JSONResponse({"status": "stopping" if host.draining else "ready"}, 503 if host.draining else 200)
 
 
-async def _metrics(_: Request, host: Host, __: Runtime) -> Response:
+async def _metrics(_: Request, host: Host) -> Response:
     return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _page(request: Request, _: Host, __: Runtime) -> Response:
+async def _page(request: Request, _: Host) -> Response:
     kind = request.path_params.get("kind")
     if kind not in (None, "css", "js"):
         raise ApiError(404, "no such route")
@@ -105,16 +104,16 @@ async def _page(request: Request, _: Host, __: Runtime) -> Response:
     return FileResponse(Path(__file__).parent / "page" / name, headers=_PAGE_HEADERS)
 
 
-async def _chat(request: Request, host: Host, runtime: Runtime) -> Response:
+async def _chat(request: Request, host: Host) -> Response:
     body = parse(ChatBody, await _json(request))
     _check_model(host, body)
     said = read_messages(body.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     wanted = Wanted(body, _tenant(request), said.question, sampling, said.history, said.system)
-    return await _answered(request, host, _reply(host, runtime, body, chat=True), [wanted])
+    return await _answered(request, host, _reply(host, body, chat=True), [wanted])
 
 
-async def _complete(request: Request, host: Host, runtime: Runtime) -> Response:
+async def _complete(request: Request, host: Host) -> Response:
     body = parse(CompletionBody, await _json(request))
     _check_model(host, body)
     if body.stream and (body.echo or len(body.prompts) > 1):
@@ -129,13 +128,15 @@ async def _complete(request: Request, host: Host, runtime: Runtime) -> Response:
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     wanted = [Wanted(body, _tenant(request), text, sampling, raw=True) for text in body.prompts]
-    return await _answered(request, host, _reply(host, runtime, body, chat=False), wanted)
+    return await _answered(request, host, _reply(host, body, chat=False), wanted)
 
 
-def _reply(host: Host, runtime: Runtime, body: Asked, *, chat: bool) -> Reply:
+def _reply(host: Host, body: Asked, *, chat: bool) -> Reply:
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    reply = Reply.of(chat, host.model, runtime.model.tokenizer, usage=usage, explain=body.explain)
-    return replace(reply, echo=body.echo, silent=body.max_tokens == 0) if isinstance(body, CompletionBody) else reply
+    echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
+    return Reply(
+        chat, host.model, host.runtime.model.tokenizer, usage=usage, explain=body.explain, echo=echo, silent=silent
+    )
 
 
 async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wanted]) -> Response:
@@ -143,27 +144,16 @@ async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wan
     if not wanted[0].body.stream:
         ends = await _unless_left(request, _ends(host, prepared))
         return JSONResponse(reply.whole(ends, prepared))
-    stack = AsyncExitStack()
-    asking = await stack.enter_async_context(Asking(host, prepared[0].job))
-    try:
-        first = await _unless_left(request, _first(asking))  # what is refused has a status of its own
-    except BaseException:
-        await stack.aclose()
-        raise
-    return EventStream(_written(reply, _from(first, asking), prepared[0]), stack, host)
+    with ExitStack() as stack:
+        asking = stack.enter_context(Asking(host, prepared[0].job))
+        first = await _unless_left(request, asking.next())  # what is refused has a status of its own
+        return EventStream(_written(reply, _from(first, asking), prepared[0]), stack.pop_all())
 
 
 async def _ends(host: Host, prepared: list[Prepared]) -> list[Done]:
-    async with AsyncExitStack() as stack:
-        askings = [await stack.enter_async_context(Asking(host, one.job)) for one in prepared]
+    with ExitStack() as stack:
+        askings = [stack.enter_context(Asking(host, one.job)) for one in prepared]
         return [await asking.done() for asking in askings]
-
-
-async def _first(asking: Asking) -> Event:
-    """The first event that says something."""
-    while isinstance(event := await asking.next(), Started):
-        pass
-    return event
 
 
 async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
@@ -186,31 +176,22 @@ def _event(record: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(record, ensure_ascii=False)}\n\n".encode()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends pieces as they come. A client that leaves ends it, and what `stack` holds is given back in any case."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, pieces: AsyncIterator[bytes], stack: AsyncExitStack, host: Host) -> None:
-        self.status_code, self.background, self.body = 200, None, b""
-        self._pieces, self._stack = pieces, stack
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
+    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(pieces, headers=headers, media_type="text/event-stream")
+        self._stack = stack
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def send_all() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-
-        async with self._stack:
-            await _first_of(send_all(), _left(receive))
+        with self._stack:
+            await first_of(self.stream_response(send), _left(receive))
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
-    done = await _first_of(work, _left(request.receive))
+    done = await first_of(work, _left(request.receive))
     if done is None:
         raise ApiError(499, "the client has left")
     return done
@@ -222,26 +203,13 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-async def _first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, None]) -> T | None:
-    """The work's result, None when the other was faster; the slower one is cancelled."""
-    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-
-
-async def _search(request: Request, host: Host, _: Runtime) -> Response:
+async def _search(request: Request, host: Host) -> Response:
     body = parse(SearchBody, await _json(request))
-    hits = await in_engine(host, lambda runtime: find(runtime, host, body.query, body.k, _tenant(request)))
+    hits = await in_engine(host, lambda runtime: documents.find(runtime, host, body.query, body.k, _tenant(request)))
     return JSONResponse({"object": "list", "data": hits})
 
 
-async def _put(request: Request, host: Host, _: Runtime) -> Response:
+async def _put(request: Request, host: Host) -> Response:
     body, document_id = parse(PutBody, await _json(request)), request.path_params["id"]
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad("the id of a document is 1 to 256 printable characters", "id")
@@ -261,13 +229,13 @@ async def _put(request: Request, host: Host, _: Runtime) -> Response:
     return JSONResponse(record, 201 if putting.is_new else 200)
 
 
-async def _list(request: Request, host: Host, _: Runtime) -> Response:
+async def _list(request: Request, host: Host) -> Response:
     tenant = _tenant(request)
     data = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
     return JSONResponse({"object": "list", "data": data})
 
 
-async def _delete(request: Request, host: Host, _: Runtime) -> Response:
+async def _delete(request: Request, host: Host) -> Response:
     document_id = request.path_params["id"]
     if not await run_in_threadpool(documents.delete, host.store, _tenant(request), document_id):
         raise ApiError(404, f"no document {document_id[:80]!r}", code="document_not_found")
@@ -307,12 +275,8 @@ async def _json(request: Request) -> Any:
 
 def _check_model(host: Host, body: Asked) -> None:
     if body.model not in (None, "", host.model, "cacheblend"):
-        raise ApiError(
-            404,
-            f"the model {body.model[:80]!r} is not here; this server has {host.model}",
-            param="model",
-            code="model_not_found",
-        )
+        told = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
+        raise ApiError(404, told, param="model", code="model_not_found")
 
 
 def _tenant(request: Request) -> Tenant:

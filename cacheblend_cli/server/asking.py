@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from cacheblend_store import AmbiguousId, ChunkManifest, ChunkNotFound
 
@@ -16,8 +17,8 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
 from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Reasoning, Text
-from cacheblend_cli.runtime.plan import plan
+from cacheblend_cli.runtime.controller import decided
+from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Reasoning, Started, Text
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
@@ -29,6 +30,7 @@ from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings
 
+T = TypeVar("T")
 _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
     "ignore_eos", "regex",
@@ -105,11 +107,11 @@ def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
 
 
 def _estimate(runtime: Runtime, host: Host, job: Job) -> float | None:
-    """By what this machine was measured to do, once; None where the question reuses nothing."""
-    if job.question.blend.mode != "blend":
+    """By what this machine was measured to do, once; None where the question reuses nothing, or has several check layers."""
+    if job.question.blend.checks:
         return None
-    told = plan(runtime, resolve(runtime, host.store, job.question), auto=True).auto
-    return None if told is None else float(told["predicted_full_ttft_s"])
+    _, report = decided(runtime, resolve(runtime, host.store, job.question))
+    return None if report is None else report.predicted_full_ttft_s
 
 
 def _blending(settings: Settings, body: Asked) -> Settings:
@@ -176,7 +178,8 @@ def _origin(host: Host, key: bytes) -> Origin:
 
 
 class Asking:
-    """A job of the service, whose events are read in an event loop. Leaving it before the end cancels the job."""
+    """A job of the service, whose events are read in an event loop, from the first piece on. Leaving it before the end cancels
+    the job."""
 
     def __init__(self, host: Host, job: Job) -> None:
         """Raises QueueFull, UsageError."""
@@ -184,15 +187,16 @@ class Asking:
         self._host, self._queue, self._started, self._said = host, queue, time.perf_counter(), False
 
         def tell(event: Event) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+            if not isinstance(event, Started):
+                loop.call_soon_threadsafe(queue.put_nowait, event)
 
         self._ticket = host.service.submit(job, tell)
         self._ended = False
 
-    async def __aenter__(self) -> Asking:
+    def __enter__(self) -> Asking:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._ended:
             self._host.service.cancel(self._ticket)
 
@@ -245,3 +249,16 @@ def sampling_of(base: SamplingParams, body: Asked, max_tokens: int | None, logpr
         **{name: getattr(body, name) for name in _SAMPLED},
     }
     return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+async def first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, object]) -> T | None:
+    """The work's result, None when the other was faster; the slower one is cancelled."""
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore, DocumentRecord
 
@@ -16,13 +16,18 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import cut
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.search import how_of, search
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
+from cacheblend_cli.runtime.request import chunk_of
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings, of_settings
+
+if TYPE_CHECKING:
+    from cacheblend_cli.server.host import Host
 
 _SLICE = 8  # chunks that are collected before others are asked again
 
@@ -132,3 +137,24 @@ def public_id(name: str) -> str:
 def public_title(name: str) -> str:
     """The id, or a file's name without its folders."""
     return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
+
+
+def find(runtime: Runtime, host: Host, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
+    """The best chunks of the tenant's, as they are told on the wire; in the engine's thread."""
+    runtime.take_date(host.store, tenant.salt)
+    collections = [collection.id for collection in runtime.collections(tenant.salt)]
+    found = []
+    for hit in search(host.store, query, k, collections, how=how_of(host.settings)):
+        manifest = chunk_of(host.store, hit.key)
+        found.append(
+            {
+                "id": hit.id,
+                "document": public_id(hit.source),
+                "title": public_title(hit.source),
+                "index": hit.index,
+                "score": round(hit.score, 4),
+                "snippet": hit.snippet,
+                "text": manifest.text if manifest else "",
+            }
+        )
+    return found

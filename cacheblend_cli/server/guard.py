@@ -62,11 +62,8 @@ class Guard:
         """Raises ApiError."""
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         name = _without_port(headers.get("host", ""))
-        if (
-            self._host.names is not None
-            and scope.get("server", (None, None))[1] is not None
-            and name not in self._host.names
-        ):
+        names, has_port = self._host.names, scope.get("server", (None, None))[1] is not None
+        if names is not None and has_port and name not in names:
             raise ApiError(403, f"this server is not asked under the name {name[:80]!r}", code="host_refused")
         if scope["path"].startswith("/v1/"):
             tenant = self._host.keyring.tenant_of(headers.get("authorization"))

@@ -8,7 +8,6 @@ from pathlib import PurePath
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.runtime.config import EngineConfig
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
 from cacheblend_cli.runtime.service import Service
@@ -19,16 +18,15 @@ from cacheblend_cli.settings import Settings
 
 @dataclass
 class Host:
-    """Lives as long as the server. sampling: what a request that says nothing gets. names: host names that a browser may ask
+    """Lives as long as the server. sampling: what a request that says nothing gets. runtime: of the service;
+    outside its thread only what never changes of it is read. names: host names that a browser may ask
     under, None for all. max_body: bytes of a request."""
 
     service: Service
     store: ChunkStore
     settings: Settings
     sampling: SamplingParams
-    config: EngineConfig
-    model: str
-    context: int
+    runtime: Runtime
     keyring: Keyring
     names: frozenset[str] | None = None
     max_body: int = 32 << 20
@@ -40,6 +38,12 @@ class Host:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.service.stats)
+
+    @property
+    def model(self) -> str:
+        """What the model is called on the wire, where paths are not told."""
+        name = self.runtime.model.name
+        return PurePath(name).name or name
 
     @property
     def idle_s(self) -> float:
@@ -54,8 +58,3 @@ class Host:
     def __exit__(self, *_: object) -> None:
         self._active -= 1
         self._last_use = time.monotonic()
-
-
-def public_name(runtime: Runtime) -> str:
-    """What the model is called on the wire, where paths are not told."""
-    return PurePath(runtime.model.name).name or runtime.model.name

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -29,13 +29,8 @@ class Reply:
     explain: bool = False
     echo: bool = False
     silent: bool = False
-    id: str = ""
-    created: int = 0
-
-    @classmethod
-    def of(cls, chat: bool, model: str, tokenizer: Tokenizer, *, usage: bool = False, explain: bool = False) -> Reply:
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return cls(chat, model, tokenizer, usage, explain, id=name, created=int(time.time()))
+    number: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
         """One object. ends: of every prompt, with what was prepared for it."""
@@ -131,7 +126,8 @@ class Reply:
         return pieces
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}"
+        return {"id": name, "object": kind, "created": self.created, "model": self.model}
 
     @property
     def _streamed(self) -> str:

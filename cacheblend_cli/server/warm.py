@@ -7,8 +7,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from socket import socket
@@ -24,18 +23,11 @@ from cacheblend_cli.inquiry import Inquiry, Manner, scope_of_wire, settings_of_w
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.jobs import Done, Reasoning, Text
 from cacheblend_cli.runtime.request import Question
-from cacheblend_cli.server.asking import Asking
+from cacheblend_cli.server.asking import Asking, first_of
 from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.place import PROTOCOL
 
 _LINE = 64 << 20  # bytes of a request at most
-_LEFT_OUT = (
-    "prompt_ids",
-    "generated_ids",
-    "logprobs",
-    "prompt_logprobs",
-    "chosen",
-)  # of what is shown; the record has them where they are asked for
 T = TypeVar("T")
 Request = dict[str, Any]
 Tell = Callable[[dict[str, Any]], Awaitable[None]]
@@ -85,15 +77,7 @@ class WarmSocket:
             writer.write(json.dumps(event).encode() + b"\n")
             await writer.drain()
 
-        work = asyncio.create_task(self._do(request, tell))
-        left = asyncio.create_task(reader.read(1))  # a client says nothing more: it leaves, or waits
-        try:
-            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            left.cancel()
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
+        await first_of(self._do(request, tell), reader.read(1))  # a client says nothing more: it leaves, or waits
 
     async def _do(self, request: Request, tell: Tell) -> None:
         try:
@@ -127,7 +111,7 @@ class WarmSocket:
     async def _ask(self, request: Request, tell: Tell) -> None:
         inquiry = Inquiry.of_wire(request)
         job = await self._in_engine(lambda engine: engine.job(self._host.store, inquiry))
-        async with Asking(self._host, job) as asking:
+        with Asking(self._host, job) as asking:
             async for event in asking.events():
                 if isinstance(event, Text):
                     await tell({"event": "text", "text": event.text})
@@ -172,16 +156,14 @@ class WarmSocket:
 
 
 def shown(answer: Answer) -> dict[str, Any]:
-    """What of an answer is shown to people."""
-    return {f.name: plain(getattr(answer, f.name)) for f in fields(answer) if f.name not in _LEFT_OUT}
+    """What of an answer is shown to people; its record has the rest, where that is asked for."""
+    return plain(replace(answer, prompt_ids=[], generated_ids=[], logprobs=[], prompt_logprobs=[], chosen=[]))
 
 
-def plain(value: Any) -> Any:
-    """As JSON has it; of an enumeration its name."""
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return {"name": value.name}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+def plain(record: Any) -> dict[str, Any]:
+    """A dataclass as JSON has it; of an enumeration its name."""
+
+    def named(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: {"name": value.name} if isinstance(value, Enum) else value for name, value in items}
+
+    return asdict(record, dict_factory=named)

@@ -83,23 +83,12 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         service = Service(engine.runtime, store, limits)
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
-        host = Host(
-            service,
-            store,
-            settings,
-            sampling,
-            engine.config,
-            "tiny",
-            engine.runtime.context,
-            keyring,
-            names=names,
-            **of_host,
-        )
+        host = Host(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
         tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), tmp_path / f"http{number}.sock"
         make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
         serving = Serving(
-            make_app(host, engine.runtime),
+            make_app(host),
             host,
             WarmSocket(host, bind_unix(warm_path), warm_path, url),
             grace_s=5,

@@ -65,6 +65,9 @@ def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
     assert [line for line in warm.err.splitlines() if "searching" in line] == [
         line for line in cold.err.splitlines() if "searching" in line
     ]
+    auto = cli(*ASK, "--ratio", "auto", "--explain")
+    assert (auto.code, " predicted)" in auto.err, "auto: predicted first token" in auto.err) == (0, True, True)
+    assert "by the engine" in auto.err
     other = cli(*ASK, "--system", "Be kind.", "--chunks", "")
     assert "by the engine" not in other.last  # that engine has another prompt
 
