@@ -1,7 +1,6 @@
 """The torch backend: any device, the reference of the others, and what the CPU runs on.
 
-The pool of a single request is contiguous, so keys are attended over as a view and nothing is copied. Rows are
-taken in tiles, each against the keys up to its last position: no N x N mask is ever made.
+The pool of a single request is contiguous: its keys are a view of it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from cacheblend_kernels.interface import (
     Slots,
     StoredKV,
 )
+from cacheblend_kernels.torch_attention import decode_attention, prefill_attention
 
-FEW_ROWS = (
-    64  # of 16-bit q for each KV head, as decoding has: SDPA then takes two to four times as long as plain products
-)
-TILE_ROWS = 64  # measured on 2 CPU cores: 32 to 128 are within 10 % of each other
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,34 +38,21 @@ class TorchBackend(KernelBackend):
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = torch.empty_like(q)
-        cu_rows, kv_lens = meta.cu_rows.tolist(), meta.kv_lens.tolist()
-        from_zero = meta.dense and params.plain
-        for seq in range(meta.num_seqs):
+        cu_rows = meta.cu_rows.tolist()
+        for seq, kv_len in enumerate(meta.kv_lens.tolist()):
             rows = slice(cu_rows[seq], cu_rows[seq + 1])
-            if rows.start == rows.stop:
-                continue
-            k, v = _keys_of(cache, meta, seq, kv_lens[seq], q.dtype)
-            positions = meta.positions[rows]
-            if from_zero and int(positions[0]) == 0:
-                n = rows.stop - rows.start
-                out[rows] = _full_causal(q[rows], k[:n], v[:n], params.scale)
-            else:
-                _scattered(q[rows], k, v, positions, params, out[rows])
+            if rows.start != rows.stop:
+                k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
+                out[rows] = prefill_attention(q[rows], k, v, meta.positions[rows], params)
         return out
 
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = torch.zeros_like(q)
-        num_kv_heads, window = cache.k.shape[2], params.sliding_window
         for seq, kv_len in enumerate(meta.kv_lens.tolist()):
             k, v = _keys_of(cache, meta, seq, kv_len, q.dtype)
-            if window is not None and kv_len > window:
-                k, v = k[-window:], v[-window:]
-            # The heads of a group are rows of one small matrix product: K and V are read once, not repeated.
-            grouped = q[seq].view(1, num_kv_heads, -1, q.shape[-1])
-            kt, vt = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-            out[seq] = _attend(grouped, kt, vt, None, params).reshape(q.shape[1:])
+            out[seq] = decode_attention(q[seq], k, v, params)
         return out
 
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
@@ -172,64 +155,6 @@ def _keys_of(
         blocks = meta.block_table[seq][: -(-kv_len // cache.k.shape[1])].long()
         k, v = _slots(cache.k[blocks])[:kv_len], _slots(cache.v[blocks])[:kv_len]
     return _unscaled(k, cache.k_scale, dtype), _unscaled(v, cache.v_scale, dtype)
-
-
-def _full_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Square causal attention of rows 0..n-1. q: [n, num_heads, head_dim]; k, v: [n, num_kv_heads, head_dim]."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
-        is_causal=True,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
-
-
-def _scattered(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams, out: Tensor) -> None:
-    """Rows in tiles, each against the keys from its first window start up to its last position. Writes `out`."""
-    sliding_window = params.sliding_window
-    num_kv_heads, head_dim = k.shape[1], k.shape[2]
-    group = q.shape[1] // num_kv_heads
-    host = positions.tolist()
-    for start in range(0, len(host), TILE_ROWS):
-        stop = min(start + TILE_ROWS, len(host))
-        lo = 0 if sliding_window is None else max(0, host[start] - sliding_window + 1)
-        hi = host[stop - 1] + 1
-        n = stop - start
-        tile_pos = positions[start:stop, None]
-        key_pos = torch.arange(lo, hi, device=q.device)[None]
-        hidden = key_pos > tile_pos
-        if sliding_window is not None:
-            hidden |= key_pos <= tile_pos - sliding_window
-        bias = torch.zeros(n, hi - lo, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-        tile_q = q[start:stop].view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        tile_q = tile_q.reshape(1, num_kv_heads, group * n, head_dim)
-        kt, vt = k[lo:hi].transpose(0, 1)[None], v[lo:hi].transpose(0, 1)[None]
-        tile = _attend(tile_q, kt, vt, bias.repeat(group, 1), params)
-        out[start:stop] = tile.view(num_kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1, head_dim)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, params: AttentionParams) -> Tensor:
-    """softmax(cap(q k^T * scale) + bias) v. q: [1, KV heads, rows, dim], the rows of each head of a group in turn; k, v:
-    [1, KV heads, keys, dim]."""
-    k, v, scale, soft_cap = k.to(q.dtype), v.to(q.dtype), params.scale, params.soft_cap
-    slow = q.dtype != torch.float32 and q.shape[2] <= FEW_ROWS
-    if soft_cap is None and params.sinks is None and not slow:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-    logits = (q.float() @ k.float().transpose(-1, -2)) * scale
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    if bias is not None:
-        logits = logits + bias
-    if params.sinks is not None:
-        sinks = params.sinks.view(1, q.shape[1], -1, 1)
-        logits = torch.cat((logits, sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)), -1)
-    shares = torch.softmax(logits, dim=-1)[..., : k.shape[2]]
-    if slow:  # in 16 bits oneDNN would make, and keep, a product for every number of keys: one a decode step
-        return (shares @ v.float()).to(v.dtype)
-    return shares.to(v.dtype) @ v
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

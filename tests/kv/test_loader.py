@@ -249,7 +249,7 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Host
     found = stored.prefill(stored.keys[:4])
     assert any("digest" in note for note in found.request.notes)
     assert [s.status for s in found.plan.chunks][2] == "computed"
-    assert not torch.equal(good.result.logits, found.result.logits)
+    torch.testing.assert_close(found.result.logits, good.result.logits)
     assert not [t for t in threading.enumerate() if t.name == "kv-submitter"]
 
 

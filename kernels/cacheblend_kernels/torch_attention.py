@@ -1,0 +1,109 @@
+"""Attention in torch, on any device: the reference of the other backends, and what a CPU runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cacheblend_kernels.interface import AttentionParams
+
+TILE_ROWS, PRODUCT_ROWS = 128, 448  # most rows of a tile, and of a product: a tile's rows for each head of a group
+KEY_STEP = 256
+"""A tile's keys begin and end at multiples of it. oneDNN compiles a product for each shape (.8 ms), and keeps few of them."""
+ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
+    """softmax(cap(q k^T * scale)) v of one sequence, causal by position. q: [num_rows, num_heads, head_dim], positions
+    [num_rows] strictly increasing; k, v: [kv_len, num_kv_heads, head_dim]. Returns what q's shape is.
+
+    KV head by KV head and in tiles of rows, each against the keys from its first window's start up to its last position:
+    no N x N mask is ever made. Logits and softmax are in fp32, also of 16-bit q. On a CPU without matrix instructions this
+    takes half to three quarters of SDPA's time.
+    """
+    (num_keys, num_kv_heads, head_dim), group = k.shape, q.shape[1] // k.shape[1]
+    tiles = list(_tiles(positions, max(1, min(TILE_ROWS, PRODUCT_ROWS // group)), params.sliding_window))
+    last = tiles[-1].last
+    num_keys = min(num_keys, last)
+    keys, values = (torch.zeros(last, head_dim, dtype=dtype, device=q.device) for dtype in (torch.float32, q.dtype))
+    out = torch.empty_like(q)
+    for head in range(num_kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        keys[:num_keys], values[:num_keys] = k[:num_keys, head], v[:num_keys, head]
+        queries = q[:, own].transpose(0, 1).float() * params.scale
+        span, columns = (0, 0), values
+        for tile in tiles:
+            logits = _product(queries[:, tile.rows].flatten(0, 1), keys[tile.first : tile.last]).unflatten(
+                0, (group, -1)
+            )
+            logits = _capped(logits, params)
+            logits[..., tile.clear - tile.first :] += tile.bias
+            shares = _softmax(logits, None if params.sinks is None else params.sinks[own]).to(q.dtype)
+            if span != (tile.first, tile.last):
+                span, columns = (tile.first, tile.last), values[tile.first : tile.last].t().contiguous()
+            attended = _product(shares.flatten(0, 1), columns)
+            out[tile.rows, own] = attended.unflatten(0, (group, -1)).transpose(0, 1)
+    return out
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """As `prefill_attention`, of one row at the last position. q: [num_heads, head_dim]."""
+    if params.sliding_window is not None:
+        k, v = k[-params.sliding_window :], v[-params.sliding_window :]
+    num_kv_heads, head_dim = k.shape[1:]
+    grouped = q.float().view(num_kv_heads, -1, head_dim)  # a small product a group: K and V are read once, not repeated
+    # in fp32: in 16 bits oneDNN would make, and keep, a product for every number of keys: one a step
+    logits = _capped((grouped @ k.float().permute(1, 2, 0)).mul_(params.scale), params)
+    shares = _softmax(logits, None if params.sinks is None else params.sinks.view(num_kv_heads, -1))
+    return (shares @ v.float().transpose(0, 1)).view(q.shape).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Rows that are computed together, and the keys first:last that they see between them, of which each sees those
+    before `clear`; bias: fp32 [num_rows, last - clear], -inf at keys from `clear` on that a row does not see."""
+
+    rows: slice
+    first: int
+    clear: int
+    last: int
+    bias: Tensor
+
+
+def _tiles(positions: Tensor, num_rows: int, window: int | None) -> Iterator[_Tile]:
+    host = positions.tolist()
+    for start in range(0, len(host), num_rows):
+        rows = slice(start, min(start + num_rows, len(host)))
+        first = 0 if window is None else max(0, host[start] - window + 1) // KEY_STEP * KEY_STEP
+        clear = host[start] + 1 if window is None else first
+        last = -(-(host[rows.stop - 1] + 1) // KEY_STEP) * KEY_STEP
+        key, row = torch.arange(clear, last, device=positions.device), positions[rows, None]
+        hidden = key > row if window is None else (key > row) | (key <= row - window)
+        bias = torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, float("-inf"))
+        yield _Tile(rows, first, clear, last, bias)
+
+
+def _capped(logits: Tensor, params: AttentionParams) -> Tensor:
+    cap = params.soft_cap
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, with one logit more where there are sinks. logits: fp32 [heads, rows, keys], which may be
+    overwritten. sinks: [heads], or [heads, rows]."""
+    if sinks is None:
+        return torch.softmax(logits, -1, out=logits)
+    sink = (sinks[:, None] if sinks.dim() == 1 else sinks)[..., None].expand(*logits.shape[:-1], 1)
+    return torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1]
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    """x w^T. x: [rows, in]; w: [out, in], contiguous. By oneDNN where it can: MKL's of these takes twice to three times as long."""
+    if x.device.type == "cpu" and x.dtype in ONEDNN_DTYPES and torch.backends.mkldnn.is_available():
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
+        return out
+    return F.linear(x, w)
