@@ -17,12 +17,10 @@ from cacheblend_store.errors import (
     StorePermission,
 )
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
-from cacheblend_store.format.memos import Memo
-from cacheblend_store.format.records import NOWHERE, ChunkManifest, DocumentChunk, DocumentRecord, Locator
+from cacheblend_store.format.records import NOWHERE, ChunkManifest, DocumentChunk, DocumentRecord, Locator, Memo
 from cacheblend_store.store import ChunkStore, StoreReader
-from cacheblend_store.upkeep.compaction import compact
 from cacheblend_store.upkeep.prune import PruneReport, prune
-from cacheblend_store.upkeep.salvage import SalvageReport, salvage
+from cacheblend_store.upkeep.rewriting import SalvageReport, compact, salvage
 from cacheblend_store.upkeep.stats import Amount, StoreStats, stats
 from cacheblend_store.upkeep.verify import Finding, VerifyReport, verify
 

@@ -10,13 +10,15 @@ from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, encode_blob
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.layouts import blob_spec
-from cacheblend_store.format.memos import MEMO_KEYS, Memo, decode_memo
 from cacheblend_store.format.records import (
+    MEMO_KEYS,
     ChunkManifest,
     DocumentRecord,
+    Memo,
     blob_hasher,
     decode_document,
     decode_manifest,
+    decode_memo,
 )
 from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader

@@ -15,8 +15,7 @@ from typing import Literal, TypeVar
 
 from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StoreNoSpace, StorePermission
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.memos import Memo, encode_memo, memo_key
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord, document_key
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo, document_key, encode_memo, memo_key
 from cacheblend_store.lmdb_file.directory import check_directory, check_space
 from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.opened import acquire, release

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore, Memo, compact, salvage, verify
-from cacheblend_store.format.memos import encode_memo
-from cacheblend_store.format.records import seal
+from cacheblend_store.format.records import encode_memo, seal
 from small_chunks import make_chunk
 
 ONE = Memo("root", "/docs\ud800", {"chunk_tokens": 56, "linked": ["/é"]}, 1.0)

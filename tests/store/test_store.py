@@ -318,7 +318,7 @@ def test_a_repair_that_fails_leaves_no_copy(store: ChunkStore, monkeypatch: pyte
 
     store.put_chunk(*make_chunk(1))
     store.close()
-    monkeypatch.setattr("cacheblend_store.upkeep.salvage._copy", fail)
+    monkeypatch.setattr("cacheblend_store.upkeep.rewriting._copy", fail)
     with pytest.raises(OSError, match="gone"):
         salvage(store.path)
     assert not (store.path / "making.tmp").exists()

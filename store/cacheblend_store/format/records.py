@@ -1,4 +1,4 @@
-"""Records: the manifest of a chunk and the record of a document, as bytes that carry their own digest."""
+"""Records: the manifest of a chunk, the record of a document, and memos, as bytes that carry their own digest."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, lo
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
 MAX_DOCUMENT_BYTES = 256 << 20
+MAX_MEMO_BYTES = 64 << 20
+MEMO_KEYS = b"memo\0"
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -133,6 +135,21 @@ class DocumentRecord:
     context: str = "sink"
 
 
+@dataclass(frozen=True)
+class Memo:
+    """A small fact that the store keeps for whoever uses it, and does not read. kind and name are whose it is, and there is
+    one of them. value: a JSON object. updated: seconds since the epoch."""
+
+    kind: str
+    name: str
+    value: Mapping[str, Any]
+    updated: Moment
+
+    @property
+    def key(self) -> bytes:
+        return memo_key(self.kind, self.name)
+
+
 def encode_manifest(manifest: ChunkManifest) -> bytes:
     packed = {name: pack_ids(getattr(manifest, name)) for name in ("token_ids", "left_context_ids")}
     record = seal_json(manifest.key, {**vars(manifest), **packed})
@@ -169,6 +186,21 @@ def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
 def document_key(collection: str, source: str, context: str = "sink") -> bytes:
     """Key of a document's record: sources can be longer than LMDB's keys, so a digest of them all."""
     return xxhash.xxh3_128_digest(f"{collection}\0{source}\0{context}".encode("utf-8", "surrogatepass"))
+
+
+def encode_memo(memo: Memo) -> bytes:
+    return seal_json(memo.key, vars(memo))
+
+
+def decode_memo(key: bytes, value: bytes | memoryview) -> Memo:
+    """Raises BadBlob."""
+    with readable(f"memo {key.hex()[-12:]}"):
+        return typed(load_object(unseal(key, value), MAX_MEMO_BYTES), Memo)
+
+
+def memo_key(kind: str, name: str) -> bytes:
+    """Under which the database `meta` has a memo."""
+    return MEMO_KEYS + xxhash.xxh3_128_digest(f"{kind}\0{name}".encode("utf-8", "surrogatepass"))
 
 
 def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray | memoryview) -> bytes:

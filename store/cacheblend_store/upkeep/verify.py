@@ -9,15 +9,14 @@ import lmdb.verify
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
-from cacheblend_store.format.memos import MEMO_KEYS, decode_memo
-from cacheblend_store.format.records import decode_document
+from cacheblend_store.format.records import MEMO_KEYS, decode_document, decode_memo
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader, bad_blob
 from cacheblend_store.state import count_live_bytes, decode_state
 from cacheblend_store.store import ChunkStore
-from cacheblend_store.upkeep.salvage import salvage
+from cacheblend_store.upkeep.rewriting import salvage
 from cacheblend_store.writer import StoreWriter
 
 _DATABASE = {"document": "documents", "memo": "meta", "use": "lru"}

@@ -1,7 +1,4 @@
-"""Salvage: what the ordinary reader still reads of a damaged store, in a new one that takes its place.
-
-KV is derived data: what does not read, or is not what its digest says, is dropped, and computed again.
-"""
+"""A new data.mdb in the place of the old one: without its free pages, or with what still reads of a damaged one."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_store.errors import BadBlob, StoreCorrupt
-from cacheblend_store.lmdb_file.datafile import replacing
+from cacheblend_store.lmdb_file.datafile import compact_copy, replacing
 from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
 from cacheblend_store.progress import Progress
@@ -21,6 +18,22 @@ from cacheblend_store.reader import StoreReader
 from cacheblend_store.store import ChunkStore
 
 T = TypeVar("T")
+
+
+def compact(store: ChunkStore) -> tuple[int, int]:
+    """Copy what is live into a new file and rename it over the old one; (bytes before, bytes after).
+
+    Needs room for the copy beside the original, and nobody else who has the store open. Killed or out of power
+    anywhere, the store is the old one or the new one, whole. The copy is opened, and so checked, before the rename.
+    """
+    store.require_writable()
+    data = store.path / DATA
+    with store.read() as reader:
+        before, free = data.stat().st_size, reader.pages.free_bytes
+    with store.set_aside(), replacing(store.path, store.lock_timeout, before - free) as folder:
+        compact_copy(store.path, folder)
+        ChunkStore.open(folder, force=True).close()
+    return before, data.stat().st_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,8 @@ class SalvageReport:
 
 
 def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = None) -> SalvageReport:
-    """Rebuild a store that does not open any more (StoreCorrupt). Needs room for a copy, and nobody who has it open.
+    """Rebuild a store that does not open any more (StoreCorrupt). Needs room for a copy, and nobody who has it open. KV is
+    derived data: what does not read, or is not what its digest says, is dropped, and computed again.
 
     Raises StoreCorrupt when nothing says what the file is, StoreLocked, StoreNoSpace, StorePermission.
     """
