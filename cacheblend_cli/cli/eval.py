@@ -97,10 +97,10 @@ def evaluate(
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
-    from cacheblend_cli.evaluation.grid import AutoRatio, grid
     from cacheblend_cli.evaluation.plot import check_plot
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
+    from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.evaluation.summary import summarise
     from cacheblend_cli.runtime.config import BlendConfig
     from cacheblend_cli.runtime.controller import AutoPrefill
@@ -118,8 +118,10 @@ def evaluate(
         replace(BlendConfig.of(settings), checks=(), max_risk=None),  # the ratios are what is named here
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
-        ratios=[AutoRatio(auto, settings.ratio_floor) if isinstance(r, str) else r for r in ratios],
+        ratios=ratios,
         contexts=context or (settings.context,),
+        auto=auto,
+        floor=settings.ratio_floor,
     )
     if noise_floor:
         asked.append(NOISE_FLOOR)

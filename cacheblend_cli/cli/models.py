@@ -100,8 +100,7 @@ def check(settings: Settings, model: Model, json: options.Json = False) -> None:
     checkpoint of its own: of a GGUF file it makes the same tensors, in several times the memory. Of quantised weights it
     gets what was read of them here.
     """
-    from cacheblend_cli.evaluation.check_blend import verdict
-    from cacheblend_cli.evaluation.check_model import check_model
+    from cacheblend_cli.evaluation.check_model import check_model, verdict
     from cacheblend_cli.model.model_files import is_converted
 
     output = Output()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
@@ -104,14 +104,6 @@ class PrecomputeReport:
     difference: Difference = field(default_factory=Difference)
     skipped: list[Skipped] = field(default_factory=list)
 
-    def plan(self, parts: Sequence[Part], room: Room, difference: Difference) -> None:
-        """Note what is there before anything is done."""
-        self.documents = sum(len(part.planned) for part in parts)
-        self.tokens = sum(len(c.chunk.token_ids) for part in parts for c in part.chunks)
-        sizes = {c.key: p.collection.stored_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks}
-        self.bytes = sum(size for key, size in sizes.items() if key in room.keep)
-        self.difference = difference
-
     @property
     def tokens_per_s(self) -> float:
         return self.computed_tokens / self.seconds if self.seconds else 0.0
@@ -153,8 +145,12 @@ def precompute(
     room = room_for(store, parts, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
+    sizes = {c.key: p.collection.stored_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks}
+    report.documents = sum(len(part.planned) for part in parts)
+    report.tokens = sum(len(c.chunk.token_ids) for part in parts for c in part.chunks)
+    report.bytes = sum(size for key, size in sizes.items() if key in room.keep)
     report.hidden = sorted(found.left_behind)
-    report.plan(parts, room, compare(store, found, parts, room.keep, force=options.force))
+    report.difference = compare(store, found, parts, room.keep, force=options.force)
     if options.dry_run or store is None:
         report.difference.seconds = _estimate(report.difference)
         return report
@@ -241,7 +237,8 @@ class _Run:
         missing = {k for k in wanted if k in keep and (force or k not in there or not there[k].has_kv)}
         records = [document_record(part.collection, document, chunks, part.settings) for document, chunks in batch]
         olds = [old_record(store, record) for record in records]
-        before = {d.source: self._keys_of(part, d.source) for d, _ in batch}
+        stored = {d.source: self._found.replaced(d.source, part.collection, part.settings.context) for d, _ in batch}
+        before = {name: {c.key for record in old for c in record.chunks} for name, old in stored.items()}
         news = [record for record, old in zip(records, olds, strict=True) if is_news(record, old)]
         report.removed += len(store.put_documents(news))
         collector.store_texts([planned for key, planned in wanted.items() if key not in there])
@@ -250,8 +247,10 @@ class _Run:
             if status == "new" and before[planned.source] and planned.key not in before[planned.source]:
                 status = "replaced"
             setattr(report, status, getattr(report, status) + 1)
-            size = part.collection.stored_bytes(len(planned.chunk.token_ids)) if planned.key in keep else 0
-            self._on_event(PrecomputeEvent("chunk", _result(planned, size, status)))
+            key, index, tokens = planned.key, planned.chunk.index, len(planned.chunk.token_ids)
+            size = part.collection.stored_bytes(tokens) if key in keep else 0
+            result = ChunkResult(key.hex(), shown(planned.source), index, tokens, size, status)  # type: ignore[arg-type]
+            self._on_event(PrecomputeEvent("chunk", result))
 
         for planned in places:
             if planned.key not in missing:
@@ -262,11 +261,6 @@ class _Run:
         for planned in places:
             if planned.key in missing and planned is not wanted[planned.key]:  # the same text in a second place
                 tell(planned, "unchanged")
-
-    def _keys_of(self, part: Part, name: str) -> set[bytes]:
-        """The chunks that the document had before this run, in this codec and context."""
-        records = self._found.replaced(name, part.collection, part.settings.context)
-        return {chunk.key for record in records for chunk in record.chunks}
 
 
 def _batches(planned: Planned, most: int) -> Iterable[Planned]:
@@ -303,8 +297,3 @@ def _seconds_a_token(collection: Collection, tokens: int, token_id: int) -> floa
             pass
         best = min(best, time.perf_counter() - start)
     return best / size
-
-
-def _result(planned: PlannedChunk, size: int, status: str) -> ChunkResult:
-    chunk = planned.chunk
-    return ChunkResult(planned.key.hex(), shown(planned.source), chunk.index, len(chunk.token_ids), size, status)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.demo import heldout_path
-from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, Progress, evaluate
+from cacheblend_cli.evaluation.evaluate import EvaluateOptions, Progress, evaluate
 from cacheblend_cli.evaluation.samples import Sample, read_samples
-from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.settings import FULL, Setting
 from cacheblend_cli.evaluation.summary import Summary, summarise
 
 SETTINGS: tuple[Setting, ...] = (

@@ -17,11 +17,10 @@ from cacheblend_cli.evaluation.measures import Measured, Reference, Wanted, pref
 from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
-from cacheblend_cli.evaluation.settings import Setting
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
+from cacheblend_cli.evaluation.settings import FULL, Setting
+from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import Question, resolve
 
-FULL = Setting("full prefill", BlendConfig(mode="full"))
 NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)
 """A second full prefill in another tiling: what the compute dtype alone makes of the measures."""
 
@@ -177,14 +176,22 @@ class _Run:
     def _record(
         self, sample: Sample, setting: Setting, key: str, found: Reference | Measured, **compared: Any
     ) -> Record:
+        plan = found.prefilled.plan
         return Record(
             key=key,
             label=setting.label,
             sample=sample.digest,
+            answer=found.text,
+            tags=sample.tags,
+            prompt_tokens=plan.num_tokens,
+            cached_tokens=plan.cached_tokens,
+            exact_tokens=plan.exact_tokens,
+            recomputed_tokens=len(found.prefilled.result.chosen),
+            recompute_fraction=found.prefilled.recompute_fraction,
             ttft_s=found.ttft_s,
+            prefill_s=found.prefilled.prefill_s,
             likelihood=found.likelihood,
             **compared,
-            **_prompt(found.prefilled),
             **_scores(sample, found.text),
         )
 
@@ -209,26 +216,9 @@ def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
     }
 
 
-def _prompt(done: Prefilled) -> dict[str, Any]:
-    """Tokens and work of a prefill."""
-    plan = done.plan
-    return {
-        "prompt_tokens": plan.num_tokens,
-        "cached_tokens": plan.cached_tokens,
-        "exact_tokens": plan.exact_tokens,
-        "recomputed_tokens": len(done.result.chosen),
-        "recompute_fraction": done.recompute_fraction,
-        "prefill_s": done.prefill_s,
-    }
-
-
 def _scores(sample: Sample, text: str) -> dict[str, Any]:
     """Against the references, when there are any."""
-    found: dict[str, Any] = {"answer": text, "tags": sample.tags}
-    if sample.answers:
-        found |= {
-            "exact_match": exact_match(text, sample.answers),
-            "f1": f1(text, sample.answers),
-            "rouge_l": rouge_l(text, sample.answers),
-        }
-    return found
+    if not sample.answers:
+        return {}
+    of = text, sample.answers
+    return {"exact_match": exact_match(*of), "f1": f1(*of), "rouge_l": rouge_l(*of)}

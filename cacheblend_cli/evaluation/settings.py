@@ -1,10 +1,11 @@
-"""What is measured: a way to prefill, over chunks collected in one context."""
+"""What is measured: a way to prefill, over chunks collected in one context; and the settings of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from cacheblend_cli.api import BlendConfig
@@ -54,3 +55,41 @@ class Setting:
         if self.prefill is not None:
             told["label"] = self.label
         return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+FULL = Setting("full prefill", BlendConfig(mode="full"))
+
+
+def grid(
+    blend: BlendConfig,
+    *,
+    modes: Sequence[str],
+    selectors: Sequence[str],
+    ratios: Sequence[float | str],
+    contexts: Sequence[str],
+    auto: Prefill | None = None,
+    floor: float = 0.0,
+) -> list[Setting]:
+    """Every combination once, labelled by what tells it apart; full prefill first, plain reuse next.
+
+    blend: everything the combinations do not say. ratios: numbers, or "auto" for a prefill that chooses it itself, `floor` at
+    least. A selector that fixes the ratio (`all`, `none`) is taken once. Raises
+    UsageError for a value that is none.
+    """
+    for mode in modes:
+        replace(blend, mode=mode)  # checked there
+    settings = [FULL]
+    for context in dict.fromkeys(contexts):
+        suffix = f", {context}" if len(set(contexts)) > 1 else ""
+        if "reuse" in modes:
+            settings.append(Setting("reuse" + suffix, replace(blend, mode="reuse"), context))
+        for selector in dict.fromkeys(selectors if "blend" in modes else ()):
+            fixed = selector in ("all", "none")
+            for ratio in dict.fromkeys(ratios):
+                least, way = (floor, auto) if isinstance(ratio, str) else (ratio, None)
+                told = ratio if isinstance(ratio, str) else f"{ratio:g}"
+                name = (selector if fixed else f"{selector} {told}") + suffix
+                if name not in {s.label for s in settings} and not (way and fixed):
+                    config = replace(blend, mode="blend", selector=selector, ratio=least)
+                    settings.append(Setting(name, config, context, way, auto=way is not None))
+    return settings

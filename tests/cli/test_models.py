@@ -17,7 +17,7 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from quantised import gptq, write_quantised
 
-from cacheblend_cli.evaluation.check_blend import RATIOS, Blended, verdict
+from cacheblend_cli.evaluation.check_model import RATIOS, Blended, verdict
 from cacheblend_cli.model import decoder
 from cacheblend_cli.model.hub import HubName
 
