@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -128,10 +127,16 @@ def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
             runs = [prompt.first_token(blend) for _ in range(3)][1:]
             found[name] = min(run.seconds for run in runs)
             found[f"{name}_stall"] = min(run.stall_s for run in runs)
-        found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        found["peak_mib"] = peak_mib()
         if tokens <= MOST_FULL:
             found["full"] = prompt.first_token(BlendConfig(mode="full")).seconds
     return found
+
+
+def peak_mib() -> float:
+    """Of this program; what getrusage says begins with what the parent had."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]:
@@ -217,6 +222,8 @@ def draw(result: dict[str, Any]) -> None:
         "store": [(store, "chunks", lookups, "seconds")],
     }
     for name, parts in panels.items():
+        if not all(rows for rows, *_ in parts):
+            continue  # not measured yet
         figure = Figure(figsize=(4.4 * len(parts), 3.8), layout="constrained")
         for axes, (rows, across, lines, unit) in zip(
             figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True
