@@ -189,16 +189,9 @@ def bucket(count: int, least: int) -> int:
 def make_runner(decoder: Decoder, pool: KVPool, eager: bool = False) -> DecodeRunner:
     """Graphs on a GPU whose backend can be captured, unless `eager`; not where RoPE changes with the length, nor with experts,
     nor with transformers' layers."""
-    graphs = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
-    if (
-        eager
-        or not graphs
-        or decoder.rope.switches_at is not None
-        or decoder.spec.experts is not None
-        or decoder.spec.generic
-    ):
-        return EagerRunner(decoder, pool)
-    return GraphRunner(decoder, pool)
+    capturable = decoder.device.type == "cuda" and decoder.kernels.name in CAPTURABLE
+    alike = decoder.rope.switches_at is None and decoder.spec.experts is None and not decoder.spec.generic  # every step
+    return GraphRunner(decoder, pool) if capturable and alike and not eager else EagerRunner(decoder, pool)
 
 
 def cuda_capture(function: Callable[[], None]) -> Callable[[], None]:

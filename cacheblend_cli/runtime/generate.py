@@ -98,7 +98,7 @@ class Utterance:
         self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
     ) -> None:
         self._params, self._listener = params, listener
-        self._grammar = grammar_of(runtime, params)
+        self._grammar = grammar_of(runtime, params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         self._speech = Speech(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)

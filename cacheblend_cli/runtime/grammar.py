@@ -42,10 +42,8 @@ class Grammar:
         self._matcher.consume_token(token_id)
 
 
-def grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar | None:
+def grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
     """The form that is asked for. Raises UsageError for one that cannot be followed."""
-    if params.json_schema is None and params.regex is None:
-        return None
     if runtime.template.opens_reasoning:
         raise UsageError(
             f"{runtime.model.name} reasons before it answers, and that has no form",

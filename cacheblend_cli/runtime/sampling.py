@@ -71,6 +71,10 @@ class SamplingParams:
                 raise UsageError(what, "see cacheblend ask --help")
 
     @property
+    def has_form(self) -> bool:
+        return self.json_schema is not None or self.regex is not None
+
+    @property
     def penalises(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 

@@ -35,7 +35,6 @@ class Service:
         self._runtime, self._limits = runtime, limits or Limits()
         self._stepper = Stepper(runtime, store, self._limits, self._tell)
         self._changed = threading.Condition()
-        self._arrived = deque[Ticket]()
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
         self._live: set[Ticket] = set()
         self._numbers = itertools.count()
@@ -55,8 +54,7 @@ class Service:
                 raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
             ticket = Ticket(job, on_event, next(self._numbers))
             self._live.add(ticket)
-            self._arrived.append(ticket)
-            self._changed.notify_all()
+            self.run(lambda _: self._stepper.arrive(ticket))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -107,21 +105,16 @@ class Service:
         """Until there is something to do. False: the service is closed."""
         with self._changed:
             stepper = self._stepper
-            self._changed.wait_for(
-                lambda: stepper.busy or self._arrived or self._work or self._closing or stepper.may_refine
-            )
-            return not self._closing or bool(stepper.busy or self._arrived or self._work)
+            self._changed.wait_for(lambda: stepper.busy or self._work or self._closing or stepper.may_refine)
+            return not self._closing or bool(stepper.busy or self._work)
 
     def _take_in(self) -> None:
-        """What came since the last step: work is done, jobs wait from now on."""
+        """What came since the last step is done: jobs wait from now on."""
         with self._changed:
-            work, arrived = list(self._work), list(self._arrived)
+            work = list(self._work)
             self._work.clear()
-            self._arrived.clear()
         for function, future in work:
             _do(self._runtime, function, future)
-        for ticket in arrived:
-            self._stepper.arrive(ticket)
 
     def _tell(self, ticket: Ticket, event: Event) -> None:
         with self._changed:

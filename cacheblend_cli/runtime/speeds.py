@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import json
 import math
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from cacheblend_store import ChunkStore
-from platformdirs import user_cache_path
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.prompt import Prompt
@@ -39,7 +36,7 @@ from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 from cacheblend_cli.runtime.runtime import Runtime
 
-FORMAT = 2
+FORMAT = 3
 PROBE_ROWS = (8, 32, 128, 512, 1024)
 PROBE_S = 1.0
 """Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""
@@ -53,8 +50,7 @@ PROBE_BYTES = 64 << 20
 class SpeedFile:
     """One model on one device of one machine, at one number of threads and one KV dtype: a small JSON file.
 
-    `read` gives None when there is none or it makes no sense; it is then measured anew. `write` replaces it as a whole,
-    so that processes side by side never see half of it; where that cannot be, nothing is kept.
+    `read` gives None when there is none or it makes no sense; it is then measured anew.
     """
 
     path: Path
@@ -67,16 +63,15 @@ class SpeedFile:
             device.append(torch.cuda.get_device_name(decoder.device))
         pool = "auto" if decoder.kv_scales is None else "float8"
         told = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
-        name = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-        return cls(user_cache_path("cacheblend") / "speeds" / f"{name}.json")
+        return cls(user_cache.place("speeds", *told))
 
     def read(self) -> Speeds | None:
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = json.loads(user_cache.recall(self.path))
             if data["bytes_per_s"] is None:  # JSON has no infinity
                 data["bytes_per_s"] = math.inf
             speeds = Speeds(**data)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
         return speeds if _makes_sense(speeds) else None
 
@@ -84,16 +79,7 @@ class SpeedFile:
         data = asdict(speeds)
         if math.isinf(speeds.bytes_per_s):
             data["bytes_per_s"] = None
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    json.dump(data, stream)
-                os.replace(name, self.path)
-            except BaseException:
-                os.unlink(name)
-                raise
+        user_cache.keep(self.path, json.dumps(data))
 
 
 def _makes_sense(speeds: Speeds) -> bool:
