@@ -24,8 +24,6 @@ from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader
 from cacheblend_store.state import State, read_state
 
-COPY_PIECE = 1 << 18  # bytes: fits a core's own cache
-
 
 class StoreReader:
     """What one commit left, whatever is written meanwhile. What it gives are copies, which outlive it.
@@ -70,23 +68,17 @@ class StoreReader:
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         """Copy the tensors of one layer's blob to `targets`, each of just its size. Raises BadBlob as `layer` does.
 
-        What is checked is the copy, piece by piece while it is in the processor's cache.
+        What is checked is the copy. One read and one digest a tensor: each lets go of the GIL, which others want meanwhile.
         """
         node, spec = self._blob_node(manifest, layer), _spec(manifest)
         prefix = blob_prefix(spec)
-        head = memoryview(bytearray(len(prefix)))
-        self.pages.read_into(node, 0, head)
-        if head != prefix:
+        parts = [memoryview(bytearray(len(prefix))), *(targets[name].cast("B") for name in spec)]
+        self.pages.read_into(node, parts)
+        if parts[0] != prefix:
             raise bad_blob(manifest, layer, "has a header that is not that of the tensors it should hold")
-        digest, at = blob_hasher(manifest.key, layer, manifest.num_tokens), len(prefix)
-        digest.update(head)
-        for name, tensor in spec.items():
-            target = targets[name].cast("B")
-            for start in range(0, tensor.num_bytes, COPY_PIECE):
-                piece = target[start : start + COPY_PIECE]
-                self.pages.read_into(node, at + start, piece)
-                digest.update(piece)
-            at += tensor.num_bytes
+        digest = blob_hasher(manifest.key, layer, manifest.num_tokens)
+        for part in parts:
+            digest.update(part)
         if digest.digest() != manifest.blob_digests[layer]:
             raise bad_blob(manifest, layer, "does not match its digest")
 

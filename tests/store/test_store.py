@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -35,8 +36,11 @@ from cacheblend_store import (
     stats,
     verify,
 )
+from cacheblend_store import reader as store_reader
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
+from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.format.records import blob_hasher
 from cacheblend_store.lmdb_file.datafile import open_lmdb
 from cacheblend_store.lmdb_file.directory import MAKING
 from cacheblend_store.lmdb_file.locks import writer_lock
@@ -343,6 +347,40 @@ def test_a_copied_layer_is_the_layer_and_is_checked_where_it_lands(store: ChunkS
             txn.put(blob_key(manifest.key, 1), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], db=dbs["blobs"])
         with store.read() as reader, pytest.raises(BadBlob):
             reader.copy_layer(found, 1, targets)
+
+
+def test_copying_a_layer_lets_go_of_the_gil_four_times(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of the page that says how far the blob goes, and one of it; a digest of each tensor. Each hands the GIL to
+    somebody who may keep it a while."""
+    manifest, blobs = make_chunk(3, num_tokens=4200)  # K and V of more than 256 KiB each
+    store.put_chunk(manifest, blobs)
+    calls: list[str] = []
+    plain = os.preadv
+
+    class Counted:
+        def __init__(self, *of: Any) -> None:
+            self._hasher = blob_hasher(*of)
+            self.digest = self._hasher.digest
+
+        def update(self, part: memoryview) -> None:
+            calls.extend(["digest"] * (len(part) > 64 << 10))  # of less xxhash keeps the GIL
+            self._hasher.update(part)
+
+    def preadv(*of: Any) -> int:
+        calls.append("read")
+        return plain(*of)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(store_reader, "blob_hasher", Counted)
+    with store.read() as reader:
+        found = reader.manifest(manifest.key)
+        assert found is not None
+        spec = blob_spec("float32", 4200, HEADS, DIM)
+        targets = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in spec.items()}
+        reader.copy_layer(found, 0, targets)
+        calls.clear()  # the pages of the tree are read
+        reader.copy_layer(found, 1, targets)
+    assert calls == ["read", "read", "digest", "digest"]
 
 
 def test_a_document_is_kept_once_a_context(store: ChunkStore) -> None:

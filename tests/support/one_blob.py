@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 
 from cacheblend_store import ChunkManifest, StoreReader
 from cacheblend_store.lmdb_file.pages.layout import Node
@@ -19,8 +21,10 @@ class OneBlob:
     def get(self, database: str, key: bytes) -> Node:
         return Node(key, len(self._blob), self._blob, 0, 0)
 
-    def read_into(self, node: Node, start: int, buffer: memoryview) -> None:
-        buffer[:] = node.inline[start : start + len(buffer)]
+    def read_into(self, node: Node, buffers: Sequence[memoryview]) -> None:
+        rest = BytesIO(node.inline)
+        for buffer in buffers:
+            rest.readinto(buffer)
 
 
 def read_layer(blob: bytes, manifest: ChunkManifest, layer: int = 0) -> dict[str, memoryview]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 from cacheblend_store.errors import StoreCorrupt
@@ -106,15 +107,17 @@ class PageReader:
         if not node.big:
             return memoryview(node.inline)
         buffer = memoryview(bytearray(node.size))
-        self.read_into(node, 0, buffer)
+        self.read_into(node, [buffer])
         return buffer
 
-    def read_into(self, node: Node, start: int, buffer: memoryview) -> None:
-        """Fill the buffer with bytes of a node's value, whose extent was checked, from `start` on."""
+    def read_into(self, node: Node, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after another, with a node's value, whose extent was checked."""
         if node.big:
-            self._fill(buffer, node.pgno, HEADER + start)
+            self._fill(buffers, node.pgno, HEADER)
         else:
-            buffer[:] = node.inline[start : start + len(buffer)]
+            rest = BytesIO(node.inline)
+            for buffer in buffers:
+                rest.readinto(buffer)
 
     def used_bytes(self, database: str) -> int:
         """Of a database's pages, by LMDB's own counters."""
@@ -201,16 +204,16 @@ class PageReader:
         if not 2 <= pgno < self.meta.next_pgno:
             raise self._bad(pgno, "there is no such page")
         buffer = bytearray(size)
-        self._fill(memoryview(buffer), pgno, 0)
+        self._fill([memoryview(buffer)], pgno, 0)
         return bytes(buffer)
 
-    def _fill(self, buffer: memoryview, pgno: int, start: int) -> None:
+    def _fill(self, buffers: Sequence[memoryview], pgno: int, start: int) -> None:
         """Read what lies in the file from `start` bytes into a page on."""
         try:
-            count = os.preadv(self._handle, [buffer], pgno * self.meta.page_size + start)
+            count = os.preadv(self._handle, buffers, pgno * self.meta.page_size + start)
         except OSError as error:
             raise bad_disk(self.store, error) from error
-        if count != len(buffer):
+        if count != sum(map(len, buffers)):
             raise self._bad(pgno, "it lies behind the end of the file")
 
     @contextmanager
