@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,31 +49,29 @@ class NothingToLoad(KVLoader):
 
 
 class LoadQueue:
-    """Threads take blobs (layer, chunk) layer by layer, so that layer 0 is complete first, and say what has arrived; the
-    computing thread waits for a layer. An error of any thread reaches whoever waits."""
+    """Threads take parts of layers, layer by layer, so that layer 0 is complete first, and say what has arrived; the computing
+    thread waits for a layer. An error of any thread reaches whoever waits."""
 
-    def __init__(self, num_layers: int, num_chunks: int) -> None:
-        self._num_chunks, self._num_blobs = num_chunks, num_layers * num_chunks
+    def __init__(self, num_layers: int, num_parts: int) -> None:
+        self._num_layers, self._num_parts = num_layers, num_parts
         self._taken = 0
-        self._missing = [num_chunks] * num_layers
+        self._missing = [num_parts] * num_layers
         self._stopped = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self.last_arrival = time.perf_counter()
 
     def take(self) -> tuple[int, int] | None:
-        """The next (layer, chunk). None: there is nothing left to do."""
+        """The next (layer, part). None: there is nothing left to do."""
         with self._changed:
-            if self._stopped or self._taken == self._num_blobs:
+            if self._stopped or self._taken == self._num_layers * self._num_parts:
                 return None
             self._taken += 1
-            return divmod(self._taken - 1, self._num_chunks)
+            return divmod(self._taken - 1, self._num_parts)
 
-    def arrived(self, layer: int, num_chunks: int = 1) -> None:
-        """So many more chunks of the layer are there."""
+    def arrived(self, layer: int) -> None:
+        """One more part of the layer is there."""
         with self._changed:
-            self.last_arrival = time.perf_counter()
-            self._missing[layer] -= num_chunks
+            self._missing[layer] -= 1
             if self._missing[layer] == 0:
                 self._changed.notify_all()
 
@@ -93,11 +90,11 @@ class LoadQueue:
 
 
 class Workers:
-    """Threads that live as long as the process. Each runs torch's operations by itself, whatever number of threads the
+    """`count` threads that live as long as the process. Each runs torch's operations by itself, whatever number of threads the
     computing thread uses: an OpenMP team of a worker's own would fight that one's for the cores."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self._pool = ThreadPoolExecutor(count, "kv-loader")
         begun = threading.Barrier(count + 1)  # every thread is in one task: none takes two of them
         before = torch.get_num_threads()
@@ -108,7 +105,7 @@ class Workers:
 
     def start(self, work: Callable[[], None], at_most: int) -> list[Future[None]]:
         """Have `work` done by every worker, or by so many of them."""
-        return [self._pool.submit(work) for _ in range(min(self._count, at_most))]
+        return [self._pool.submit(work) for _ in range(min(self.count, at_most))]
 
 
 def _alone(begun: threading.Barrier) -> None:

@@ -1,18 +1,101 @@
-"""Which loader a prompt gets."""
+"""Loading the stored KV of a prompt: threads copy it out of its source, and a transfer brings it to where the pool is."""
 
 from __future__ import annotations
 
-import torch
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 
-from cacheblend_cli.kv.host_loader import HostLoader
-from cacheblend_cli.kv.loader import KVLoader, NothingToLoad
+import torch
+from cacheblend_kernels import Slots
+from cacheblend_store import StoreError
+from torch import Tensor
+
+from cacheblend_cli.kv.batch import KVBatch, batches_of
+from cacheblend_cli.kv.loader import KVLoader, LoadQueue, NothingToLoad, num_workers, workers
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.kv.ring_loader import RingLoader
-from cacheblend_cli.kv.source import KVSource
-from cacheblend_cli.kv.staging import CudaTransfer, Transfer
+from cacheblend_cli.kv.source import KVReader, KVSource
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
+from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
+
+
+class StoredLoader(KVLoader):
+    """Each worker takes one batch after another, layer by layer. It waits for a free buffer of the transfer, copies the
+    batch's blobs into it, still compressed, within a reader of its own, which checks them, and sends it: dequantised and
+    rotated, its rows go to their slots. The computing thread waits until all of a layer is sent, and then for the transfer.
+    """
+
+    def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
+        self._stored, self._transfer = stored, transfer
+        self._workers = workers(num_workers(transfer.most_workers))
+        spec = stored.decoder.spec
+        self._batches = batches_of(stored.spans, spec.num_kv_heads, spec.head_dim, transfer.batch_bytes)
+        self._queue = LoadQueue(stored.num_layers, len(self._batches))
+        self._slots: list[tuple[Slots, ...]] = []
+        self._free: SimpleQueue[int] = SimpleQueue()  # buffers that no worker has
+        self._running: list[Future[None]] = []
+        self.num_bytes = stored.num_bytes
+
+    @property
+    def load_s(self) -> float:
+        return self._transfer.seconds()[0]
+
+    @property
+    def stall_s(self) -> float:
+        return self._transfer.seconds()[1]
+
+    def __enter__(self) -> StoredLoader:
+        self._slots = [self._stored.slots(batch.spans) for batch in self._batches]
+        num_batches = self._stored.num_layers * len(self._batches)
+        num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
+        self._transfer.open(num_buffers, max(batch.num_bytes for batch in self._batches))
+        for buffer in range(num_buffers):
+            self._free.put(buffer)
+        self._running = self._workers.start(self._work, num_batches)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._queue.stop()
+        for running in self._running:
+            running.result()
+        self._transfer.close()
+        self._slots = []  # whoever keeps the loader for its figures keeps no tables
+
+    def wait(self, layer: int) -> None:
+        self._transfer.arrive(layer)
+        self._queue.wait(layer)
+        self._transfer.join(layer)
+
+    @torch.inference_mode()  # it holds for a thread, and the pool may have been made in it
+    def _work(self) -> None:
+        try:
+            with self._stored.source.read() as reader:
+                while (part := self._queue.take()) is not None:
+                    self._load(reader, *part)
+        except BaseException as error:
+            self._queue.stop(error)
+
+    def _load(self, reader: KVReader, layer: int, which: int) -> None:
+        batch, buffer = self._batches[which], self._free.get()
+        try:
+            self._copy(reader, layer, batch, self._transfer.memory(buffer))
+            place = partial(self._place, layer, batch, self._slots[which])
+            self._transfer.send(layer, buffer, batch.num_bytes, place)
+        finally:
+            self._free.put(buffer)
+        self._queue.arrived(layer)
+
+    def _copy(self, reader: KVReader, layer: int, batch: KVBatch, memory: memoryview) -> None:
+        for index in range(len(batch.spans)):
+            try:
+                reader.copy_layer(self._stored.manifests[batch.first + index], layer, batch.targets(index, memory))
+            except StoreError as error:
+                raise self._stored.bad(batch.first + index, error) from error
+
+    def _place(self, layer: int, batch: KVBatch, slots: tuple[Slots, ...], staged: Tensor) -> None:
+        self._stored.place(layer, batch.tensors(staged), slots)
 
 
 def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> KVLoader:
@@ -23,11 +106,8 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
     if not any(s.cached and s.token_ids for s in plan.segments):
         return NothingToLoad()
     assert source is not None, "what is cached is cached somewhere"
-    stored = StoredPrompt.find(decoder, source, sequence, plan)
-    transfer = transfer_to(decoder.device)
-    return HostLoader(stored) if transfer is None else RingLoader(stored, transfer)
+    return StoredLoader(StoredPrompt.find(decoder, source, sequence, plan), transfer_to(decoder.device))
 
 
-def transfer_to(device: torch.device) -> Transfer | None:
-    """None: the device's memory is the host's, and the threads write straight into the pool."""
-    return CudaTransfer(device) if device.type == "cuda" else None
+def transfer_to(device: torch.device) -> Transfer:
+    return CudaTransfer(device) if device.type == "cuda" else HostTransfer()

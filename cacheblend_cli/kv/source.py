@@ -19,12 +19,8 @@ class KVReader(Protocol):
         """What is stored under the key, None: nothing."""
         ...
 
-    def layer(self, chunk: ChunkManifest, layer: int, /) -> Mapping[str, memoryview]:
-        """A layer's tensors by name (`layouts.blob_spec`), checked. They are there as long as the reader is open."""
-        ...
-
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview], /) -> None:
-        """The same tensors, copied to `targets`, each of just its size; it is the copies that are checked."""
+        """Copy a layer's tensors (`layouts.blob_spec`) to `targets`, each of just its size, and check the copies."""
         ...
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_cuda import DeviceTensor, FakeCuda, FakeStream
+from fake_cuda import DeviceTensor, FakeCuda, FakeEvent, FakeStream
 
-from cacheblend_cli.kv.staging import CudaTransfer, StagingRing
+from cacheblend_cli.kv.transfer import CudaTransfer
 
-NUM_LAYERS, BATCHES, SLOTS, SIZE = 5, 3, 2, 4
+NUM_LAYERS, BATCHES, BUFFERS, SIZE = 5, 3, 2, 4
 
 
 class Disorder(AssertionError):
@@ -16,7 +16,7 @@ class Disorder(AssertionError):
 
 
 def load(cuda: FakeCuda, given_up_in: int = NUM_LAYERS) -> CudaTransfer:
-    """Every layer's batches through the ring while the compute stream reads layer after layer, or no layer from the one
+    """Every layer's batches through two buffers while the compute stream reads layer after layer, or no layer from the one
     on in which loading is given up."""
     pool: dict[int, list[int]] = {}
     ours = [False]  # before and after, pool and device buffers are somebody else's on the compute stream
@@ -30,8 +30,7 @@ def load(cuda: FakeCuda, given_up_in: int = NUM_LAYERS) -> CudaTransfer:
 
     cuda.on_copy = used
     transfer = CudaTransfer(torch.device("cuda"))
-    transfer.open(SLOTS, SIZE)
-    ring = StagingRing(SLOTS, [1] * (NUM_LAYERS * BATCHES))
+    transfer.open(BUFFERS, SIZE)
 
     def place(number: int, staged: DeviceTensor) -> None:
         def write() -> None:
@@ -48,18 +47,12 @@ def load(cuda: FakeCuda, given_up_in: int = NUM_LAYERS) -> CudaTransfer:
     for layer in range(NUM_LAYERS):
         transfer.arrive(layer)
         for number in range(layer * BATCHES, (layer + 1) * BATCHES):
-            slot = ring.acquire(number)
-            assert slot is not None
-            transfer.host[slot].fill_(number)
-            ring.filled(number)
-            assert ring.wait_filled(number) == slot
+            transfer.memory(number % BUFFERS)[:] = bytes([number] * SIZE)
             cuda.some()
-            event = transfer.send(slot, SIZE, lambda staged, number=number: place(number, staged))
-            ring.submitted(number, event)
+            transfer.send(layer, number % BUFFERS, SIZE, lambda staged, number=number: place(number, staged))
             cuda.some()
         if layer == given_up_in:
             break
-        transfer.finish_layer(layer)
         transfer.join(layer)
         cuda.compute.launch(lambda layer=layer: read(layer))
         cuda.some()
@@ -84,18 +77,18 @@ def test_what_is_given_up_is_waited_for_before_its_memory_goes(seed: int, monkey
     load(cuda, given_up_in=seed % NUM_LAYERS)
 
 
-@pytest.mark.parametrize("forgotten", ["wait_event", "wait_stream"])
-def test_a_wait_that_is_missing_is_found_out(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "forgotten"), [(FakeStream, "wait_event"), (FakeStream, "wait_stream"), (FakeEvent, "synchronize")]
+)
+def test_a_wait_that_is_missing_is_found_out(of: type, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any one kind of wait left out anywhere gives disorder for some order of execution."""
-    monkeypatch.setattr(FakeStream, forgotten, lambda self, other: None)
     for seed in range(60):
         cuda = FakeCuda(seed)
-        cuda.install(monkeypatch)
-        try:
-            load(cuda)
-        except Disorder:
-            return
-        finally:
-            monkeypatch.undo()
-            monkeypatch.setattr(FakeStream, forgotten, lambda self, other: None)
+        with monkeypatch.context() as without:
+            without.setattr(of, forgotten, lambda *of_it: None)
+            cuda.install(without)
+            try:
+                load(cuda)
+            except Disorder:
+                return
     pytest.fail(f"without {forgotten} nothing went wrong")

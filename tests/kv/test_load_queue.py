@@ -23,7 +23,7 @@ def test_a_layer_is_there_with_its_last_chunk(order: list[int]) -> None:
     waiting.start()
     for _ in order[:-1]:
         queue.arrived(1)
-    queue.arrived(0, 4)
+    queue.arrived(0)
     assert not there.is_set()
     queue.arrived(1)
     waiting.join(timeout=30)
@@ -32,7 +32,8 @@ def test_a_layer_is_there_with_its_last_chunk(order: list[int]) -> None:
 
 def test_the_first_error_reaches_whoever_waits_and_nothing_more_is_taken() -> None:
     queue = LoadQueue(3, 2)
-    queue.arrived(0, 2)
+    queue.arrived(0)
+    queue.arrived(0)
     queue.stop(KeyError("first"))
     queue.stop(ValueError("second"))
     assert queue.take() is None

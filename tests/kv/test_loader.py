@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,138 +11,59 @@ import torch
 from cacheblend_store import ChunkStore
 from cacheblend_store.format.layouts import CODECS
 from checkpoints import WORDS, write_checkpoint
-from host_transfer import HostTransfer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.kv import batch as kv_batch
-from cacheblend_cli.kv import host_loader, loading, ring_loader
+from cacheblend_cli.kv import loading
 from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.loader import Workers
-from cacheblend_cli.kv.staging import Event, StagingRing
 from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan
+from cacheblend_cli.kv.transfer import HostTransfer
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Question, resolve
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-class LazyDevice:
-    """Does what is queued as late as it may: when somebody waits for it, or when told to do some of it early."""
-
-    def __init__(self) -> None:
-        self._queue: list[Callable[[], None]] = []
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def queue(self, work: Callable[[], None]) -> Event:
-        with self._lock:
-            self._queue.append(work)
-            return _Mark(self, len(self._queue))
-
-    def run_to(self, count: int) -> None:
-        with self._lock:
-            while self._done < min(count, len(self._queue)):
-                self._queue[self._done]()
-                self._done += 1
-
-    def run_all(self) -> None:
-        self.run_to(len(self._queue))
-
-
-class _Mark:
-    def __init__(self, device: LazyDevice, count: int) -> None:
-        self._device, self._count = device, count
-
-    def synchronize(self) -> None:
-        self._device.run_to(self._count)
-
-
 class LazyTransfer(HostTransfer):
-    """Copies when it must, in a device's order."""
+    """What is sent is brought to the pool as late as it may be: when its buffer or its layer is waited for."""
+
+    batch_bytes = 20_000  # so few that a layer has several
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = LazyDevice()
-        self.layers: dict[int, Event] = {}
+        self.layers: dict[int, int] = {}
+        self._sent: list[Callable[[], None]] = []
+        self._done = 0
+        self._last_of: dict[int, int] = {}  # of each buffer
+        self._lock = threading.RLock()
 
-    def send(self, slot: int, num_bytes: int, place: Callable[[torch.Tensor], None]) -> Event:
-        return self.device.queue(lambda: place(self.host[slot][:num_bytes].clone()))
+    def memory(self, buffer: int) -> memoryview:
+        self._run_to(self._last_of.get(buffer, 0))
+        return super().memory(buffer)
 
-    def finish_layer(self, layer: int) -> None:
-        super().finish_layer(layer)
-        self.layers[layer] = self.device.queue(lambda: None)
+    def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[torch.Tensor], None]) -> None:
+        with self._lock:
+            self._sent.append(lambda: HostTransfer.send(self, layer, buffer, num_bytes, place))
+            self.layers[layer] = self._last_of[buffer] = len(self._sent)
 
     def join(self, layer: int) -> None:
         super().join(layer)
-        self.layers[layer].synchronize()
+        self._run_to(self.layers[layer])
+
+    def _run_to(self, count: int) -> None:
+        with self._lock:
+            while self._done < count:
+                self._sent[self._done]()
+                self._done += 1
 
 
-class RingThatTrusts(StagingRing):
-    """Gives a slot away as soon as its batch is submitted: the mistake the events are there for."""
+class TransferThatTrusts(LazyTransfer):
+    """Gives a buffer away before what is in it was copied."""
 
-    def submitted(self, batch: int, event: Event) -> None:
-        super().submitted(batch, _Mark(LazyDevice(), 0))
-
-
-def drive(ring_type: type[StagingRing], num_slots: int, parts: list[int], seed: int) -> list[list[int]]:
-    """Fill, submit and copy in a random order that one thread may take; what the device read of each batch."""
-    ring, device, rng = ring_type(num_slots, parts), LazyDevice(), random.Random(seed)
-    slots: list[list[int]] = [[] for _ in range(num_slots)]
-    copied: list[list[int]] = []
-    todo = [(batch, part) for batch, count in enumerate(parts) for part in range(count)]
-    submitted = next_part = 0
-    missing = list(parts)
-    while submitted < len(parts):
-        move = rng.choice(["fill", "submit", "copy"])
-        if move == "fill" and next_part < len(todo) and submitted > todo[next_part][0] - num_slots:
-            batch, part = todo[next_part]
-            slot = ring.acquire(batch)
-            assert slot == batch % num_slots
-            if part == 0:
-                slots[slot].clear()
-            slots[slot].append(1000 * batch + part)
-            ring.filled(batch)
-            missing[batch] -= 1
-            next_part += 1
-        elif move == "submit" and missing[submitted] == 0:
-            slot = ring.wait_filled(submitted)
-            assert slot is not None
-            ring.submitted(submitted, device.queue(lambda slot=slot: copied.append(list(slots[slot]))))
-            submitted += 1
-        elif move == "copy":
-            device.run_to(rng.randint(0, submitted))
-    device.run_all()
-    return copied
-
-
-@given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, 2**32))
-def test_no_slot_is_filled_again_before_its_copy_was_made(num_slots: int, parts: list[int], seed: int) -> None:
-    expected = [[1000 * batch + part for part in range(count)] for batch, count in enumerate(parts)]
-    assert drive(StagingRing, num_slots, parts, seed) == expected
-
-
-def test_a_ring_that_does_not_wait_is_found_out() -> None:
-    parts = [2] * 8
-    expected = [[1000 * batch, 1000 * batch + 1] for batch in range(8)]
-    assert any(drive(RingThatTrusts, 2, parts, seed) != expected for seed in range(20))
-
-
-def test_a_stopped_ring_lets_everybody_go() -> None:
-    ring = StagingRing(1, [1, 1])
-    assert ring.acquire(0) == 0
-    found: list[int | None] = []
-    waiting = [
-        threading.Thread(target=lambda: found.append(ring.acquire(1))),
-        threading.Thread(target=lambda: found.append(ring.wait_filled(0))),
-    ]
-    for thread in waiting:
-        thread.start()
-    ring.stop()
-    for thread in waiting:
-        thread.join(timeout=30)
-    assert found == [None, None]
+    def memory(self, buffer: int) -> memoryview:
+        return HostTransfer.memory(self, buffer)
 
 
 @given(st.lists(st.tuples(st.integers(1, 70), st.sampled_from(CODECS)), min_size=1, max_size=8), st.data())
@@ -152,11 +72,11 @@ def test_batches_hold_every_chunk_once_and_aligned(chunks: list[tuple[int, str]]
     for count, codec in chunks:
         spans.append(StoredSpan(at, at + count, codec))
         at += count + data.draw(st.integers(0, 1))
-    batches = batches_of(spans, 2, 16)
+    batches = batches_of(spans, 2, 16, 20_000)
     assert [s for b in batches for s in b.spans] == spans
     assert [b.first for b in batches] == [sum(len(x.spans) for x in batches[:i]) for i in range(len(batches))]
     for batch in batches:
-        assert len(batch.spans) == 1 or ("int" not in batch.codec and "8" not in batch.codec)
+        assert len(batch.spans) == 1 or ("int" not in batch.spans[0].codec and "8" not in batch.spans[0].codec)
         buffer = bytearray(batch.num_bytes)
         for index in range(len(batch.spans)):
             for name, target in batch.targets(index, memoryview(buffer)).items():
@@ -193,35 +113,34 @@ class Stored:
 
 
 @pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> list[HostTransfer]:
-    """From here on KV goes through the ring; the transfers that were made."""
-    made: list[HostTransfer] = []
+def staged(monkeypatch: pytest.MonkeyPatch) -> list[LazyTransfer]:
+    """From here on KV goes through few buffers, late; the transfers that were made."""
+    made: list[LazyTransfer] = []
 
-    def transfer_to(device: torch.device) -> HostTransfer:
+    def transfer_to(device: torch.device) -> LazyTransfer:
         made.append(LazyTransfer())
         return made[-1]
 
     monkeypatch.setattr(loading, "transfer_to", transfer_to)
-    monkeypatch.setattr(ring_loader, "NUM_SLOTS", 2)
-    monkeypatch.setattr(ring_loader, "num_workers", lambda at_most: 4)
-    monkeypatch.setattr(kv_batch, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(loading, "num_workers", lambda at_most: 2)
     return made
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_through_the_ring_arrives_what_was_stored(
-    tmp_path: Path, codec: str, staged: list[HostTransfer], monkeypatch: pytest.MonkeyPatch
+def test_through_the_buffers_arrives_what_was_stored(
+    tmp_path: Path, codec: str, staged: list[LazyTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = Stored(tmp_path, codec)
     order = [stored.keys[i] for i in (4, 0, 2, 2, 5, 1)]
     with monkeypatch.context() as direct:
-        direct.setattr(loading, "transfer_to", lambda device: None)
+        direct.setattr(loading, "transfer_to", lambda device: HostTransfer())
         expected = stored.prefill(order)
     assert not staged
     for _ in range(4):
         found = stored.prefill(order)
-        assert len(staged[-1].layers) == 4
-        assert staged.pop().host == []  # kept for its figures, a loader keeps no buffers
+        transfer = staged.pop()
+        assert len(transfer.layers) == 4
+        assert transfer._buffers == []  # kept for its figures, a loader keeps no buffers
         assert torch.equal(found.result.logits, expected.result.logits)
         assert found.loader.num_bytes == expected.loader.num_bytes
         assert found.loader.load_s > 0
@@ -231,7 +150,17 @@ def test_through_the_ring_arrives_what_was_stored(
             assert torch.equal(ours.view(-1, *ours.shape[2:])[:n], theirs.view(-1, *theirs.shape[2:])[:n])
 
 
-def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[HostTransfer]) -> None:
+def test_a_buffer_that_is_given_away_too_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Stored(tmp_path, "float32")
+    expected = stored.prefill(stored.keys[:4])
+    monkeypatch.setattr(loading, "num_workers", lambda at_most: 1)
+    monkeypatch.setattr(LazyTransfer, "batch_bytes", 0)  # four chunks of a layer in one buffer, one after another
+    for transfer, same in ((LazyTransfer, True), (TransferThatTrusts, False)):
+        monkeypatch.setattr(loading, "transfer_to", lambda device, transfer=transfer: transfer())
+        assert torch.equal(stored.prefill(stored.keys[:4]).result.logits, expected.result.logits) is same
+
+
+def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[LazyTransfer]) -> None:
     stored = Stored(tmp_path, "auto")
     good = stored.prefill(stored.keys[:4])
     path = tmp_path / "store" / "data.mdb"
@@ -250,12 +179,11 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Host
     assert any("digest" in note for note in found.request.notes)
     assert [s.status for s in found.plan.chunks][2] == "computed"
     torch.testing.assert_close(found.result.logits, good.result.logits)
-    assert not [t for t in threading.enumerate() if t.name == "kv-submitter"]
 
 
 def test_one_copy_carries_a_layers_chunks() -> None:
     spans = [StoredSpan(0, 512, "bfloat16"), StoredSpan(512, 1024, "bfloat16"), StoredSpan(1024, 1300, "bfloat16")]
-    [batch] = batches_of(spans, 8, 128)
+    [batch] = batches_of(spans, 8, 128, 6 << 20)
     assert isinstance(batch, KVBatch)
     assert batch.num_bytes == 2 * 1300 * 8 * 128 * 2
     assert batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8))["v"].shape == (1300, 8, 128)
@@ -272,7 +200,7 @@ def test_loading_leaves_torchs_threads_to_computing(tmp_path: Path, monkeypatch:
         place(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoredPrompt, "place", spy)
-    monkeypatch.setattr(host_loader, "workers", Workers)  # threads that are born now
+    monkeypatch.setattr(loading, "workers", Workers)  # threads that are born now
     torch.set_num_threads(3)
     try:
         stored.prefill(stored.keys[:4])

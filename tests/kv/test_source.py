@@ -12,12 +12,11 @@ import pytest
 import torch
 from cacheblend_store import ChunkManifest, ChunkStore, StoreError
 from checkpoints import WORDS, write_checkpoint
-from host_transfer import HostTransfer
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.kv import loading
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.source import KVSource
+from cacheblend_cli.kv.transfer import HostTransfer
 from cacheblend_cli.runtime.prefill import Prefilled, prefill
 from cacheblend_cli.runtime.request import Question, resolve
 
@@ -46,13 +45,10 @@ class Elsewhere:
     def manifest(self, key: bytes) -> ChunkManifest | None:
         return self.manifests.get(key)
 
-    def layer(self, chunk: ChunkManifest, layer: int) -> dict[str, memoryview]:
+    def copy_layer(self, chunk: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
         if (chunk.key, layer) in self.lost:
             raise StoreError("the connection was lost")
-        return {name: memoryview(bytearray(part)) for name, part in self.layers[chunk.key, layer].items()}
-
-    def copy_layer(self, chunk: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
-        for name, part in self.layer(chunk, layer).items():
+        for name, part in self.layers[chunk.key, layer].items():
             targets[name][:] = part
 
 
@@ -78,11 +74,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return Stored(tmp_path_factory.mktemp("source"))
 
 
-@pytest.fixture(params=["straight into the pool", "through the ring"])
+@pytest.fixture(params=["chunk by chunk", "in batches"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the KV goes to the pool."""
-    if request.param == "through the ring":
-        monkeypatch.setattr(loading, "transfer_to", lambda device: HostTransfer())
+    if request.param == "in batches":
+        monkeypatch.setattr(HostTransfer, "batch_bytes", 6 << 20)
     return str(request.param)
 
 
