@@ -14,7 +14,7 @@ from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine
-from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift
+from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, old_kv
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.prefill import ChunkKV
@@ -61,8 +61,8 @@ def scaled_keys(factor: float) -> Prefill:
 
     class ScaledKeys(MeanShift):
         def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
-            keys, values = self._pool.read(layer.index, self._stale.slots)
-            self._pool.write(layer.index, self._stale.slots, keys * factor, values)
+            keys, values = old_kv(layer, self._stale)
+            forward.write_kv(layer, keys * factor, values, self._stale)
 
     def run(*args: Any, **kwargs: Any) -> Prefilled:
         with patch.dict(CORRECTIONS, {"mean-shift": ScaledKeys}):

@@ -18,7 +18,6 @@ from kernel_references import decoded, poisoned_outputs, rope_reference, stored_
 from torch import Tensor
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-EXACT = 0.0
 FLOAT8 = 2**-4  # half a step of a number with three bits after the first
 NUM_ROWS = 70
 Case = tuple[str, str, float, Callable[[], tuple[Tensor, Tensor]]]  # kernel, case, tolerance, () -> (got, want fp64)
@@ -149,9 +148,9 @@ def _attention_cases(backend: KernelBackend, device: torch.device, dtype: torch.
     yield prefill("float8 pool", [rows], [length], (8, 2), 128, float8=True)
     yield decode("float8 pool", [length, 40], (8, 2), 128, float8=True)
     whole = torch.arange(length)
-    yield prefill("full", [whole], [length], (8, 2), 128, contiguous=True, dense=True)
-    yield prefill("full, paged", [whole], [length], (8, 2), 128, dense=True)
-    yield prefill("suffix", [whole[-40:]], [length], (32, 8), 128, dense=True)
+    yield prefill("full", [whole], [length], (8, 2), 128, contiguous=True)
+    yield prefill("full, paged", [whole], [length], (8, 2), 128)
+    yield prefill("suffix", [whole[-40:]], [length], (32, 8), 128)
     yield prefill("one row", [whole[-1:]], [length], (32, 8), 128)
     several = [torch.tensor([0]), rows, torch.tensor([], dtype=torch.int64), whole[:33], torch.tensor([3, 4, 60])]
     lens = [1, length, 5, 33, 64]
@@ -220,17 +219,6 @@ def _cache_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtyp
             return backend.rope(x, *tables), rope_reference(x, *tables)
 
         yield "rope", f"head_dim {head_dim}", TOLERANCE[dtype], rotate
-
-    def copy() -> tuple[Tensor, Tensor]:
-        pools = [torch.randn(9, 64, 4, 128, device=device).to(dtype) for _ in range(4)]
-        src, dst = torch.tensor([0, 3, 8], device=device), torch.tensor([5, 1, 2], device=device)
-        want = [p.double() for p in pools]
-        for w in want:
-            w[dst] = w[src]
-        backend.copy_blocks(pools, src, dst)
-        return torch.stack(pools), torch.stack(want)
-
-    yield "copy_blocks", "4 pools", EXACT, copy
 
 
 def _write(

@@ -49,7 +49,6 @@ def attention_inputs(
     dtype: torch.dtype = torch.bfloat16,
     block_size: int = BLOCK_SIZE,
     contiguous: bool = False,
-    dense: bool = False,
     seed: int = 0,
 ) -> AttentionInputs:
     """positions: of the rows of each sequence, sorted, on the CPU. The pool holds NaN wherever no key lies."""
@@ -81,8 +80,7 @@ def attention_inputs(
         cu_rows=cu_rows.to(device),
         block_table=table.to(device),
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        contiguous_slot=block_size if contiguous else -1,
-        dense=dense,
+        contiguous_slots=tuple(int(row[0]) * block_size if contiguous else -1 for row in table),
         max_kv_len=max(kv_lens),
     )
     return AttentionInputs(q, LayerCache(*pools), meta)
@@ -118,7 +116,6 @@ def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: to
         shape.head_dim,
         device,
         contiguous=kind == "full",
-        dense=word in ("full", "suffix"),
     )
 
 

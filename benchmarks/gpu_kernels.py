@@ -277,21 +277,6 @@ def _norms(device: torch.device, tiny: bool) -> Iterator[Work]:
         yield Work("act_and_mul", case, calls, "copy", num_bytes=3 * one)
 
 
-def _blocks(device: torch.device, tiny: bool) -> Iterator[Work]:
-    shape, layers, blocks = (TINY, 2, 4) if tiny else (LLAMA_8B, 32, 64)
-    backend = select_backend("auto", device)
-    pool = (2 * blocks, 64, shape.num_kv_heads, shape.head_dim)
-    pools = [torch.randn(pool, device=device).bfloat16() for _ in range(2 * layers)]
-    src = torch.randperm(blocks, device=device)
-    dst = torch.randperm(blocks, device=device) + blocks
-    moved = 2 * layers * blocks * pools[0][0].numel() * 2
-
-    def copy() -> None:
-        backend.copy_blocks(pools, src, dst)
-
-    yield Work("copy_blocks", f"{blocks} blocks of {2 * layers} pools", [copy], "copy", num_bytes=2 * moved)
-
-
 _WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
     _prefill_attention,
     _decode_attention,
@@ -299,7 +284,6 @@ _WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
     _load_kv,
     _kv_deviation,
     _norms,
-    _blocks,
 )
 
 

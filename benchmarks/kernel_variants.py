@@ -284,9 +284,6 @@ def _cache_writes() -> Iterator[KernelVariant]:
                     core=head_dim == 128 and run and not fp8 and source in ("bf16", "fp8", "int4"),
                     types=types,
                 )
-    yield KernelVariant(
-        "copy_blocks", "int32", cache_ops.copy_blocks_kernel, "i32", {"BLOCK": cache_ops.WORDS_PER_PROGRAM}, 4, core=True
-    )  # fmt: skip
 
 
 def _row_kernels() -> Iterator[KernelVariant]:

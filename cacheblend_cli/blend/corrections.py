@@ -13,7 +13,9 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
+from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.model.rope import CosSin
 
@@ -22,6 +24,14 @@ class Correction(Protocol):
     """Made when the tokens to recompute are chosen; applied at every layer after that."""
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None: ...
+
+
+def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
+    """K before RoPE and V that the pool has of rows at a layer, fp32 [num_rows, num_kv_heads, head_dim]."""
+    k, v = rows.pool.read(layer.index, rows.slots)
+    cos, sin = rows.cos_sin(layer)
+    stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
+    return layer.kernels.rope(k, cos / stretch, -sin / stretch), v
 
 
 class MeanShift:
@@ -35,7 +45,6 @@ class MeanShift:
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
-        self._pool = prompt.pool
         where = torch.searchsorted(every.positions, repaired.positions)
         stale = torch.ones(len(every), dtype=torch.bool, device=every.positions.device)
         stale[where] = False
@@ -47,14 +56,10 @@ class MeanShift:
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None:
         """Move the layer's stale rows. k before RoPE, v: fresh, of the repaired tokens, which the pool still has old;
         [num_repaired, num_kv_heads, head_dim]."""
-        repaired, stale, index = self._repaired, self._stale, layer.index
-        old_k, old_v = self._pool.read(index, repaired.slots)
-        cos, sin = repaired.cos_sin(layer)
-        stretch = cos.square() + sin.square()  # the square of RoPE's attention factor (yarn, longrope), else 1
-        old_k = layer.kernels.rope(old_k, cos / stretch, -sin / stretch)
-        stale_k, stale_v = self._pool.read(index, stale.slots)
-        moved = layer.kernels.rope(self._mean(k.float() - old_k), *stale.cos_sin(layer))
-        self._pool.write(index, stale.slots, stale_k + moved, stale_v + self._mean(v.float() - old_v))
+        old_k, old_v = old_kv(layer, self._repaired)
+        stale_k, stale_v = old_kv(layer, self._stale)
+        moved_k, moved_v = stale_k + self._mean(k.float() - old_k), stale_v + self._mean(v.float() - old_v)
+        write_kv(layer, moved_k, moved_v, self._stale)
 
     def _mean(self, change: Tensor) -> Tensor:
         """change: fp32 [num_repaired, num_kv_heads, head_dim]. The shift of every stale row, fp32."""
@@ -137,7 +142,7 @@ class _Part:
             here[: len(s)] = here[stale : stale + len(k)] = True
         device = every.positions.device
         own, real, tokens = number[index[:, stale:]].to(device), real.to(device), every.take(index.to(device))
-        rows = prompt.rows(tokens.positions.flatten(), False)
+        rows = prompt.rows(tokens.positions.flatten())
         squares = [cos.square() + sin.square() for cos, sin in rows.rotations]  # of RoPE's attention factor, else 1
         back = [(cos / s, -sin / s) for (cos, sin), s in zip(rows.rotations, squares, strict=True)]
         first = [(t.view(*index.shape, -1)[:, :stale].flatten(0, 1) for t in pair) for pair in rows.rotations]

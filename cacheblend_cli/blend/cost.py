@@ -105,7 +105,7 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
     if work.kv_bytes and full.prefill_s <= blend.prefill_s:
         return Decision(FULL, 1.0, floor, _layer_s(speeds, *_full_rows(work)), load, full, full)
     chosen = _chosen(work, ratio)
-    compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2, after=True)) + _moved_s(speeds, work, chosen)
+    compute = _layer_s(speeds, *_rows(work, chosen, work.num_layers // 2)) + _moved_s(speeds, work, chosen)
     return Decision(BLEND, ratio, floor, compute, load, blend, full)
 
 
@@ -134,7 +134,7 @@ def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
     checked = work.check_layer if 0 < chosen < work.inexact else 0  # ratio 0 and 1: nothing to choose
     now, compute = _probe_s(speeds, work) if 0 < chosen < work.inexact else (0.0, 0.0)
     for layer in range(work.num_layers):
-        seconds = _layer_s(speeds, *_rows(work, chosen, layer, after=layer > checked or not checked, check=checked))
+        seconds = _layer_s(speeds, *_rows(work, chosen, layer, checked))
         seconds += _moved_s(speeds, work, chosen) if layer > checked else 0.0
         now = max(now, (layer + 1) * load) + seconds
         compute += seconds
@@ -210,10 +210,10 @@ def _full_rows(work: Workload) -> tuple[float, float]:
     return work.total, work.total * (work.total + 1) / 2
 
 
-def _rows(work: Workload, chosen: int, layer: int, *, after: bool, check: int = 0) -> tuple[float, float]:
-    """(rows, pairs) of a layer, rows as parts of one row's work. after: tokens are chosen already."""
-    candidates = chosen if after else work.inexact
-    done = chosen if after or layer == check else work.inexact
+def _rows(work: Workload, chosen: int, layer: int, check: int = 0) -> tuple[float, float]:
+    """(rows, pairs) of a layer, rows as parts of one row's work. check: the layer at which tokens are chosen, 0: before all."""
+    candidates = work.inexact if check and layer <= check else chosen
+    done = work.inexact if layer < check else chosen
     kv_rows = candidates + work.fresh
     if layer == 0 and work.layer0_exact:
         kv_rows = work.fresh

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from cacheblend_kernels import AttentionParams
 from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
@@ -91,7 +90,7 @@ class _Look(Observer):
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         if layer.index in self._probe_layers:
             q, positions = q[-self._num_looking :], rows.positions[-self._num_looking :]
-            keys = _keys(self._prompt, layer.index, rows.attention.max_kv_len)
+            keys = self._prompt.keys(layer.index, rows.attention.max_kv_len)
             weights = attention_peaks(layer, q, positions, keys, self._candidates)
             self.found = torch.maximum(self.found, weights)
 
@@ -120,7 +119,7 @@ class AtCheckLayer:
     def attention(self, candidates: Candidates) -> Tensor:
         """The largest attention weight of the suffix at this layer on the old KV of each candidate, [n] fp32."""
         q, positions = self._suffix_queries()
-        keys = _keys(self._prompt, self._layer.index, self._prompt.plan.num_tokens)
+        keys = self._prompt.keys(self._layer.index, self._prompt.plan.num_tokens)
         return attention_peaks(self._layer, q, positions, keys, candidates)
 
     def draft(self, candidates: Candidates) -> Tensor:
@@ -133,24 +132,17 @@ class AtCheckLayer:
         is a_t * (v_t - o) along the logit of token t.
         """
         q, positions = self._suffix_queries()
-        layer, spec = self._layer, self._layer.spec
-        pool, kv_len = self._prompt.pool, self._prompt.plan.num_tokens
-        old_k, old_v = pool.read(layer.index, self._candidates.slots)
+        layer, sequence, kv_len = self._layer, self._prompt.sequence, self._prompt.plan.num_tokens
+        old_k, old_v = self._prompt.pool.read(layer.index, self._candidates.slots)
         dk, dv = self._k.float() - old_k, self._v.float() - old_v
-        keys = _keys(self._prompt, layer.index, kv_len)
-        values = pool.read_v(layer.index, _slots(self._prompt, kv_len))
-        group = spec.num_heads // spec.num_kv_heads
-        total = torch.zeros(len(candidates), device=q.device)
-        for head in range(spec.num_kv_heads):
-            rows = q[:, head * group : (head + 1) * group].float().reshape(-1, spec.head_dim)
-            at = positions.repeat_interleave(group)
-            p = _probabilities(rows, keys[:, head], at, layer.attention, _sinks(layer, head))
-            out = p @ values[:, head]
-            a = p[:, candidates.positions]
-            v = old_v[:, head]
+        keys, values = self._prompt.pool.read(layer.index, sequence.slots_to(kv_len))
+        total, group = torch.zeros(len(candidates), device=q.device), q.shape[1] // keys.shape[1]
+        for head, (p,) in enumerate(attention_weights(layer, q, positions, keys, at_once=1)):
+            rows = q[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, num_rows, head_dim]
+            out, v = p @ values[:, head], old_v[:, head]
             distance = (v.square().sum(-1) - 2 * out @ v.T + out.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
             moved = (rows @ dk[:, head].T).abs() * layer.attention.scale * distance
-            total += (a * (moved + dv[:, head].norm(dim=-1))).sum(0)
+            total += (p[..., candidates.positions] * (moved + dv[:, head].norm(dim=-1))).sum((0, 1))
         return total
 
     def _suffix_queries(self) -> tuple[Tensor, Tensor]:
@@ -162,69 +154,37 @@ def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Ten
 
     positions: of the rows, [num_rows] int64; keys: rotated, of positions 0 on, fp32 [kv_len, num_kv_heads, head_dim].
     """
-    spec, params, kv_len = layer.spec, layer.attention, keys.shape[0]
-    rows = q.float().view(len(q), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)  # KV heads, group, rows
-    hidden = _hidden(positions, kv_len, params.sliding_window)
-    sinks = None if params.sinks is None else params.sinks.view(spec.num_kv_heads, -1, 1, 1)
-    at_once = heads_at_once(q.device, rows[0].shape[0] * len(q) * kv_len)
-    found = torch.zeros(kv_len, device=q.device)
-    for start in range(0, spec.num_kv_heads, at_once):
-        heads = slice(start, start + at_once)
-        logits = _capped(rows[heads].flatten(1, 2) @ keys[:, heads].permute(1, 2, 0), params)
-        logits = logits.view(*rows[heads].shape[:3], kv_len).masked_fill_(hidden, float("-inf"))
-        if sinks is not None:  # a key without a value
-            logits = torch.cat((logits, sinks[heads].expand(*logits.shape[:3], 1)), -1)
-        torch.softmax(logits, -1, out=logits)  # in place: fresh memory of this size costs more than the products
-        found = torch.maximum(found, logits.flatten(0, 2).amax(0)[:kv_len])
+    at_once = heads_at_once(q.device, q.shape[1] // keys.shape[1] * len(q) * len(keys))
+    found = torch.zeros(len(keys), device=q.device)
+    for weights in attention_weights(layer, q, positions, keys, at_once):
+        found = torch.maximum(found, weights.flatten(0, 2).amax(0))
     return found[candidates.positions]
+
+
+def attention_weights(
+    layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, at_once: int
+) -> Iterator[Tensor]:
+    """Softmax weights, causal by position, of so many KV heads at once: fp32 [heads, group, num_rows, kv_len]. The others as
+    for `attention_peaks`."""
+    params, (kv_len, num_kv_heads, head_dim) = layer.attention, keys.shape
+    rows = q.float().view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # KV heads, group, rows
+    key_at = torch.arange(kv_len, device=positions.device)
+    hidden = key_at > positions[:, None]
+    if params.sliding_window is not None:
+        hidden |= key_at <= positions[:, None] - params.sliding_window
+    for start in range(0, num_kv_heads, at_once):
+        heads = slice(start, start + at_once)
+        logits = (rows[heads].flatten(1, 2) @ keys[:, heads].permute(1, 2, 0)).mul_(params.scale)
+        if params.soft_cap is not None:
+            logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
+        logits = logits.view(*rows[heads].shape[:3], kv_len).masked_fill_(hidden, float("-inf"))
+        if params.sinks is not None:  # keys without a value
+            sinks = params.sinks.view(num_kv_heads, -1, 1, 1)[heads]
+            logits = torch.cat((logits, sinks.expand(*logits.shape[:3], 1)), -1)
+        torch.softmax(logits, -1, out=logits)  # in place: fresh memory of this size costs more than the products
+        yield logits[..., :kv_len]
 
 
 def heads_at_once(device: torch.device, numbers: int) -> int:
     """KV heads in one product; numbers: of the logits of one of them."""
     return max(1, LOGITS_AT_ONCE // numbers) if device.type == "cuda" else 1
-
-
-def _sinks(layer: DecoderLayer, kv_head: int) -> Tensor | None:
-    """Of the query heads that share a KV head, [group] fp32."""
-    sinks = layer.attention.sinks
-    return None if sinks is None else sinks.view(layer.spec.num_kv_heads, -1)[kv_head]
-
-
-def _probabilities(
-    q: Tensor, keys: Tensor, positions: Tensor, params: AttentionParams, sinks: Tensor | None = None
-) -> Tensor:
-    """[num_rows, kv_len] fp32, causal by position. sinks: of the heads that take turns in the rows."""
-    hidden = _hidden(positions, keys.shape[0], params.sliding_window)
-    logits = _capped(q @ keys.T, params).masked_fill_(hidden, float("-inf"))
-    if sinks is None:
-        return logits.softmax(-1)
-    sinks = sinks.repeat(len(logits) // len(sinks))
-    return torch.cat((logits, sinks[:, None]), -1).softmax(-1)[:, : keys.shape[0]]
-
-
-def _capped(products: Tensor, params: AttentionParams) -> Tensor:
-    """Logits of products of q and k."""
-    logits = products.mul_(params.scale)
-    return logits if params.soft_cap is None else params.soft_cap * torch.tanh(logits / params.soft_cap)
-
-
-def _hidden(positions: Tensor, kv_len: int, window: int | None) -> Tensor:
-    """[num_rows, kv_len] bool: the keys that a row at its position does not see."""
-    key_at = torch.arange(kv_len, device=positions.device)
-    hidden = key_at > positions[:, None]
-    if window is not None:
-        hidden |= key_at <= positions[:, None] - window
-    return hidden
-
-
-def _keys(prompt: Prompt, layer: int, kv_len: int) -> Tensor:
-    """K (rotated) of positions 0:kv_len, fp32 [kv_len, num_kv_heads, head_dim]."""
-    return prompt.pool.read_k(layer, _slots(prompt, kv_len))
-
-
-def _slots(prompt: Prompt, kv_len: int) -> slice | Tensor:
-    """Of positions 0:kv_len: a slice, which copies nothing, where the sequence's blocks are adjacent."""
-    first = prompt.sequence.contiguous_slot
-    if first >= 0:
-        return slice(first, first + kv_len)
-    return prompt.sequence.slots(torch.arange(kv_len, device=prompt.pool.device))

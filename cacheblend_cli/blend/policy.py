@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.corrections import CorrectionKind
-from cacheblend_cli.blend.selectors import Candidates, Evidence, Selector, budget, select
+from cacheblend_cli.blend.selectors import Candidates, Combined, Evidence, Selector, budget, choose
 
 
 class Status(IntEnum):
@@ -54,7 +54,12 @@ class BlendPolicy:
         count = budget(ratio, total)
         if count:
             count += -(count + fresh) % self.row_tile
-        return select(self.selector, candidates, evidence, count, block=self.block, nucleus=self.nucleus)
+        if count == 0 or (count >= len(candidates) and self.nucleus == 0):  # there is nothing to ask
+            return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
+        selector = self.selector
+        required = selector.required(candidates, evidence) if isinstance(selector, Combined) else None
+        scores = selector.scores(candidates, evidence)
+        return choose(scores, count, candidates, block=self.block, nucleus=self.nucleus, required=required)
 
 
 def row_tile_of(device: torch.device) -> int:

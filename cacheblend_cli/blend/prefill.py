@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -73,8 +72,6 @@ class BlendSteps(Observer):
         self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
         self._last_layer = len(prompt.decoder.layers) - 1
-        inexact = [s for s in prompt.plan.segments if s.status in ("blended", "computed") and s.start < s.end]
-        self._one_run = all(a.end == b.start for a, b in pairwise(inexact)) and bool(inexact)
         self.reports: list[LayerReport] = []
         self._keep(self._all)
 
@@ -117,7 +114,7 @@ class BlendSteps(Observer):
         self.candidates = candidates
         positions = torch.cat((candidates.positions, self._fresh)).sort().values
         narrowed = len(candidates) < len(self._all)
-        self.rows: Rows = self._prompt.rows(positions, None if narrowed else self._one_run)
+        self.rows: Rows = self._prompt.rows(positions)
         self._candidate_index = torch.searchsorted(positions, candidates.positions)
         self._fresh_index = torch.searchsorted(positions, self._fresh)
         if narrowed and len(candidates) and self._policy.correction is not None:

@@ -32,6 +32,10 @@ class Prompt:
         """[num_tokens] int64, on the device."""
         return upload(self.plan.token_ids, self.decoder.device)
 
-    def rows(self, positions: Tensor, dense: bool | None = None) -> Rows:
-        """Rows at `positions` (sorted int64). dense: see `rows_of`."""
-        return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens, dense)
+    def rows(self, positions: Tensor) -> Rows:
+        """Rows at `positions` (sorted int64)."""
+        return rows_of(self.decoder, self.sequence, positions, self.plan.num_tokens, self.plan.num_tokens)
+
+    def keys(self, layer: int, kv_len: int) -> Tensor:
+        """K (rotated) of positions 0:kv_len at a layer, fp32 [kv_len, num_kv_heads, head_dim]."""
+        return self.pool.read_k(layer, self.sequence.slots_to(kv_len))

@@ -175,23 +175,6 @@ def _named(name: str, seed: int) -> Selector:
     return SELECTORS[name](seed)
 
 
-def select(
-    selector: Selector,
-    candidates: Candidates,
-    evidence: Evidence,
-    count: int,
-    *,
-    block: int = 1,
-    nucleus: float = 0.0,
-) -> Tensor:
-    """Indexes [<= count] of the candidates to recompute, sorted. See `choose`."""
-    if count == 0 or (count >= len(candidates) and nucleus == 0):
-        return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
-    required = selector.required(candidates, evidence) if isinstance(selector, Combined) else None
-    scores = selector.scores(candidates, evidence)
-    return choose(scores, count, candidates, block=block, nucleus=nucleus, required=required)
-
-
 def choose(
     scores: Tensor,
     count: int,

@@ -26,13 +26,12 @@ class Allocation(Enum):
 
 
 class BlockAllocator:
-    """Reference-counted blocks. `watermark`: share of the pool kept free for sequences that grow while they decode."""
+    """Reference-counted blocks. See the table above."""
 
-    def __init__(self, num_blocks: int, watermark: float = 0.0) -> None:
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
         self.num_blocks = num_blocks
-        self._reserve = int(watermark * num_blocks)
         self._free = list(range(num_blocks))  # sorted
         self._refs: dict[int, int] = {}
         self._hot: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -51,13 +50,8 @@ class BlockAllocator:
     def num_used(self) -> int:
         return len(self._refs)
 
-    def can_allocate(self, count: int) -> Allocation:
-        if count > self.num_blocks - self._reserve:
-            return Allocation.NEVER
-        return Allocation.OK if count <= self.num_free - self._reserve else Allocation.LATER
-
-    def can_append(self, count: int = 1) -> bool:
-        """Whether running sequences can take `count` more blocks; the watermark is there for them."""
+    def can_append(self, count: int) -> bool:
+        """Whether there are so many blocks to be had."""
         return count <= self.num_free
 
     def allocate(self, count: int, *, behind: int | None = None, room: int = 0) -> list[int]:

@@ -30,7 +30,7 @@ def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> K
     pool = KVPool(decoder.spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device)
     sequence = pool.new_sequence(len(ids))
     positions = torch.arange(len(ids), device=decoder.device)
-    rows = rows_of(decoder, sequence, positions, len(ids), len(ids), dense=True)
+    rows = rows_of(decoder, sequence, positions, len(ids), len(ids))
     sizes = _Sizes()
     run_layers(decoder, rows, upload(ids, decoder.device), KVOnly(decoder, rows), sizes)
     return KVScales(tuple(sizes.k_scales), tuple(sizes.v_scales))

@@ -7,15 +7,14 @@ added to tokens, scores changed by something that attention is not told. A model
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.kv.forward import attend, queries, rotate_and_write
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.forward import attend, queries, write_kv
+from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.generic.decoder import GenericDecoder, GenericLayer
 from cacheblend_cli.model.generic.measure import is_close, probed_positions, reordered, turned_as_ours
@@ -28,14 +27,6 @@ FAR = 1 << 16  # where scores that grow with positions have grown
 SHARE = 1e-4  # of what a layer adds at most: what rounding in fp32 explains
 STREAM = 1e-6  # of the residual stream, which may be far larger than what a layer adds to it
 SAME = 2e-2  # of the largest logit, where the same products are made of other numbers of rows in bf16
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """What transformers did at a layer: the rows that came in and went out [num_rows, hidden_size]."""
-
-    came: Tensor
-    went: Tensor
 
 
 def check_once(decoder: GenericDecoder, fingerprint: str) -> None:
@@ -57,16 +48,16 @@ def check_generic(decoder: GenericDecoder) -> None:
     count = min(TOKENS, decoder.spec.max_context)
     ids = torch.randint(decoder.spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.arange(count, device=device)
-    done, logits = _by_transformers(decoder, ids)
+    came, went, logits = _by_transformers(decoder, ids)
     embedded = decoder.embed(ids)
-    _demand(decoder, torch.equal(embedded, done[0].came), "what goes into its first layer is not the same every time")
+    _demand(decoder, torch.equal(embedded, came[0]), "what goes into its first layer is not the same every time")
     later = parts.embed(ids, positions + decoder.spec.max_context - count)
     _demand(decoder, torch.equal(later, embedded), "its tokens get something added that depends on their positions")
     some = positions[::3]
     _demand(decoder, torch.equal(parts.embed(ids[some]), embedded[some]), "its tokens depend on those before them")
-    for before, after in pairwise(done):
-        _demand(decoder, torch.equal(before.went, after.came), "something happens between its layers")
-    last = done[-1].went[some]
+    for out, into in zip(went[:-1], came[1:], strict=True):
+        _demand(decoder, torch.equal(out, into), "something happens between its layers")
+    last = went[-1][some]
     _demand(
         decoder,
         is_close(decoder.logits(last, last), logits[some], SAME),
@@ -77,14 +68,15 @@ def check_generic(decoder: GenericDecoder) -> None:
     near, far = (parts.calls(embedded.float(), positions + by, "eager") for by in (0, shift))
     turns = parts.calls(embedded[:1].float().expand(len(spread), -1), spread)
     for index, layer in enumerate(decoder.generic_layers):
-        exact, came = layer.in_float32(near[index]), done[index].came.float()
-        _check_layer(decoder, exact, came, near[index], 0)
-        _check_layer(decoder, exact, came, far[index], shift)
-        _check_turns(decoder, exact, came, turns[index], spread)
+        exact, rows = layer.in_float32(near[index]), came[index].float()
+        _check_layer(decoder, exact, rows, near[index], 0)
+        _check_layer(decoder, exact, rows, far[index], shift)
+        _check_turns(decoder, exact, rows, turns[index], spread)
 
 
-def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[_Layer], Tensor]:
-    """Its own forward pass: each layer's rows, and the logits [num_rows, vocab_size]."""
+def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Its own forward pass: the rows [num_rows, hidden_size] that came into each layer and that went out of it, and the logits
+    [num_rows, vocab_size]."""
     came: list[Tensor] = []
     went: list[Tensor] = []
 
@@ -102,7 +94,7 @@ def _by_transformers(decoder: GenericDecoder, ids: Tensor) -> tuple[list[_Layer]
     finally:
         for hook in hooks:
             hook.remove()
-    return [_Layer(*both) for both in zip(came, went, strict=True)], logits
+    return came, went, logits
 
 
 def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, shift: int) -> None:
@@ -111,33 +103,22 @@ def _check_layer(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, cal
         theirs = layer.module.whole(came, call)
     one = replace(decoder.spec, num_layers=layer.index + 1)
     pool = KVPool(one, -(-len(came) // BLOCK_SIZE), BLOCK_SIZE, torch.float32, decoder.device)
-    place = _Place(decoder, layer, pool.new_sequence(len(came)), shift)
-    positions = torch.arange(len(came), device=decoder.device)
-    every = place.computed(came, positions)
+    sequence, count = pool.new_sequence(len(came)), len(came)
+
+    def computed(positions: Tensor) -> Tensor:  # our layer's output of some rows, over what the pool has of the others
+        h, turns = came[positions], decoder.rope.at(positions + shift, count + shift)
+        rows = replace(rows_of(decoder, sequence, positions, count, count), rotations=turns)
+        _, k, v = layer.project_qkv(h)
+        write_kv(layer, k, v, rows)
+        return layer.finish(attend(layer, queries(layer, h, rows), rows), h)[0]
+
+    positions = torch.arange(count, device=decoder.device)
+    every = computed(positions)
     _demand(decoder, _is_same(every, theirs, came), f"layer {layer.index} is not what transformers computes")
     some = positions[1::3]
-    again = place.computed(came, some)
+    again = computed(some)
     same = _is_same(again, theirs[some], came[some])
     _demand(decoder, same, f"a row of layer {layer.index} depends on the rows beside it")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A layer's KV of some rows. shift: how much further they are rotated than their places in the sequence say."""
-
-    decoder: GenericDecoder
-    layer: GenericLayer
-    sequence: PagedSequence
-    shift: int
-
-    def computed(self, came: Tensor, positions: Tensor) -> Tensor:
-        """Our layer's output [num_rows, hidden_size] at some positions, over what the pool has of the others."""
-        layer, count, h = self.layer, len(came), came[positions]
-        turns = self.decoder.rope.at(positions + self.shift, count + self.shift)
-        rows = replace(rows_of(self.decoder, self.sequence, positions, count, count), rotations=turns)
-        _, k, v = layer.project_qkv(h)
-        rotate_and_write(layer, None, k, v, rows)
-        return layer.finish(attend(layer, queries(layer, h, rows), rows), h)[0]
 
 
 def _check_turns(decoder: GenericDecoder, layer: GenericLayer, came: Tensor, call: Call, positions: Tensor) -> None:

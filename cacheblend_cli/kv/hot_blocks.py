@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
-from cacheblend_kernels import KernelBackend
 
-from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class _Kept:
 class HotBlocks:
     """The index of a pool's kept blocks. It owns no reference: the allocator says when a block is given away."""
 
-    def __init__(self, pool: KVPool, kernels: KernelBackend) -> None:
-        self._pool, self._kernels, self._size = pool, kernels, pool.block_size
+    def __init__(self, pool: KVPool) -> None:
+        self._pool, self._size = pool, pool.block_size
         self._block_of: dict[bytes, int] = {}
         self._kept: dict[int, _Kept] = {}
         self._behind: dict[bytes, set[int]] = {}  # parent -> blocks
@@ -114,7 +113,7 @@ class HotBlocks:
             raise
         sequence = PagedSequence(pool, [*hit.blocks[:whole], *fresh])
         if part := hit.blocks[whole:]:
-            self._kernels.copy_blocks(pool.tensors, upload(part, pool.device), upload(fresh[:1], pool.device))
+            pool.copy_blocks(part, fresh[:1])
             pool.allocator.free(part)
         return sequence
 

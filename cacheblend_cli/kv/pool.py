@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from cacheblend_kernels import KernelBackend, LayerCache
+from cacheblend_kernels import LayerCache
 from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
@@ -44,33 +44,32 @@ class KVPool:
         """A pool to answer in: of the decoder's dtype, or float8 where it has scales."""
         return cls(decoder.spec, num_blocks, block_size, decoder.dtype, decoder.device, decoder.kv_scales)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]."""
-        return self.read_k(layer, slots), self.read_v(layer, slots)
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """K (rotated) and V of slots [n] int64 at a layer, fp32 [n, num_kv_heads, head_dim]; of a slice of an fp32 pool they are
+        the pool's own memory."""
+        cache = self.layers[layer]
+        return self.read_k(layer, slots), _values(cache.v, cache.v_scale, slots)
 
     def read_k(self, layer: int, slots: slice | Tensor) -> Tensor:
-        """K (rotated) as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
+        """K as `read` gives it."""
         cache = self.layers[layer]
-        return _times(_rows(cache.k, slots).float(), cache.k_scale)
-
-    def read_v(self, layer: int, slots: slice | Tensor) -> Tensor:
-        """V as `read` gives it; of a slice of an fp32 pool it is the pool's own memory."""
-        cache = self.layers[layer]
-        return _times(_rows(cache.v, slots).float(), cache.v_scale)
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put K (rotated) and V, fp32 [n, num_kv_heads, head_dim], into slots [n] int64 of a layer."""
-        cache = self.layers[layer]
-        for held, rows, scale in ((cache.k, k, cache.k_scale), (cache.v, v, cache.v_scale)):
-            if scale is not None:
-                most = torch.finfo(self.dtype).max
-                rows = (rows / scale[:, None]).clamp(-most, most)
-            held.view(-1, *rows.shape[1:])[slots] = rows.to(self.dtype)
+        return _values(cache.k, cache.k_scale, slots)
 
     @property
     def tensors(self) -> list[Tensor]:
         """K and V of every layer."""
         return [t for cache in self.layers for t in (cache.k, cache.v)]
+
+    @property
+    def raw(self) -> list[Tensor]:
+        """`tensors`, float8 ones as bytes: not every operation knows them."""
+        return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in self.tensors]
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole blocks of every layer. None is in both."""
+        src, dst = upload(source, self.device), upload(target, self.device)
+        for held in self.raw:
+            held.index_copy_(0, dst, held.index_select(0, src))
 
     @property
     def num_bytes(self) -> int:
@@ -90,12 +89,9 @@ class KVPool:
         return -(-num_tokens // self.block_size)
 
 
-def _rows(held: Tensor, slots: slice | Tensor) -> Tensor:
+def _values(held: Tensor, scale: Tensor | None, slots: slice | Tensor) -> Tensor:
     every = held.flatten(0, 1)
-    return every[slots] if isinstance(slots, slice) else every.index_select(0, slots)
-
-
-def _times(rows: Tensor, scale: Tensor | None) -> Tensor:
+    rows = (every[slots] if isinstance(slots, slice) else every.index_select(0, slots)).float()
     return rows if scale is None else rows * scale[:, None]
 
 
@@ -137,6 +133,13 @@ class PagedSequence:
         size = self.pool.block_size
         return self.block_table.long()[positions // size] * size + positions % size
 
+    def slots_to(self, num_tokens: int) -> slice | Tensor:
+        """Of positions 0:num_tokens: a slice, which copies nothing, where the blocks are adjacent."""
+        first = self.contiguous_slot
+        if first >= 0:
+            return slice(first, first + num_tokens)
+        return self.slots(torch.arange(num_tokens, device=self.pool.device))
+
     def ensure(self, num_tokens: int) -> None:
         """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
         missing = self.pool.blocks_for(num_tokens) - len(self.blocks)
@@ -157,17 +160,16 @@ class PagedSequence:
         self.gone = count
         self._refresh()
 
-    def make_writable(self, start: int, end: int, kernels: KernelBackend) -> None:
+    def make_writable(self, start: int, end: int) -> None:
         """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
         allocator, size = self.pool.allocator, self.pool.block_size
         indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
         if not indexes:
             return
         fresh = allocator.allocate(len(indexes))
-        source = upload([self.blocks[i] for i in indexes], self.pool.device)
-        target = upload(fresh, self.pool.device)
-        kernels.copy_blocks(self.pool.tensors, source, target)
-        allocator.free([self.blocks[i] for i in indexes])
+        shared = [self.blocks[i] for i in indexes]
+        self.pool.copy_blocks(shared, fresh)
+        allocator.free(shared)
         for i, block in zip(indexes, fresh, strict=True):
             self.blocks[i] = block
         self._refresh()

@@ -43,7 +43,6 @@ class Rows:
             self.attention,
             positions=positions,
             cu_rows=upload([0, len(positions)], positions.device, torch.int32),
-            dense=positions.device.type == "cpu" and _is_run(positions),
         )
         return replace(
             self,
@@ -54,40 +53,22 @@ class Rows:
         )
 
 
-def rows_of(
-    decoder: Decoder,
-    sequence: PagedSequence,
-    positions: Tensor,
-    kv_len: int,
-    rope_len: int,
-    dense: bool | None = None,
-) -> Rows:
-    """Rows at `positions` (sorted int64) of one sequence that holds kv_len positions. rope_len: length RoPE is told.
-
-    dense: whether the positions are one run. None: looked at where they are on the host, else taken for no run, since
-    looking would wait for the device (it is an optimisation's condition, nothing is wrong without it).
-    """
-    return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len, dense)
+def rows_of(decoder: Decoder, sequence: PagedSequence, positions: Tensor, kv_len: int, rope_len: int) -> Rows:
+    """Rows at `positions` (sorted int64) of one sequence that holds kv_len positions. rope_len: length RoPE is told."""
+    return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len)
 
 
-def packed_rows(
-    decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int, dense: bool | None = None
-) -> Rows:
+def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int) -> Rows:
     """Rows of several sequences in one launch; parts: (sequence, its positions, its kv_len). Does not wait for the device."""
     device = parts[0][1].device
     positions = torch.cat([p for _, p, _ in parts]) if len(parts) > 1 else parts[0][1]
     slots = torch.cat([s.slots(p) for s, p, _ in parts]) if len(parts) > 1 else parts[0][0].slots(positions)
     counts = [int(p.shape[0]) for _, p, _ in parts]
-    single = parts[0][0] if len(parts) == 1 else None
-    if dense is None:
-        dense = device.type == "cpu" and _is_run(positions)
     meta = AttentionMetadata(
         positions=positions,
         cu_rows=upload([0, *accumulate(counts)], device, torch.int32),
         block_table=block_tables([s for s, _, _ in parts], device),
         kv_lens=upload([n for _, _, n in parts], device, torch.int32),
-        contiguous_slot=single.contiguous_slot if single else -1,
-        dense=single is not None and dense,
         max_kv_len=max(n for _, _, n in parts),
         contiguous_slots=tuple(s.contiguous_slot for s, _, _ in parts),
     )
@@ -99,7 +80,7 @@ def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Seq
     parts = []
     for sequence, kv_len in zip(sequences, kv_lens, strict=True):
         sequence.ensure(kv_len + 1)
-        sequence.make_writable(kv_len, kv_len + 1, decoder.kernels)
+        sequence.make_writable(kv_len, kv_len + 1)
         parts.append((sequence, upload([kv_len], decoder.device), kv_len + 1))
     assert len({decoder.rope.regime(n + 1) for n in kv_lens}) == 1, "one launch has one set of RoPE frequencies"
     return replace(packed_rows(decoder, parts, max(kv_lens) + 1), decode=True)
@@ -141,8 +122,3 @@ def block_tables(sequences: Sequence[PagedSequence], device: torch.device) -> Te
     for i, sequence in enumerate(sequences):
         table[i, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
     return upload(table, device, torch.int32)
-
-
-def _is_run(positions: Tensor) -> bool:
-    n = positions.shape[0]
-    return n > 0 and int(positions[-1]) - int(positions[0]) + 1 == n

@@ -29,7 +29,7 @@ def swap_out(sequence: PagedSequence) -> SwappedKV:
     Copies are queued on the stream that computes, so what is written to the blocks later comes after them."""
     pool = sequence.pool
     index, gone = upload(sequence.owned, pool.device), sequence.gone
-    parts = [to_host(t.index_select(0, index)) for t in _bytes_of(pool)]
+    parts = [to_host(t.index_select(0, index)) for t in pool.raw]
     sequence.release()
     return SwappedKV(parts, gone)
 
@@ -38,7 +38,7 @@ def swap_in(pool: KVPool, swapped: SwappedKV, room: int = 0) -> PagedSequence:
     """A sequence of its own blocks that holds what was swapped out. Raises DeviceError when the pool is too small."""
     own = pool.allocator.allocate(swapped.num_blocks, room=pool.blocks_for(room))
     sequence, index = PagedSequence(pool, [*own[:1] * swapped.gone, *own], swapped.gone), upload(own, pool.device)
-    for held, part in zip(_bytes_of(pool), swapped.parts, strict=True):
+    for held, part in zip(pool.raw, swapped.parts, strict=True):
         held.index_copy_(0, index, part.to(pool.device, non_blocking=True))
     return sequence
 
@@ -47,13 +47,8 @@ def copy_of(sequence: PagedSequence, target: PagedSequence, num_tokens: int) -> 
     """Copy the KV of the first num_tokens to another sequence, of the same pool or another of the same kind."""
     positions = torch.arange(num_tokens, device=sequence.pool.device)
     source, slots = sequence.slots(positions), target.slots(positions)
-    for held, other in zip(_bytes_of(sequence.pool), _bytes_of(target.pool), strict=True):
+    for held, other in zip(sequence.pool.raw, target.pool.raw, strict=True):
         other.flatten(0, 1).index_copy_(0, slots, held.flatten(0, 1).index_select(0, source))
-
-
-def _bytes_of(pool: KVPool) -> list[Tensor]:
-    """The pool's tensors; float8 ones as bytes, since not every operation knows them."""
-    return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in pool.tensors]
 
 
 def to_host(part: Tensor) -> Tensor:

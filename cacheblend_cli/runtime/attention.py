@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cacheblend_cli.blend.evidence import attention_weights
 from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.rows import Rows
@@ -62,13 +63,7 @@ class Watch(Observer):
 
 def _weights(layer: DecoderLayer, q: Tensor, sequence: PagedSequence, kv_len: int) -> Tensor:
     """The mean over heads of q's attention [num_heads, head_dim] to positions 0:kv_len, [kv_len] fp32."""
-    spec, first = layer.spec, sequence.contiguous_slot
-    at = torch.arange(kv_len, device=q.device)
-    keys = sequence.pool.read_k(layer.index, slice(first, first + kv_len) if first >= 0 else sequence.slots(at))
-    groups = q.float().view(spec.num_kv_heads, -1, spec.head_dim)
-    logits = torch.matmul(groups, keys.permute(1, 2, 0)) * layer.attention.scale
-    if layer.attention.soft_cap is not None:
-        logits = layer.attention.soft_cap * torch.tanh(logits / layer.attention.soft_cap)
-    if layer.attention.sliding_window is not None:
-        logits[..., : max(0, kv_len - layer.attention.sliding_window)] = float("-inf")
-    return logits.softmax(-1).mean((0, 1))
+    keys = sequence.pool.read_k(layer.index, sequence.slots_to(kv_len))
+    at = torch.full((1,), kv_len - 1, device=q.device)
+    (weights,) = attention_weights(layer, q[None], at, keys, at_once=keys.shape[1])
+    return weights.mean((0, 1, 2))

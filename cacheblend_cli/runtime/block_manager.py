@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cacheblend_kernels import KernelBackend
-
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.hot_blocks import Hit, HotBlocks, Origin
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
@@ -30,14 +28,13 @@ class BlockManager:
     def __init__(
         self,
         pool: KVPool,
-        kernels: KernelBackend,
         watermark: float = 0.02,
         hot: bool = True,
         hot_blended: bool = True,
         window: int | None = None,
     ) -> None:
         self._hot_blended, self._window = hot_blended, window
-        self.pool, self._hot = pool, HotBlocks(pool, kernels) if hot else None
+        self.pool, self._hot = pool, HotBlocks(pool) if hot else None
         self._reserve = int(watermark * pool.allocator.num_blocks)
         self._in_use = pool.allocator.num_used
         self._total = pool.allocator.num_blocks - self._in_use

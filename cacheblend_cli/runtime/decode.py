@@ -98,7 +98,7 @@ class GraphRunner:
     def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
         for sequence, kv_len in zip(sequences, kv_lens, strict=True):
             sequence.ensure(kv_len + room)
-            sequence.make_writable(kv_len, kv_len + room, self._decoder.kernels)
+            sequence.make_writable(kv_len, kv_len + room)
         graph = self.graph(len(sequences), max(kv_lens) + room)
         graph.fill([s.blocks for s in sequences], kv_lens)
         self._current, self._num_seqs = graph, len(sequences)

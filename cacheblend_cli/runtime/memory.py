@@ -18,7 +18,7 @@ from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.loader import NothingToLoad
-from cacheblend_cli.kv.pool import KVPool, bytes_per_token, upload
+from cacheblend_cli.kv.pool import KVPool, bytes_per_token
 from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
@@ -109,14 +109,12 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     codec = str(decoder.dtype).removeprefix("torch.") if codec == "auto" else codec
     inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
-    sequence = pool.new_sequence(max(plan.num_tokens, 2 * pool.block_size))
+    sequence = pool.new_sequence(plan.num_tokens)
     try:
         checked = BlendConfig(ratio=0.5, selector="hkvd" if decoder.spec.num_layers > 1 else "none")
         for blend in (BlendConfig(), checked):
             prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, codec))
             blended_prefill(prompt, blend.policy(decoder.spec.num_layers, layer0_exact=True))
-        source, target = (upload(sequence.blocks[i : i + 1], decoder.device) for i in range(2))
-        decoder.kernels.copy_blocks(pool.tensors, source, target)
     finally:
         sequence.release()
     warm_up_attention(decoder, pool)

@@ -41,9 +41,9 @@ class Stepper:
         hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockManager(memory.pool, decoder.kernels, hot=hot, hot_blended=limits.hot_blended, window=window)
+        self.blocks = BlockManager(memory.pool, hot=hot, hot_blended=limits.hot_blended, window=window)
         self.counts = ServiceStats()
-        ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load through one staging ring
+        ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
         self.scheduler = Scheduler(self.blocks, limits.max_sequences, ahead, self._begin, self.counts)
         self._runs = self.scheduler.runs
         self.refiner = Refiner(runtime, self.blocks, limits.max_rows) if limits.refine and hot else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -107,10 +106,8 @@ class AttentionMetadata:
     cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
     block_table: [num_seqs, max_blocks] int32, block of each run of block_size positions.
     kv_lens: [num_seqs] int32, number of positions of the sequence whose K and V are in the pool.
-    contiguous_slot: first slot of the sequence when there is one sequence and its blocks are adjacent in
-        the pool (the keys are then a view), else -1.
-    contiguous_slots: the same of each of several sequences, () where that is not known.
-    dense: positions are one run p, p+1, ..., p+n-1 (one sequence).
+    contiguous_slots: of each sequence whose blocks are adjacent in the pool the first slot (its keys are then a view), of another
+        -1; () where that is not known.
     max_kv_len: the longest of kv_lens, for what must be known without asking the device; 0: not known, and a launch is
         planned for as many positions as block_table has room for.
     """
@@ -119,8 +116,6 @@ class AttentionMetadata:
     cu_rows: Tensor
     block_table: Tensor
     kv_lens: Tensor
-    contiguous_slot: int = -1
-    dense: bool = False
     max_kv_len: int = 0
     contiguous_slots: tuple[int, ...] = ()
 
@@ -131,6 +126,11 @@ class AttentionMetadata:
     @property
     def num_seqs(self) -> int:
         return int(self.kv_lens.shape[0])
+
+    @property
+    def contiguous_slot(self) -> int:
+        """Of the only sequence; -1 where there are several."""
+        return self.contiguous_slots[0] if len(self.contiguous_slots) == 1 else -1
 
 
 class KernelBackend(ABC):
@@ -195,9 +195,3 @@ class KernelBackend(ABC):
     def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:  # noqa: B027
         """Compile all that attention of a layer may launch over contexts of up to max_keys positions, where there is something
         to compile. q: one row of it, [1, num_heads, head_dim]; cache: of at least one block, which is read, not written."""
-
-    def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Copy whole blocks src -> dst (both [n] int64) inside each pool [num_blocks, ...]. No block is in both."""
-        for pool in pools:
-            blocks = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool  # no index_copy_ of float8
-            blocks.index_copy_(0, dst, blocks.index_select(0, src))

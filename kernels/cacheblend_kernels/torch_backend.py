@@ -147,7 +147,7 @@ def _keys_of(
 ) -> tuple[Tensor, Tensor]:
     """K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view when its blocks are adjacent, else gathered.
     Those of a float8 pool are values of `dtype`."""
-    first = meta.contiguous_slots[seq] if meta.contiguous_slots else meta.contiguous_slot
+    first = meta.contiguous_slots[seq] if meta.contiguous_slots else -1
     if first >= 0:
         span = slice(first, first + kv_len)
         k, v = _slots(cache.k)[span], _slots(cache.v)[span]

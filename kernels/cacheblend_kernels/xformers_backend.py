@@ -25,10 +25,7 @@ DECODE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def import_xformers() -> Any:
-    """xformers.ops.fmha. Its import warning about compiled extensions is silenced: `prefill_op` tells what there is.
-
-    Raises KernelError when xformers is missing or does not import.
-    """
+    """xformers.ops.fmha, its warning about compiled extensions silenced. Raises KernelError when it does not import."""
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         from xformers.ops import fmha
@@ -54,16 +51,13 @@ def has_block_pointers() -> bool:
 
 
 class XformersBackend(TritonBackend):
-    """prefill_op, decode_op: names of the operators used on this device, None where our kernel does the work.
-
-    Raises KernelError when xformers is missing or has no operator that runs here.
-    """
+    """Raises KernelError when xformers is missing or has no operator that runs here."""
 
     name = "xformers"
 
-    def __init__(self, device: torch.device, *, arch: int | None = None, num_sms: int | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._fmha = import_xformers()
-        super().__init__(device, arch=arch, num_sms=num_sms)
+        super().__init__(device)
         ops = (self._fmha.flash3, self._fmha.flash, self._fmha.cutlass)
         available = [op.FwOp for op in ops if device.type == "cuda" and op.FwOp.is_available()]
         self._prefill_op = available[0] if available else None
@@ -77,24 +71,13 @@ class XformersBackend(TritonBackend):
         self._bias: tuple[tuple[object, ...], Any] | None = None
         self._captured: list[Any] = []
 
-    @property
-    def prefill_op(self) -> str | None:
-        return None if self._prefill_op is None else str(self._prefill_op.NAME)
-
-    @property
-    def decode_op(self) -> str | None:
-        return None if self._decode_op is None else str(self._decode_op.NAME)
-
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         if self._prefill_op is not None and params.plain and is_full(q, cache, meta):
             inputs = full_prefill_inputs(self._fmha, q, cache, meta.contiguous_slot, params.scale)
             if not self._prefill_op.not_supported_reasons(inputs):
-                out = self._fmha.memory_efficient_attention_forward(
-                    inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=params.scale, op=self._prefill_op
-                )
-                return out.reshape(q.shape)
+                return self._run(self._prefill_op, inputs).reshape(q.shape)
         return super().prefill_attention(q, cache, meta, params)
 
     def decode_attention(
@@ -104,7 +87,14 @@ class XformersBackend(TritonBackend):
         if not taken:
             return super().decode_attention(q, cache, meta, params)
         inputs = decode_inputs(self._fmha, q, cache, self._paged_bias(meta, cache.k.shape[1]), params.scale)
-        return apply_decode(self._fmha, inputs).reshape(q.shape)
+        return self._run(self._decode_op, inputs).reshape(q.shape)
+
+    def _run(self, op: Any, inputs: Any) -> Tensor:
+        """op: named, since left to itself xformers looks among operators that take no paged bias."""
+        out: Tensor = self._fmha.memory_efficient_attention_forward(
+            inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=inputs.scale, op=op
+        )
+        return out
 
     def _paged_bias(self, meta: AttentionMetadata, block_size: int) -> Any:
         """The bias over these very tensors, kept from layer to layer: building one copies from the host. A captured
@@ -170,16 +160,3 @@ def decode_inputs(fmha: Any, q: Tensor, cache: LayerCache, bias: Any, scale: flo
     )
     query = q.reshape(1, num_seqs, num_kv_heads, group, head_dim)
     return fmha.Inputs(query, k, v, attn_bias=bias, scale=scale)
-
-
-def apply_decode(fmha: Any, inputs: Any) -> Tensor:
-    """triton_splitk, named: left to itself xformers looks among operators that take no paged bias."""
-    out: Tensor = fmha.memory_efficient_attention_forward(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        inputs.attn_bias,
-        scale=inputs.scale,
-        op=fmha.triton_splitk.FwOp,
-    )
-    return out

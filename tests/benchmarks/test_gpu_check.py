@@ -60,7 +60,6 @@ def test_the_first_two_stages_run_on_a_cpu(tmp_path: Path) -> None:
         "rope_and_cache",
         "load_kv",
         "kv_deviation",
-        "copy_blocks",
     }
     assert all(row["ok"] for row in result["checks"])
     small, model = result["end_to_end"]

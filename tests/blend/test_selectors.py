@@ -17,8 +17,9 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOpti
 from cacheblend_cli.blend import corrections, evidence
 from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
+from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
-from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector, select
+from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
@@ -52,9 +53,9 @@ class Told:
         return torch.tensor(self._values["perturbation"])
 
 
-def taken(name: str, count: int, evidence: Told | None = None, **options: float) -> list[int]:
-    selector = make_selector(name)
-    return select(selector, CANDIDATES, evidence or Told(), count, **options).tolist()  # type: ignore[arg-type]
+def taken(name: str, count: int, evidence: Told | None = None) -> list[int]:
+    policy = BlendPolicy(make_selector(name), ((1, count / 12),))
+    return policy.select(count / 12, 12, CANDIDATES, evidence or Told()).tolist()
 
 
 def peaks(*at: int) -> list[float]:

@@ -45,7 +45,6 @@ def attention_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     contiguous: bool = False,
-    dense: bool = False,
     strided: bool = False,
     seed: int = 0,
 ) -> AttentionCase:
@@ -73,8 +72,7 @@ def attention_case(
         cu_rows=cu_rows,
         block_table=table,
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-        contiguous_slot=block_size if contiguous else -1,
-        dense=dense,
+        contiguous_slots=tuple(int(row[0]) * block_size if contiguous else -1 for row in table),
         max_kv_len=max(kv_lens),
     )
     return AttentionCase(q.to(dtype)[:, :num_heads], LayerCache(k_cache.to(dtype), v_cache.to(dtype)), meta)

@@ -24,7 +24,7 @@ def full(length: int, **options: Any) -> AttentionCase:
     return attention_case(
         [list(range(length))],
         [length],
-        **{"contiguous": True, "dense": True, "dtype": HALF, "block_size": 64} | options,
+        **{"contiguous": True, "dtype": HALF, "block_size": 64} | options,
     )
 
 
@@ -65,7 +65,7 @@ def test_only_what_was_measured_goes_there() -> None:
         "fp32": (full(70, dtype=torch.float32), plain),
         "another head size": (full(70, head_dim=32), plain),
         "scattered": (attention_case([scattered(66, 70)], [70], contiguous=True, dtype=HALF, block_size=64), plain),
-        "a suffix": (attention_case([list(range(4, 70))], [70], contiguous=True, dense=True, dtype=HALF), plain),
+        "a suffix": (attention_case([list(range(4, 70))], [70], contiguous=True, dtype=HALF), plain),
         "paged": (full(70, contiguous=False), plain),
     }
     launched = {}

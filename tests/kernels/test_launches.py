@@ -64,7 +64,7 @@ class Inputs:
             torch.tensor([0, num_rows], dtype=torch.int32),
             torch.arange(LENGTH // 64, dtype=torch.int32)[None],
             torch.tensor([LENGTH], dtype=torch.int32),
-            contiguous_slot=0 if contiguous else -1,
+            contiguous_slots=(0 if contiguous else -1,),
             max_kv_len=LENGTH,
         )
 
@@ -114,7 +114,6 @@ class Inputs:
             yield lambda b, stored=stored, where=where: b.load_kv(stored, self.cache, where)
         for kind in ("k", "v", "kv"):
             yield lambda b, kind=kind: b.kv_deviation(*few[1:3], self.cache, slots, kind)
-        yield lambda b: b.copy_blocks([self.cache.k, self.cache.v], slots, slots + NUM_ROWS)
 
     def _rows(self) -> Iterator[Call]:
         hidden = torch.zeros(NUM_ROWS, self.heads[0] * self.head_dim, dtype=self.dtype)

@@ -13,10 +13,10 @@ CASES = [(None, None, SINKS), (20, None, SINKS), (None, 5.0, SINKS), (20, 5.0, N
 
 
 @pytest.mark.parametrize(("window", "cap", "sinks"), CASES)
-@pytest.mark.parametrize("dense", [False, True])
-def test_prefill(window: int | None, cap: float | None, sinks: torch.Tensor | None, dense: bool) -> None:
-    positions = list(range(90)) if dense else scattered(75, 90)
-    case = attention_case([positions], [90], heads=(4, 2), head_dim=32, contiguous=True, dense=dense)
+@pytest.mark.parametrize("every", [False, True])
+def test_prefill(window: int | None, cap: float | None, sinks: torch.Tensor | None, every: bool) -> None:
+    positions = list(range(90)) if every else scattered(75, 90)
+    case = attention_case([positions], [90], heads=(4, 2), head_dim=32, contiguous=True)
     out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)
 

@@ -27,7 +27,7 @@ def metadata(rows: int, keys: int, contiguous_slot: int) -> AttentionMetadata:
         torch.tensor([0, rows], dtype=torch.int32),
         torch.zeros(1, 2, dtype=torch.int32),
         torch.tensor([keys], dtype=torch.int32),
-        contiguous_slot=contiguous_slot,
+        contiguous_slots=(contiguous_slot,),
         max_kv_len=keys,
     )
 

@@ -74,7 +74,7 @@ def test_what_a_graph_reads_lives_as_long_as_the_backend(
 def test_prefill_inputs_mean_causal_attention(heads: tuple[int, int], head_dim: int, fmha: Any) -> None:
     case = attention_case(
         [list(range(70))], [70], heads=heads, head_dim=head_dim, block_size=64, dtype=torch.float16, contiguous=True,
-        dense=True, strided=True,
+        strided=True,
     )  # fmt: skip
     scale = head_dim**-0.5
     inputs = xb.full_prefill_inputs(fmha, case.q, case.cache, case.meta.contiguous_slot, scale)
@@ -87,16 +87,14 @@ def test_prefill_inputs_mean_causal_attention(heads: tuple[int, int], head_dim: 
 
 
 def test_full_prefill_is_told_from_all_others() -> None:
-    def case(positions: list[int], kv_len: int, contiguous: bool = True, dense: bool = True, **options: Any) -> Any:
-        return attention_case(
-            [positions], [kv_len], contiguous=contiguous, dense=dense, **{"dtype": torch.float16, **options}
-        )
+    def case(positions: list[int], kv_len: int, contiguous: bool = True, **options: Any) -> Any:
+        return attention_case([positions], [kv_len], contiguous=contiguous, **{"dtype": torch.float16, **options})
 
     def full(c: Any) -> bool:
         return xb.is_full(c.q, c.cache, c.meta)
 
     assert full(case(list(range(30)), 30))
-    assert not full(case(scattered(9, 30), 30, dense=False))
+    assert not full(case(scattered(9, 30), 30))
     assert not full(case(list(range(20, 30)), 30))  # a suffix
     assert not full(case(list(range(20)), 30))
     assert not full(case(list(range(30)), 30, contiguous=False))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cacheblend_kernels import AttentionParams
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.runtime.attention import EVERY
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.runtime.attention import EVERY, _weights
 
 
 def test_shares_are_those_of_transformers_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +38,14 @@ def test_shares_are_those_of_transformers_attention(tmp_path: Path, monkeypatch:
         looks += layers[count // 2][0, :, answer.prompt_tokens + step].mean(0)
     found = torch.stack([looks[c.start : c.start + c.tokens].sum() for c in answer.chunks])
     assert [c.attention for c in answer.chunks] == pytest.approx((found / found.sum()).tolist(), abs=1e-3)
+
+
+def test_a_head_that_looks_at_its_sink_looks_at_no_chunk() -> None:
+    spec = SimpleNamespace(num_layers=1, num_kv_heads=2, head_dim=4)
+    sequence = KVPool(spec, 1, 16, torch.float32, torch.device("cpu")).new_sequence(2)  # type: ignore[arg-type]
+    keys = sequence.pool.layers[0].k[0, :2]
+    keys.zero_()
+    keys[0, 0], keys[1, 1] = 20.0, 20.0  # the first head looks at position 0, the second at 1
+    layer = SimpleNamespace(index=0, attention=AttentionParams(1.0, sinks=torch.tensor([200.0, -200.0])))
+    found = _weights(layer, torch.ones(2, 4), sequence, 2)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.5]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cacheblend_kernels.torch_backend import TorchBackend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -49,9 +48,8 @@ def mark(ids: list[int], position: int, origin: Origin) -> float:
 class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.kernels = TorchBackend()
         self.pool = OneLayerPool()
-        self.blocks = BlockManager(self.pool, self.kernels, watermark=0.1, window=WINDOW)
+        self.blocks = BlockManager(self.pool, watermark=0.1, window=WINDOW)
         self.held: list[Held] = []
 
     def write(self, held: Held, start: int) -> None:
@@ -93,7 +91,7 @@ class Machine(RuleBasedStateMachine):
             return
         at = len(held.ids)
         held.paged.ensure(at + 1)
-        held.paged.make_writable(at, at + 1, self.kernels)
+        held.paged.make_writable(at, at + 1)
         held.ids, held.marks = [*held.ids, token], [*held.marks, 0.0]
         self.write(held, at)
 
@@ -164,7 +162,7 @@ TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 def test_a_prompt_waits_for_room_or_never_fits() -> None:
-    blocks = BlockManager(OneLayerPool(), TorchBackend(), watermark=0.1)
+    blocks = BlockManager(OneLayerPool(), watermark=0.1)
     none = Found(Hit(), Origin(b"", 99))
     assert blocks.most_tokens == 11 * SIZE
     assert blocks.can_allocate(20, 24, none) is Allocation.OK
@@ -179,7 +177,7 @@ def test_a_prompt_waits_for_room_or_never_fits() -> None:
 
 def test_a_block_used_in_part_needs_room_for_its_copy() -> None:
     """A prompt as large as the pool may begin, though what is hot of it cannot be copied."""
-    blocks = BlockManager(OneLayerPool(), TorchBackend(), watermark=0.0)
+    blocks = BlockManager(OneLayerPool(), watermark=0.0)
     first = plan_prompt([], [], [1] * (BLOCKS * SIZE - 4))
     sequence = blocks.allocate(first.num_tokens, 0, Hit())
     blocks.keep(sequence, first.token_ids, Origin(b"root", first.num_tokens))

@@ -109,7 +109,7 @@ def test_the_warm_up_runs_what_a_question_runs(engine: Engine, monkeypatch: pyte
     """And leaves the pool as it was: empty."""
     launched: list[str] = []
     kernels, num_layers = engine.model.decoder.kernels, engine.model.spec.num_layers
-    for name in ("load_kv", "kv_deviation", "rope", "rope_and_cache", "prefill_attention", "copy_blocks", "warm_up"):
+    for name in ("load_kv", "kv_deviation", "rope", "rope_and_cache", "prefill_attention", "warm_up"):
         plain = getattr(kernels, name)
 
         def counted(*args: Any, name: str = name, plain: Any = plain, **kwargs: Any) -> Any:
@@ -128,9 +128,8 @@ def test_the_warm_up_runs_what_a_question_runs(engine: Engine, monkeypatch: pyte
     pool = KVPool.of(engine.model.decoder, 4, 16)
     warm_up(engine.model.decoder, pool)
     assert set(corrected) == set(range(1, num_layers))  # the default's, after the question's probe
-    assert {name: launched.count(name) for name in ("kv_deviation", "copy_blocks", "warm_up")} == {
+    assert {name: launched.count(name) for name in ("kv_deviation", "warm_up")} == {
         "kv_deviation": 1,
-        "copy_blocks": 1,
         "warm_up": 1,  # every layer attends as the others do
     }
     assert {"load_kv", "rope", "rope_and_cache", "prefill_attention"} <= set(launched)

@@ -59,7 +59,6 @@ class TritonBackend(KernelBackend):
             )
         self.device = device
         self._plan, self._dense = LaunchPlan(arch or 90, num_sms or 132), dense
-        self._addresses: dict[tuple[int, ...], Tensor] = {}
 
     def prefill_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
@@ -97,12 +96,3 @@ class TritonBackend(KernelBackend):
 
     def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:
         warm_up_attention(q, cache, params, max_keys, self._plan)
-
-    def copy_blocks(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-        """One launch for all pools, whose addresses are kept on the device."""
-        if not pools:
-            return
-        pointers = tuple(pool.data_ptr() for pool in pools)
-        if pointers not in self._addresses:
-            self._addresses = {pointers: torch.tensor(pointers, dtype=torch.int64, device=src.device)}
-        cache_ops.copy_blocks(pools, src, dst, self._addresses[pointers])

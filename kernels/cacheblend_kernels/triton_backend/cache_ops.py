@@ -1,4 +1,4 @@
-"""Writes into the paged pool of fresh K and V, the rotation alone, and copies of whole blocks.
+"""Writes into the paged pool of fresh K and V, and the rotation alone.
 
 Rotate-half RoPE (RoFormer, arXiv 2104.09864; the half layout of GPT-NeoX): x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin,
 in fp32, cast once.
@@ -33,7 +33,6 @@ from cacheblend_kernels.triton_backend.configs import padded
 from cacheblend_kernels.triton_backend.float8 import fp32_to_e4m3
 
 HEADS_PER_PROGRAM = 16
-WORDS_PER_PROGRAM = 2048
 
 
 @triton.jit
@@ -200,39 +199,3 @@ def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_heads("x", x)
     check_rope(cos, sin, x.shape[0], x.shape[2])
     check_device(x, cos, sin)
-
-
-@triton.jit(do_not_specialize=["words"])
-def copy_blocks_kernel(addresses_ptr, src_ptr, dst_ptr, words, BLOCK: tl.constexpr):
-    """Grid (pools, block pairs, parts of a block): BLOCK 32-bit words each. addresses: [pools] int64 of the pools."""
-    pool = tl.load(addresses_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int32))
-    pool = tl.multiple_of(pool, 16)
-    pair = tl.program_id(1)
-    offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    src = tl.load(src_ptr + pair) * words
-    dst = tl.load(dst_ptr + pair) * words
-    mask = offsets < words
-    tl.store(pool + dst + offsets, tl.load(pool + src + offsets, mask=mask), mask=mask)
-
-
-def copy_blocks(pools: list[Tensor], src: Tensor, dst: Tensor, addresses: Tensor) -> None:
-    """Copy whole blocks src -> dst ([n] int64 each) in every pool, one launch for all layers.
-
-    addresses: [len(pools)] int64 on the device, the pools' data pointers. No block may be in both src and dst.
-    """
-    check(len({(p.shape, p.dtype) for p in pools}) == 1, "the pools differ in shape or dtype")
-    for pool in pools:
-        check(pool.is_contiguous(), "a pool is not contiguous")
-    check(src.shape == dst.shape and src.dim() == 1, f"src is {list(src.shape)}, dst is {list(dst.shape)}")
-    check_slots(src, src.shape[0])
-    check_slots(dst, dst.shape[0])
-    check_device(*pools, src, dst, addresses)
-    block_bytes = pools[0][0].numel() * pools[0].element_size()
-    check(block_bytes % 16 == 0, f"blocks of {block_bytes} bytes", "a block is a multiple of 16 bytes")
-    if src.shape[0] == 0:
-        return
-    words = block_bytes // 4
-    with device_guard(src):
-        copy_blocks_kernel[(len(pools), src.shape[0], -(-words // WORDS_PER_PROGRAM))](
-            addresses, src, dst, words, BLOCK=WORDS_PER_PROGRAM, num_warps=4
-        )

@@ -150,12 +150,11 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
 
 
 @once
-def check_sequences(q: Tensor, block_table: Tensor, kv_lens: Tensor, contiguous: bool) -> None:
+def check_sequences(q: Tensor, block_table: Tensor, kv_lens: Tensor) -> None:
     num_seqs = kv_lens.shape[0]
     good = block_table.dim() == 2 and block_table.dtype == torch.int32 and block_table.shape[0] == num_seqs
     check(good and block_table.stride(1) == 1, "block_table is [num_seqs, max_blocks] int32")
     check(kv_lens.dtype == torch.int32 and kv_lens.is_contiguous(), "kv_lens is [num_seqs] int32")
-    check(not contiguous or num_seqs == 1, "contiguous_slot is for one sequence")
     check_device(q, block_table, kv_lens)
 
 

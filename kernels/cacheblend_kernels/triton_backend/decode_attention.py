@@ -135,7 +135,7 @@ def decode_attention(
     zeros. meta.max_kv_len only chooses the number of splits."""
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)
-    check_sequences(q, meta.block_table, meta.kv_lens, contiguous)
+    check_sequences(q, meta.block_table, meta.kv_lens)
     num_seqs, num_heads, head_dim = q.shape
     check(meta.num_seqs == num_seqs, f"{num_seqs} rows, {meta.num_seqs} sequences")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -15,8 +15,8 @@ SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION
 
 
 def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
-    """Whether the rows are positions 0..n-1 of a sequence of length n in adjacent blocks: known without the device."""
-    whole = meta.dense and meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
+    """Whether the rows are all positions of one sequence in adjacent blocks: known without the device."""
+    whole = meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
     return whole and q.dtype in HALVES and q.dtype == cache.k.dtype
 
 

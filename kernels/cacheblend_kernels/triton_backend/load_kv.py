@@ -1,19 +1,5 @@
-"""Stored K and V into the pool in one kernel: dequantise, rotate K to its new positions, cast, scatter.
-
-Layouts of the stored form, for one chunk of num_rows tokens:
-
-| codec        | k, v                                           | scales, fp32                                         |
-|--------------|------------------------------------------------|------------------------------------------------------|
-| plain        | [num_rows, num_kv_heads, head_dim] float       | none                                                 |
-| float8 e4m3  | the same, float8_e4m3fn                        | k_scale, v_scale [num_kv_heads]                      |
-| int8         | the same, uint8                                | k_scale, k_zero [groups, num_kv_heads, head_dim]: per |
-|              |                                                | channel, group_size tokens each;                     |
-|              |                                                | v_scale, v_zero [num_rows, num_kv_heads, 1]          |
-| int4         | [num_rows, num_kv_heads, head_dim / 2] uint8,  | as int8                                              |
-|              | even channels in the low nibbles               |                                                      |
-
-The integer codecs are KIVI's (arXiv 2402.02750): value = code * scale + zero.
-"""
+"""Stored K and V into the pool in one kernel: dequantise, rotate K to its new positions, cast, scatter. `StoredKV` says in
+which forms they come."""
 
 # Kernels are untyped: their arguments are Triton's.
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -139,7 +125,7 @@ def load_kv_kernel(
 
 
 def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
-    """As `KernelBackend.load_kv`. The module's table says which layouts are taken."""
+    """As `KernelBackend.load_kv`."""
     run, num_rows = slots.first_slot >= 0, stored.k.shape[0]
     num_slots = cache.k.shape[0] * cache.k.shape[1]
     check(not run or slots.first_slot + num_rows <= num_slots, "the slots run past the pool")
@@ -177,7 +163,7 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
 
 
 def _codec(stored: StoredKV, cache: LayerCache) -> str:
-    """Which row of the module's table the tensors are: plain, fp8, int8 or int4."""
+    """Which of the forms of `StoredKV` the tensors are: plain, fp8, int8 or int4."""
     if stored.k.dtype == torch.uint8:
         return "int8" if stored.k.shape[2] == cache.k.shape[3] else "int4"
     return "fp8" if stored.k.dtype == torch.float8_e4m3fn else "plain"

@@ -314,7 +314,7 @@ def prefill_attention(
     dtype, or float8_e4m3fn. Returns a new tensor [num_rows, num_heads, head_dim], contiguous, of q's dtype."""
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)
-    check_sequences(q, meta.block_table, meta.kv_lens, contiguous)
+    check_sequences(q, meta.block_table, meta.kv_lens)
     check_rows(q, meta.positions, meta.cu_rows, meta.num_seqs)
     num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.k.shape[1], cache.k.shape[2]

@@ -55,6 +55,6 @@ def _one_row(device: torch.device, contiguous_slot: int) -> AttentionMetadata:
         cu_rows=torch.arange(2, dtype=torch.int32, device=device),
         block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
         kv_lens=one,
-        contiguous_slot=contiguous_slot,
+        contiguous_slots=(contiguous_slot,),
         max_kv_len=1,
     )

@@ -13,7 +13,6 @@ from decoding import decode_one_token
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.kv.calibration import calibrate
-from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import KVScales
 from cacheblend_cli.runtime.prefill import prefill
 from cacheblend_cli.runtime.request import Question, resolve
@@ -82,24 +81,3 @@ def test_the_answer_is_that_of_torch(setup: Setup) -> None:
     assert ours.generated_ids == reference.generated_ids
     assert ours.recomputed_tokens == reference.recomputed_tokens > 0
     assert [c.recomputed for c in ours.chunks] == [c.recomputed for c in reference.chunks]
-
-
-def test_a_shared_block_is_copied_on_write(setup: Setup) -> None:
-    """By the backend, as blocks of every layer at once."""
-    decoder = setup.triton.model.decoder
-    pool = KVPool.of(decoder, 6, 16)
-    for cache in pool.tensors:
-        cache.view(torch.uint8).zero_()
-    parent = pool.new_sequence(20)
-    positions = torch.arange(16, 19, device=decoder.device)
-    rows = torch.randn(3, decoder.spec.num_kv_heads, decoder.spec.head_dim, device=decoder.device)
-    for layer in range(decoder.spec.num_layers):
-        pool.write(layer, parent.slots(positions), rows, 2 * rows)
-    child = parent.fork()
-    child.make_writable(19, 20, decoder.kernels)
-    assert child.blocks[0] == parent.blocks[0]
-    assert child.blocks[1] != parent.blocks[1]
-    for layer in range(decoder.spec.num_layers):
-        for own, other in zip(*(pool.read(layer, s.slots(positions)) for s in (parent, child)), strict=True):
-            assert own.abs().max() > 0
-            assert torch.equal(own, other)

@@ -88,7 +88,7 @@ def test_rows_with_wide_gaps_and_keys_beyond_the_last_row(device: torch.device) 
 
 
 def test_full_prefill_is_the_dense_case(device: torch.device) -> None:
-    check(attention_case([list(range(40))], [40], contiguous=True, dense=True, head_dim=32), device)
+    check(attention_case([list(range(40))], [40], contiguous=True, head_dim=32), device)
 
 
 def test_strided_rows_of_a_fused_projection(device: torch.device) -> None:

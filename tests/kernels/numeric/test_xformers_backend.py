@@ -13,9 +13,9 @@ from cacheblend_kernels import xformers_backend as xb
 HALF = torch.float16
 
 
-@pytest.mark.parametrize(("positions", "dense"), [(list(range(70)), True), (scattered(9, 70), False)])
-def test_prefill(positions: list[int], dense: bool, device: torch.device) -> None:
-    case = attention_case([positions], [70], heads=(4, 2), block_size=64, dtype=HALF, contiguous=True, dense=dense)
+@pytest.mark.parametrize("positions", [list(range(70)), scattered(9, 70)])
+def test_prefill(positions: list[int], device: torch.device) -> None:
+    case = attention_case([positions], [70], heads=(4, 2), block_size=64, dtype=HALF, contiguous=True)
     moved = case.to(device)
     backend = xb.XformersBackend(device)
     out = backend.prefill_attention(moved.q, moved.cache, moved.meta, AttentionParams(0.125))
