@@ -18,16 +18,15 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Engine, EngineConfig, Lookup, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.corpus.search import How
+from cacheblend_cli.corpus.search import ORDERS
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.runtime.config import AskOptions
-from cacheblend_cli.runtime.search import ORDERS
 
 
 def measure(
     engine: Engine, store: ChunkStore, questions: list[dict[str, Any]], order: str, expand: int
 ) -> dict[str, Any]:
-    lookup = Lookup(order=order, how=How(expand=expand))
+    lookup = Lookup(order=order, expand=expand)
     answers = []
     for row in questions:
         question = Question(row["question"], (), sampling=SamplingParams(max_tokens=24))

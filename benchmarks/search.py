@@ -21,7 +21,7 @@ from pathlib import Path
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
 
 from cacheblend_cli.corpus.embedding import find_embedder
-from cacheblend_cli.corpus.search import BY, How, search
+from cacheblend_cli.corpus.search import BY, Lookup, search
 from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
@@ -96,8 +96,8 @@ def measure(corpus: Corpus, questions: Sequence[Asked], embeddings: str) -> dict
         fill(store, corpus)
 
         def finder(by: str) -> Callable[[str], Sequence[tuple[str, int]]]:
-            how = How(by, embedder)
-            return lambda question: [(hit.source, hit.index) for hit in search(store, question, AT, how=how)]
+            lookup = Lookup(AT, by=by, embedder=embedder)
+            return lambda question: [(hit.source, hit.index) for hit in search(store, question, lookup)]
 
         return {by: round(recall(finder(by), questions), 4) for by in BY}
 

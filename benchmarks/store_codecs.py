@@ -11,7 +11,7 @@ from cacheblend_store.format.codecs import CODECS, coded, decode_kv
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, collect, collect_prefix
-from cacheblend_cli.corpus.chunker import cut
+from cacheblend_cli.corpus.chunker import iter_cut
 from cacheblend_cli.corpus.documents import Document, read_documents
 from cacheblend_cli.demo import handbook_dir
 from cacheblend_cli.evaluation.demo_table import ANSWER_TOKENS, demo_samples
@@ -48,7 +48,7 @@ def handbook_kv() -> list[ChunkKV]:
     engine = Engine.load(EngineConfig(model="handbook"))
     decoder = engine.model.decoder
     documents = [d for d in read_documents([str(handbook_dir())]) if isinstance(d, Document)]
-    ids = [c.token_ids for d in documents for c in cut(d.text, engine.model.tokenizer.encode_text, 512)]
+    ids = [c.token_ids for d in documents for c in iter_cut(d.text, engine.model.tokenizer.encode_text, 512)]
     prefix = collect_prefix(decoder, engine.runtime.template.prefix_ids)
     return list(collect(decoder, prefix, [CollectSequence(i, (Kept(b"", 0, len(i)),)) for i in ids]))
 

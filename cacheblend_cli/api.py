@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.scopes import EVERYTHING
+from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
-from cacheblend_cli.runtime.answer import Answer, TokenUse
+from cacheblend_cli.runtime.answer import Answer, ChunkUse, TokenUse
 from cacheblend_cli.runtime.ask import ask
 from cacheblend_cli.runtime.config import DEFAULT_OPTIONS, AskOptions, BlendConfig, EngineConfig
 from cacheblend_cli.runtime.generate import NOBODY, Listener
@@ -23,7 +23,7 @@ from cacheblend_cli.runtime.plan import AskPlan, plan
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime, Say
 from cacheblend_cli.runtime.sampling import SamplingParams, as_the_model, sampling_of
-from cacheblend_cli.runtime.search import Lookup, with_chunks
+from cacheblend_cli.runtime.search import with_chunks
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.paths import Paths
@@ -149,7 +149,7 @@ class Engine:
         blend, keys = BlendConfig.of(settings), [bytes.fromhex(key) for key in inquiry.keys or ()]
         question = Question(inquiry.question, keys, blend, sampling, settings.salt, history=inquiry.history)
         if inquiry.keys is None:
-            lookup = Lookup.of(settings, inquiry.scope or EVERYTHING, say)
+            lookup = Lookup.of(settings, inquiry.scope, say)
             question = with_chunks(self.runtime, store, question, lookup)
         auto = settings.ratio == "auto"
         return Job(question, verify=manner.verify, confirm=manner.confirm, auto=auto, save_holes=manner.save)
@@ -157,25 +157,14 @@ class Engine:
     def told(
         self, store: ChunkStore, question: Question, answer: Answer, manner: Manner
     ) -> tuple[list[str], list[list[TokenUse]]]:
-        """What --explain adds of the model and the prompt's text, and the tokens of each chunk, as far as they are wanted."""
-        said = [*self.remarks, *self.prompt_differences(store, question, answer)] if manner.explain else []
-        return said, self.token_uses(answer) if manner.tokens else []
+        """What --explain adds: what there is to say of the model, and where the prompt's ids say other text than the template
+        renders with the chunks in it. And the tokens of each chunk, whose texts together are the chunk's, where they are wanted."""
+        said = [GENERIC_PATH] if manner.explain and self.model.spec.generic else []
+        if manner.explain:
+            texts = [manifest.text for key in question.keys if (manifest := chunk_of(store, key))]
+            said += self.runtime.template.differences(texts, question.text, answer.prompt_ids)
+        return said, [self._token_uses(answer, chunk) for chunk in answer.chunks] if manner.tokens else []
 
-    @property
-    def remarks(self) -> list[str]:
-        """What there is to say of how the model is computed, whatever is asked."""
-        return [GENERIC_PATH] if self.model.spec.generic else []
-
-    def token_uses(self, answer: Answer) -> list[list[TokenUse]]:
-        """The tokens of each of the answer's chunks, whose texts together are the chunk's."""
-        found = []
-        for chunk in answer.chunks:
-            ids = answer.prompt_ids[chunk.start : chunk.start + chunk.tokens]
-            texts = token_texts(self.model.tokenizer, ids)
-            found.append([TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)])
-        return found
-
-    def prompt_differences(self, store: ChunkStore, question: Question, answer: Answer) -> list[str]:
-        """Where the ids of an answer's prompt say other text than the template renders with the chunks in it, in words."""
-        texts = [manifest.text for key in question.keys if (manifest := chunk_of(store, key))]
-        return self.runtime.template.differences(texts, question.text, answer.prompt_ids)
+    def _token_uses(self, answer: Answer, chunk: ChunkUse) -> list[TokenUse]:
+        texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])
+        return [TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cacheblend_cli.settings import Resolved, Settings
+from msgspec import convert, to_builtins
 
-if TYPE_CHECKING:
-    from cacheblend_cli.corpus.scopes import Scope
+from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+from cacheblend_cli.settings import Resolved
 
 
 @dataclass(frozen=True)
@@ -38,53 +38,25 @@ class Manner:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """keys: of the chunks, in hex; None to search them in the scope, None being all that can be searched. history: what was
-    said before, by the user and the model in turn."""
+    """keys: of the chunks, in hex; None to search them in the scope. history: what was said before, by the user and the model
+    in turn."""
 
     question: str
     keys: tuple[str, ...] | None
     resolved: Resolved
-    scope: Scope | None = None
+    scope: Scope = EVERYTHING
     history: tuple[str, ...] = ()
     manner: Manner = Manner()
 
     @property
     def wire(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "question": self.question, "keys": self.keys, "history": self.history, "scope": scope_on_wire(self.scope),
-            "manner": asdict(self.manner), "settings": settings_on_wire(self.resolved.settings),
-            "origin": dict(self.resolved.origin),
-        }  # fmt: skip
+        """As JSON has it. A directory of weights is named so that an engine, which stands elsewhere, finds it."""
+        told: dict[str, Any] = to_builtins(self)
+        named = self.resolved.settings.embeddings
+        if named and Path(named).expanduser().is_dir():
+            told["resolved"]["settings"]["embeddings"] = os.path.abspath(Path(named).expanduser())
+        return told
 
     @classmethod
     def of_wire(cls, told: dict[str, Any]) -> Inquiry:
-        keys, manner = told["keys"], told["manner"]
-        return cls(
-            told["question"],
-            None if keys is None else tuple(keys),
-            Resolved(settings_of_wire(told["settings"]), told["origin"]),
-            scope_of_wire(told["scope"]),
-            tuple(told["history"]),
-            Manner(**{**manner, "stop": tuple(manner["stop"])}),
-        )
-
-
-def settings_on_wire(settings: Settings) -> dict[str, Any]:
-    """A directory of weights is named so that an engine, which stands elsewhere, finds it."""
-    told, weights = asdict(settings), Path(settings.embeddings).expanduser()
-    return told | {"embeddings": os.path.abspath(weights)} if settings.embeddings and weights.is_dir() else told
-
-
-def settings_of_wire(told: dict[str, Any]) -> Settings:
-    return Settings(**{f.name: told[f.name] for f in fields(Settings)} | {"template_var": tuple(told["template_var"])})
-
-
-def scope_on_wire(scope: Scope | None) -> dict[str, Any] | None:
-    return None if scope is None else {**asdict(scope), "linked": sorted(scope.linked)}
-
-
-def scope_of_wire(told: dict[str, Any] | None) -> Scope | None:
-    from cacheblend_cli.corpus.scopes import Scope
-
-    return None if told is None else Scope(**{**told, "linked": frozenset(told["linked"])})
+        return convert(told, cls)

@@ -13,18 +13,19 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli import api
+from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
 from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text
 from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.sampling import SamplingParams
-from cacheblend_cli.runtime.search import Lookup, with_chunks
+from cacheblend_cli.runtime.sampling import as_the_model, sampling_of
+from cacheblend_cli.runtime.search import with_chunks
 from cacheblend_cli.runtime.service import Service
 from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
-from cacheblend_cli.settings import Settings, of_settings
+from cacheblend_cli.settings import DEFAULTS, Resolved, of_settings
 
 __all__ = ["Added", "Asked", "Engine"]
 
@@ -58,8 +59,8 @@ class Engine:
     Use as a context manager, or close it: a thread of its own runs the model.
     """
 
-    def __init__(self, loaded: api.Engine, settings: Settings, limits: Limits | None = None) -> None:
-        self._loaded, self._settings, self._limits = loaded, settings, limits
+    def __init__(self, loaded: api.Engine, resolved: Resolved, limits: Limits | None = None) -> None:
+        self._loaded, self._resolved, self._limits = loaded, resolved, limits
         self._service: Service | None = None
         self._store: ChunkStore | None = None
 
@@ -70,9 +71,10 @@ class Engine:
 
         Raises NotFoundError, UsageError or DeviceError.
         """
-        made = _with(Settings(), {"model": model or "", **settings})
+        resolved = _with(DEFAULTS, {"model": model or "", **settings})
+        made = resolved.settings
         config = of_settings(EngineConfig, made, model=made.model or None, lora=made.lora or None)
-        return cls(api.Engine.load(config), made)
+        return cls(api.Engine.load(config), resolved)
 
     @property
     def model(self) -> str:
@@ -103,12 +105,12 @@ class Engine:
         Raises UsageError for an empty text, and StoreErrors.
         """
         self.use(store)
-        added = []
+        added, settings = [], self._resolved.settings
         for document_id, text in texts:
             document = documents_of.document_of(documents_of.put_name(_OWN, document_id), text, None)
 
             def put(runtime: Runtime, document: Any = document) -> documents_of.Putting:
-                putting = documents_of.Putting(runtime, store, document, self._settings, self._settings.salt)
+                putting = documents_of.Putting(runtime, store, document, settings, settings.salt)
                 while putting.collect(runtime):
                     pass
                 return putting
@@ -183,16 +185,16 @@ class Engine:
         return future
 
     def _job(self, asked: Asked) -> Job:
-        settings = _with(self._settings, asked.settings or {})
-        return self._run().run(lambda runtime: _job_of(runtime, self._store, settings, asked)).result()
+        resolved = _with(self._resolved, asked.settings or {})
+        return self._run().run(lambda runtime: _job_of(runtime, self._store, resolved, asked)).result()
 
 
 _OWN = Tenant("", "")
 
 
-def _job_of(runtime: Runtime, store: ChunkStore | None, settings: Settings, asked: Asked) -> Job:
+def _job_of(runtime: Runtime, store: ChunkStore | None, resolved: Resolved, asked: Asked) -> Job:
     """In the engine's thread: documents first, then named chunks, then those that are found."""
-    sampling = of_settings(SamplingParams, settings, top_k=settings.sample_top_k)
+    settings, sampling = resolved.settings, as_the_model(sampling_of(resolved), resolved, runtime.model)
     question = Question(
         asked.question, (), BlendConfig.of(settings), sampling, settings.salt, history=tuple(asked.history)
     )
@@ -221,9 +223,8 @@ def _asked(question: str | Asked, about: dict[str, Any]) -> Asked:
     return replace(asked, settings={**(asked.settings or {}), **settings})
 
 
-def _with(settings: Settings, given: dict[str, Any]) -> Settings:
+def _with(resolved: Resolved, given: dict[str, Any]) -> Resolved:
     """Raises UsageError for a setting there is none of."""
-    unknown = given.keys() - vars(settings).keys()
-    if unknown:
-        raise UsageError(f"unknown setting {min(unknown)!r}", f"known: {', '.join(vars(settings))}")
-    return replace(settings, **given)
+    if unknown := given.keys() - resolved.origin.keys():
+        raise UsageError(f"unknown setting {min(unknown)!r}", f"known: {', '.join(resolved.origin)}")
+    return Resolved(replace(resolved.settings, **given), {**resolved.origin, **dict.fromkeys(given, "given")})

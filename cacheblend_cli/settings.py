@@ -20,8 +20,8 @@ _ENV = "CACHEBLEND_"
 
 
 def _setting(default: Any, help: str = "", *, shown: str | bool = True, flag: str = "") -> Any:
-    """A field whose flag, where a command has one, shows this. shown: the default in words, False for none, True for itself.
-    flag: what the flag is called, where that is not the field's name; with a short form before it, as "-k --top-k"."""
+    """A field whose flag, where a command has one, shows this. shown: the default in words, False for none, True for itself,
+    where it is not empty or off. flag: what the flag is called, where that is not the field's name; with a short form before it, as "-k --top-k"."""
     return field(default=default, metadata={"help": help, "shown": shown, "flag": flag})
 
 
@@ -35,12 +35,11 @@ class Settings:
     model: str = _setting(
         "",
         "Model directory, .gguf file, hub id, smollm2 or handbook. Default: smollm2 where it is installed, else handbook.",
-        shown=False,
     )
-    lora: str = _setting("", "Directory of a LoRA adapter (peft's files), merged into the model.", shown=False)
-    store: str = _setting("", "Directory of the store.", shown=False)
+    lora: str = _setting("", "Directory of a LoRA adapter (peft's files), merged into the model.")
+    store: str = _setting("", "Directory of the store.")
     chunk_tokens: int = _setting(512, "Tokens of a chunk at most.")
-    collection: str = _setting("", "Only documents of this collection.", shown=False)
+    collection: str = _setting("", "Only documents of this collection.")
     overlap: int = _setting(0, "Tokens at most that a chunk repeats of the text before it.")
     context: str = _setting(
         "document",
@@ -56,20 +55,12 @@ class Settings:
     )
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", shown=False)
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.", shown=False)
-    weight_dtype: str = _setting(
-        "auto",
-        "auto, or int8: faster on a CPU, less exact.",
-        shown=False,
-    )
+    weight_dtype: str = _setting("auto", "auto, or int8: faster on a CPU, less exact.", shown=False)
     attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)
-    prompt: str = _setting(
-        "",
-        "File with the prompt's wording, with {chunks} and {question} in it.",
-        shown=False,
-    )
-    system: str = _setting("", "The system prompt.", shown=False)
+    prompt: str = _setting("", "File with the prompt's wording, with {chunks} and {question} in it.")
+    system: str = _setting("", "The system prompt.")
     template_var: tuple[str, ...] = _setting(
-        (), "Tell the chat template something: NAME=VALUE, as enable_thinking=true (repeatable).", shown=False
+        (), "Tell the chat template something: NAME=VALUE, as enable_thinking=true (repeatable)."
     )
     mode: str = _setting("blend", "blend, full (no reuse) or reuse (no repair).")
     ratio: float | str = _setting(
@@ -81,29 +72,21 @@ class Settings:
     deviation: str = _setting("k", "What hkvd compares: v, k or kv.")
     check_layer: int = _setting(1, "The layer at which hkvd and perturb choose.")
     block: int = _setting(1, "Choose runs of this many tokens.")
-    nucleus: float = _setting(0.0, "Stop when this share of the scores' sum is covered; 0 is off.", shown="0")
-    gradual: str = _setting("", "Several check layers, each keeping a smaller share, as 1:0.3,4:0.15.", shown=False)
+    nucleus: float = _setting(0.0, "Stop when this share of the scores' sum is covered; 0 is off.")
+    gradual: str = _setting("", "Several check layers, each keeping a smaller share, as 1:0.3,4:0.15.")
     probe_layers: str = _setting("", "Layers that query and draft look at: FIRST-LAST.", shown="the middle half")
     draft_tokens: int = _setting(8, "Answer tokens that draft looks ahead.")
     correction: str = _setting("regression", "Move what is not recomputed by what is: regression, mean-shift or none.")
-    max_risk: float | None = _setting(
-        None,
-        "Go on with a full prefill above this risk (eval --fit-risk).",
-        shown=False,
-    )
+    max_risk: float | None = _setting(None, "Go on with a full prefill above this risk (eval --fit-risk).")
     max_tokens: int = _setting(128, "Tokens of the answer at most.")
     reasoning_tokens: int = _setting(1024, "Tokens that a model may take to reason, beside --max-tokens.")
-    temperature: float = _setting(0.0, "0 is greedy.", shown="0")
-    top_p: float = _setting(1.0, "Nucleus sampling.", shown="1")
+    temperature: float = _setting(0.0, "0 is greedy.")
+    top_p: float = _setting(1.0, "Nucleus sampling.")
     top_k: int = _setting(5, "Chunks to search for without --chunks.", flag="--top-k -k")
-    search: str = _setting(
-        "auto",
-        "words, meaning or both; auto: both where there are embedding weights.",
-    )
+    search: str = _setting("auto", "words, meaning or both; auto: both where there are embedding weights.")
     embeddings: str = _setting(
         "",
         "Weights for meaning: a model2vec directory or hub id, or a sentence-transformers directory. Default: wordllama's, where it is installed.",
-        shown=False,
     )
     min_score: float = _setting(0.0, "Leave out hits whose score is below this.", shown=False)
     expand: int = _setting(0, "Take so many chunks before and after each hit, too.")
@@ -112,29 +95,26 @@ class Settings:
         "Of searched documents: rank (the best hit first), or exact (first the one that then needs the least repair).",
     )
     sample_top_k: int = _setting(0, "Sample among the k likeliest; 0 is off.")
-    min_p: float = _setting(0.0, "Drop tokens below this share of the likeliest.", shown="0")
-    repetition_penalty: float = _setting(1.0, "Divide the logits of what was said by this; 1 is off.", shown="1")
-    presence_penalty: float = _setting(0.0, "Take this off what the answer has said; 0 is off.", shown="0")
-    frequency_penalty: float = _setting(
-        0.0, "Take this off what the answer has said, for each time; 0 is off.", shown="0"
-    )
+    min_p: float = _setting(0.0, "Drop tokens below this share of the likeliest.")
+    repetition_penalty: float = _setting(1.0, "Divide the logits of what was said by this; 1 is off.")
+    presence_penalty: float = _setting(0.0, "Take this off what the answer has said; 0 is off.")
+    frequency_penalty: float = _setting(0.0, "Take this off what the answer has said, for each time; 0 is off.")
     model_sampling: bool = _setting(
         False,
         "Sample as the model's generation_config.json says, but for what is set here.",
-        shown=False,
         flag="--model-sampling/--no-model-sampling",
     )
-    seed: int | None = _setting(None, "Seed of the sampling.", shown=False)
-    lock_timeout: float = _setting(30.0, "Seconds to wait for another writer of the store.", shown="30")
+    seed: int | None = _setting(None, "Seed of the sampling.")
+    lock_timeout: float = _setting(30.0, "Seconds to wait for another writer of the store.")
     force_store: bool = False
     max_size: str = _setting(
-        "", "The most KV the store keeps, as 20GB: the least recently used goes, its text stays. 0: all.", shown=False
+        "", "The most KV the store keeps, as 20GB: the least recently used goes, its text stays. 0: all."
     )
-    salt: str = _setting("", "Keep the chunks of this tenant apart.", shown=False)
-    threads: int | None = _setting(None, "CPU threads.", shown=False)
+    salt: str = _setting("", "Keep the chunks of this tenant apart.")
+    threads: int | None = _setting(None, "CPU threads.")
     block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of a GPU's memory to use, weights included.")
-    eager: bool = _setting(False, "Decode without CUDA graphs.", shown=False, flag="--eager")
+    eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
     kv_pool_dtype: str = _setting(
         "auto", "What KV is kept in while a question is answered: auto (as computed) or float8_e4m3.", shown=False
     )
@@ -193,17 +173,18 @@ def _kind(hint: Any) -> type:
 
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
+DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
 _LEAST = {"top_k": 1, "expand": 0, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # what no other place checks
 _MOST = {"threads": 4096, "expand": 10_000}  # other whole numbers: what 64 bits hold
 _WORDS = {"ratio": "auto"}  # what can stand where a number is wanted
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_PATHS = ("store", "model", "lora", "prompt", "embeddings")  # in a file they are relative to it
+PATHS = ("store", "model", "lora", "prompt", "embeddings")  # in a file they are relative to it
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:
     """Put the layers together; a flag of None, or of no values, was not given. Raises UsageError naming the place of a bad value."""
     values: dict[str, Any] = {}
-    origin = dict.fromkeys(_FIELDS, "default")
+    origin = dict(DEFAULTS.origin)
     for path in config_files():
         if path.is_file():
             _merge(values, origin, _read(path), str(path), path.parent)
@@ -224,16 +205,6 @@ def parse_setting(key: str, texts: Sequence[str]) -> tuple[str, Any]:
     if len(texts) != 1:
         raise UsageError(f"{key} takes one value, and {len(texts)} were given", "put text with blanks into quotes")
     return name, _convert(name, _Text(texts[0]), "flag")
-
-
-def setting_fields() -> list[tuple[str, Any, str]]:
-    """Each setting's name, default and help."""
-    return [(f.name, f.default, f.metadata.get("help", "")) for f in fields(Settings)]
-
-
-def is_path_setting(name: str) -> bool:
-    """Whether a file's value is meant from that file on."""
-    return name in _PATHS
 
 
 def config_files() -> list[Path]:
@@ -277,7 +248,7 @@ def _merge(
         if name not in _FIELDS:
             raise UsageError(f"unknown setting {key!r} in {place}", f"known: {', '.join(_FIELDS)}")
         values[name] = _convert(name, value, place)
-        if folder is not None and name in _PATHS:
+        if folder is not None and name in PATHS:
             values[name] = _beside(folder, name, values[name])
         origin[name] = place
 

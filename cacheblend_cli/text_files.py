@@ -1,4 +1,4 @@
-"""Text that a user hands in, as a file or as bytes: UTF-8, and errors that name where it is from."""
+"""Text that a user hands in, as a file or as bytes, or gets as a file: UTF-8, and errors that name where."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def decode_text(data: bytes, name: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} has invalid UTF-8 at byte {error.start}", "convert it to UTF-8") from error
+
+
+def write_text(path: Path, text: str, hint: str, *, new: bool = False) -> None:
+    """new: not over a file that is there. Raises UsageError with the hint where it cannot be written."""
+    try:
+        with path.open("x" if new else "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", hint) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -83,6 +84,17 @@ def test_settings_and_errors(engine: Engine, store: ChunkStore) -> None:
     engine.use(None)
     with pytest.raises(UsageError, match="store"):
         engine.ask("who?", documents=["a"])
+
+
+def test_the_models_own_sampling_is_followed_where_it_is_asked_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tiny", "llama-gqa")
+    file = tmp_path / "tiny" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "repetition_penalty": 5.0}))
+    with Engine.load(str(tmp_path / "tiny"), threads=1, max_tokens=12) as engine:
+        own, said = engine.ask("who?", model_sampling=True), engine.ask("who?", repetition_penalty=5.0)
+        assert own.generated_ids == said.generated_ids != engine.ask("who?").generated_ids
+        named = engine.ask("who?", model_sampling=True, repetition_penalty=1.0)
+        assert named.generated_ids == engine.ask("who?").generated_ids
 
 
 def test_leaving_a_stream_ends_the_answer(engine: Engine, store: ChunkStore) -> None:

@@ -10,10 +10,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import Explained, Streams, Told
+from cacheblend_cli.cli.answers import End, Streams, Told
 from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
+from cacheblend_cli.corpus.scopes import EVERYTHING
 from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.server.client import EngineLost
 from cacheblend_cli.settings import Resolved
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.corpus.scopes import Scope
     from cacheblend_cli.runtime.jobs import Job
     from cacheblend_cli.runtime.service import Service
 
@@ -42,15 +42,24 @@ class LocalEngine:
         self._service: Service | None = None
         self._say = cache(output.note)  # once, of however many questions
 
-    def ask(self, inquiry: Inquiry, streams: Streams | None) -> Told:
+    def begin(self, inquiry: Inquiry) -> End:
+        """Have it asked: beside others, after `serve`, else when its answer is waited for."""
         from cacheblend_cli.runtime.generate import Listener
 
-        job = self._engine.job(self._store, inquiry, self._say)
-        listener = Listener(streams.text, streams.reasoning) if streams else Listener()
-        return self._told(inquiry, job, self._engine.ask(self._store, job.question, job, listener))
+        if self._service is not None:
+            job = self._service.run(lambda runtime: self._job(inquiry)).result()
+            answer = _future(self._service, job)
+            return lambda streams: self._told(inquiry, job, answer.result())
+        job = self._job(inquiry)
+
+        def end(streams: Streams | None) -> Told:
+            listener = Listener(streams.text, streams.reasoning) if streams else Listener()
+            return self._told(inquiry, job, self._engine.ask(self._store, job.question, job, listener))
+
+        return end
 
     def plan(self, inquiry: Inquiry) -> AskPlan:
-        job = self._engine.job(self._store, inquiry, self._say)
+        job = self._job(inquiry)
         return self._engine.plan(self._store, job.question, auto=job.auto)
 
     def serve(self, concurrency: int) -> None:
@@ -58,54 +67,56 @@ class LocalEngine:
 
         What an answer is does not depend on those beside it: no KV that was blended for one question serves another.
         """
-        from cacheblend_cli.runtime.service import Limits, Service
+        from cacheblend_cli.runtime.jobs import Limits
+        from cacheblend_cli.runtime.service import Service
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency, hot_blended=False)
         self._service = Service(self._engine.runtime, self._store, limits)
-
-    def begin(self, inquiry: Inquiry) -> Callable[[Streams | None], Told]:
-        """Have it asked beside others; what is given waits for its answer."""
-        from cacheblend_cli.runtime.service import Done, Failed
-
-        assert self._service is not None
-        job = self._service.run(lambda runtime: self._engine.job(self._store, inquiry, self._say)).result()
-        answered: Future[Any] = Future()
-
-        def heard(event: object) -> None:
-            if isinstance(event, Done):
-                answered.set_result(event.answers[0])
-            elif isinstance(event, Failed):
-                answered.set_exception(event.error)
-
-        self._service.submit(job, heard)
-        return lambda streams: self._told(inquiry, job, answered.result())
 
     def close(self) -> None:
         if self._service is not None:
             self._service.close()
 
+    def _job(self, inquiry: Inquiry) -> Job:
+        return self._engine.job(self._store, inquiry, self._say)
+
     def _told(self, inquiry: Inquiry, job: Job, answer: Answer) -> Told:
-        return Told(answer, Explained(*self._engine.told(self._store, job.question, answer, inquiry.manner)))
+        record = answer.to_dict(ids=inquiry.manner.ids, explain=inquiry.manner.explain)
+        return Told(answer, record, *self._engine.told(self._store, job.question, answer, inquiry.manner))
+
+
+def _future(service: Service, job: Job) -> Future[Answer]:
+    """The job's answer, when it is there."""
+    from cacheblend_cli.runtime.jobs import Done, Failed
+
+    answer: Future[Answer] = Future()
+
+    def heard(event: object) -> None:
+        if isinstance(event, Done):
+            answer.set_result(event.answers[0])
+        elif isinstance(event, Failed):
+            answer.set_exception(event.error)
+
+    service.submit(job, heard)
+    return answer
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A question of several, and what came of it: an answer, a plan, or an error."""
+    """A question of several, and what came of it: an answer or a plan, or an error."""
 
     asked: Asked
-    told: Told | None = None
-    plan: AskPlan | None = None
+    found: Told | AskPlan | None = None
     error: Exception | None = None
 
 
 class Answering:
-    """Over a store that stays open meanwhile. scope: of what is searched, None for all of it. A running engine is looked for, unless `local`, as
+    """Over a store that stays open meanwhile. scope: of what is searched. A running engine is looked for, unless `local`, as
     long as none was loaded here."""
 
     def __init__(self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore, *, local: bool) -> None:
         self._resolved, self._manner, self._output, self._local = resolved, manner, output, local
-        self.store = store
-        self.scope: Scope | None = None
+        self.store, self.scope = store, EVERYTHING
         self._here: LocalEngine | None = None
 
     def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Told:
@@ -117,18 +128,14 @@ class Answering:
             except EngineLost:
                 if streams is not None and streams.begun:
                     raise
-        return self._loaded().ask(inquiry, streams)
+        return self._loaded().begin(inquiry)(streams)
 
     def plan(self, asked: Asked) -> AskPlan:
-        inquiry, warm = self._inquiry(asked), self._warm()
-        return (self._loaded() if warm is None else warm).plan(inquiry)
+        inquiry = self._inquiry(asked)
+        return (self._warm() or self._loaded()).plan(inquiry)
 
     def plans(self, asked: Sequence[Asked]) -> Iterator[Answered]:
-        for item in asked:
-            try:
-                yield Answered(item, plan=self.plan(item))
-            except Exception as error:
-                yield Answered(item, error=error)
+        return _in_order(asked, lambda item: lambda streams: self.plan(item), 1)
 
     def answers(self, asked: Sequence[Asked], concurrency: int) -> Iterator[Answered]:
         """So many at a time, in order, as soon as all before them are there. What a running engine leaves when it ends is
@@ -148,15 +155,6 @@ class Answering:
         here.serve(concurrency)
         # twice as many are known, so that the next one's KV loads meanwhile
         yield from _in_order(left, lambda item: here.begin(self._inquiry(item)), 2 * concurrency)
-
-    def documents(self) -> list[str]:
-        """The documents that are searched, as a person standing here calls them."""
-        from cacheblend_cli.corpus.places import shown
-        from cacheblend_cli.corpus.scopes import EVERYTHING
-        from cacheblend_cli.corpus.search import searchable
-
-        scope = self.scope or EVERYTHING
-        return [shown(name) for name in searchable(self.store) if scope.holds(name)]
 
     def __enter__(self) -> Answering:
         return self
@@ -179,12 +177,9 @@ class Answering:
         return Inquiry(asked.question, keys, self._resolved, self.scope, tuple(history), self._manner)
 
 
-Begin = Callable[[Asked], Callable[[Streams | None], Told]]
-
-
-def _in_order(asked: Sequence[Asked], begin: Begin, most: int) -> Iterator[Answered]:
-    """Up to `most` have begun and are not told yet."""
-    running: deque[tuple[Asked, Callable[[Streams | None], Told] | Exception]] = deque()
+def _in_order(asked: Sequence[Asked], begin: Callable[[Asked], Callable[[None], Any]], most: int) -> Iterator[Answered]:
+    """What comes of the questions, `most` of which have begun and are not told yet."""
+    running: deque[tuple[Asked, Callable[[None], Any] | Exception]] = deque()
 
     def answered() -> Answered:
         item, end = running.popleft()

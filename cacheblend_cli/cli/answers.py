@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
 from pathlib import PurePosixPath
@@ -56,40 +56,38 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Explained:
-    """What --explain adds. differences: what is to be said of the prompt's text; tokens: of each chunk."""
-
-    differences: Sequence[str]
-    tokens: Sequence[Sequence[TokenUse]]
-
-
-@dataclass(frozen=True)
 class Told:
-    """An answer, and what there is to explain of it. by: who answered, where that was somebody else."""
+    """An answer. record: what --json has of it. differences: what --explain says of the prompt's text; tokens: of each chunk,
+    where they are wanted. by: who answered, where that was somebody else."""
 
     answer: Answer
-    explained: Explained
+    record: dict[str, Any]
+    differences: Sequence[str]
+    tokens: Sequence[Sequence[TokenUse]]
     by: str = ""
 
 
-def show_answer(told: Told, output: Output, *, json: bool, ids: bool, explain: bool, extra: dict[str, Any]) -> None:
+End = Callable[[Streams | None], Told]
+"""Waits for an answer, whose pieces are streamed meanwhile."""
+
+
+def show_answer(told: Told, output: Output, *, json: bool, explain: bool, extra: dict[str, Any]) -> None:
     """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before.
 
     explain: tell of layers, chunks and tokens, too.
     """
-    answer, differences = told.answer, told.explained.differences if explain else ()
+    answer = told.answer
     if not json:
         _end_text(answer, output)
     for note in answer.notes:
         output.warn(note)
     if json:
-        record = answer.to_dict(ids=ids, explain=explain)
-        output.json({**extra, **record, "notes": [*answer.notes, *differences]})
+        output.json({**extra, **told.record, "notes": [*answer.notes, *told.differences]})
         return
     if explain:
         _explain(answer, output)
-        _show_tokens(answer, told.explained.tokens, output)
-        for line in differences:
+        _show_tokens(answer, told.tokens, output)
+        for line in told.differences:
             output.note(line)
     for line in source_lines(answer):
         output.note(line)

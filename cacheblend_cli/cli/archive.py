@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_cli.cli import completion, options
+from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import read_ids
-from cacheblend_cli.cli.interrupts import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 _SHORTEST_KEY = 16
 SignKey = Annotated[
     Path | None,
-    typer.Option(
-        help="A file with a secret of 16 bytes or more, for the signature.", metavar="FILE", show_default=False
-    ),
+    typer.Option(help="A file with a secret of 16 bytes or more, for the signature.", metavar="FILE"),
 ]
 
 
@@ -40,9 +38,7 @@ def export(
         ),
     ] = None,
     source: options.Source = None,
-    model: Annotated[
-        str | None, typer.Option(help="Chunks of this model, by name or fingerprint.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Chunks of this model, by name or fingerprint.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every chunk; so it is when nothing is named.")] = False,
     sign_key: SignKey = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an export that is there.")] = False,

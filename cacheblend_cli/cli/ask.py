@@ -13,102 +13,65 @@ from cacheblend_cli.cli.answers import Streams, Told, changed, show_answer, show
 from cacheblend_cli.cli.batch import Results, run_batch
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.pages import answer_page, write_page
+from cacheblend_cli.cli.pages import answer_page
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.inquiry import Manner
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.text_files import read_text
+from cacheblend_cli.text_files import read_text, write_text
 
-# The flags that are ask's alone; others are in options.py, and most come from the settings.
-_Question = Annotated[
-    str | None,
-    typer.Argument(help="The question; - reads it from stdin, as a pipe is without it.", show_default=False),
-]
-_Chunks = Annotated[
-    str | None,
-    typer.Option(
-        help="ID,ID or a file of ids or - for stdin. Else they are searched.",
-        show_default=False,
-        autocompletion=completion.chunk_ids,
-    ),
-]
-_Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="End the answer before this text (repeatable).", rich_help_panel="The answer", show_default=False
-    ),
-]
-_Logprobs = Annotated[
-    int | None,
-    typer.Option(
-        help="Report this many alternatives a token (--json).", rich_help_panel="The answer", show_default=False
-    ),
-]
-_Batch = Annotated[
-    Path | None,
-    typer.Option(help='JSON lines of {"question", "chunks"?}: many questions, one model load.', show_default=False),
-]
-_Concurrency = Annotated[int, typer.Option(min=1, help="Questions of --batch to answer side by side.")]
-_Resume = Annotated[
-    Path | None,
-    typer.Option(
-        help="Keep answers of --batch in this JSON-lines file, and ask only what it lacks.",
-        show_default=False,
-    ),
-]
-_Verify = Annotated[bool, typer.Option("--verify", help="Compare with a full prefill of the same prompt.")]
-_Confirm = Annotated[
-    bool,
-    typer.Option("--confirm", help="Answer, check with a full prefill, correct; exit code 6 if changed."),
-]
-_Explain = Annotated[bool, typer.Option("--explain", help="Say what each layer, chunk and token did.")]
-_Html = Annotated[
-    Path | None,
-    typer.Option(help="Write the answer and its sources as a page.", show_default=False),
-]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")]
-_Ids = Annotated[
-    bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel="The answer")
-]
-_Save = Annotated[
-    bool,
-    typer.Option(
-        "--save/--no-save",
-        help="Store the KV of chunks that had to be computed.",
-        rich_help_panel="This machine and the store",
-    ),
-]
-_JsonSchema = Annotated[
-    Path | None,
-    typer.Option(help="File with the JSON schema of the answer.", rich_help_panel="The answer", show_default=False),
-]
-_Regex = Annotated[
-    str | None,
-    typer.Option(help="Regular expression of the answer.", rich_help_panel="The answer", show_default=False),
-]
+_ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the help
 
 
 @options.with_settings(*options.asking())
 def ask(
     resolved: Resolved,
-    question: _Question = None,
-    chunks: _Chunks = None,
+    question: Annotated[
+        str | None, typer.Argument(help="The question; - reads it from stdin, as a pipe is without it.")
+    ] = None,
+    chunks: Annotated[
+        str | None,
+        typer.Option(
+            help="ID,ID or a file of ids or - for stdin. Else they are searched.", autocompletion=completion.chunk_ids
+        ),
+    ] = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
-    stop: _Stop = None,
-    logprobs: _Logprobs = None,
-    batch: _Batch = None,
-    concurrency: _Concurrency = 8,
-    resume: _Resume = None,
-    verify: _Verify = False,
-    confirm: _Confirm = False,
-    explain: _Explain = False,
-    html: _Html = None,
-    dry_run: _DryRun = False,
-    ids: _Ids = False,
-    save: _Save = True,
-    json_schema: _JsonSchema = None,
-    regex: _Regex = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text (repeatable).", rich_help_panel=_ANSWER)
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report this many alternatives a token (--json).", rich_help_panel=_ANSWER)
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option(help='JSON lines of {"question", "chunks"?}: many questions, one model load.')
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions of --batch to answer side by side.")] = 8,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Keep answers of --batch in this JSON-lines file, and ask only what it lacks."),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with a full prefill of the same prompt.")] = False,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Answer, check with a full prefill, correct; exit code 6 if changed.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each layer, chunk and token did.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the answer and its sources as a page.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")] = False,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel=_ANSWER)
+    ] = False,
+    save: Annotated[
+        bool,
+        typer.Option(
+            "--save/--no-save", help="Store the KV of chunks that had to be computed.", rich_help_panel=_MACHINE
+        ),
+    ] = True,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with the JSON schema of the answer.", rich_help_panel=_ANSWER)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression of the answer.", rich_help_panel=_ANSWER)
+    ] = None,
     local: options.Local = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
@@ -141,21 +104,21 @@ def ask(
 
     def show(item: Asked, told: Told, extra: dict[str, str]) -> None:
         if html:
-            write_page(html, answer_page(item.question, told.answer, told.explained.tokens))
-        show_answer(told, output, json=json, ids=ids, explain=explain, extra=extra)
+            write_text(html, answer_page(item.question, told.answer, told.tokens), "choose another place for --html")
+        show_answer(told, output, json=json, explain=explain, extra=extra)
         sources.extend(chunk.source for chunk in told.answer.chunks)
         codes.append(changed(told.answer))
 
     def show_one(item: Answered) -> dict[str, Any]:
         extra = {"question": item.asked.question}
-        if item.plan is not None:
-            show_plan(item.plan, output, json=json, extra=extra)
+        assert item.found is not None
+        if not isinstance(item.found, Told):
+            show_plan(item.found, output, json=json, extra=extra)
             return extra
-        assert item.told is not None
         if not json:
-            output.text(item.told.answer.text, end="")
-        show(item.asked, item.told, extra)
-        return {**extra, **item.told.answer.to_dict(ids=ids)}
+            output.text(item.found.answer.text, end="")
+        show(item.asked, item.found, extra)
+        return {**extra, **item.found.record}
 
     with (
         options.store_in_use(settings, write=not dry_run) as store,

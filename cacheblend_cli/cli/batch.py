@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.cli.answering import Answered
+from cacheblend_cli.cli.answers import Told
+from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import ExitCode, UsageError
@@ -74,15 +76,13 @@ def run_batch(
 ) -> list[int]:
     """Show the answers, or the plans, as they come. A question that cannot be answered is reported, and the others go on.
     Returns the exit codes of those. show: shows one and gives its record."""
-    from cacheblend_cli.cli.exits import report
-
     started, failed, count, tokens = time.perf_counter(), [], 0, 0
     for item in answered:
         if not as_json:
             output.note(f"> {item.asked.question}")
         if item.error is None:
             record = show(item)
-            if item.told is not None:
+            if isinstance(item.found, Told):
                 count, tokens = count + 1, tokens + record["generated_tokens"]
                 if results is not None:
                     results.add(record)

@@ -25,9 +25,7 @@ def chat(
     resolved: Resolved,
     chunks: Annotated[
         str | None,
-        typer.Option(
-            help="Chunk ids: ID,ID or a file of ids. Without it, every question searches.", show_default=False
-        ),
+        typer.Option(help="Chunk ids: ID,ID or a file of ids. Without it, every question searches."),
     ] = None,
     source: options.Source = None,
     everywhere: options.Everywhere = False,
@@ -107,36 +105,44 @@ def _commanded(line: str, talk: Conversation, answering: Answering, output: Outp
     if line.split()[0] in ("/quit", "/exit"):
         return False
     try:
-        do_command(line, talk, answering.documents, output)
+        do_command(line, talk, lambda: _documents(answering), output)
     except CacheBlendError as error:
         report(error, output)
     return True
 
 
+def _documents(answering: Answering) -> list[str]:
+    """Those that are searched, as a person standing here calls them."""
+    from cacheblend_cli.corpus.places import shown
+    from cacheblend_cli.corpus.search import searchable
+
+    return [shown(name) for name in searchable(answering.store) if answering.scope.holds(name)]
+
+
 def _lines(interactive: bool) -> Iterator[str]:
     """What is typed, a question or a command each."""
-    read = _reader() if interactive else _piped
+    lines = _typed() if interactive else _piped()
+    return (line.strip() for line in lines if line.strip())
+
+
+def _typed() -> Iterator[str]:
+    read = _reader()
     while True:
         try:
             line = read()
         except KeyboardInterrupt:
-            if not interactive:
-                raise
             continue
         except EOFError:
             return
-        if line.strip():
-            yield line.strip()
+        yield line
 
 
-def _piped() -> str:
-    line = sys.stdin.buffer.readline()
-    if not line:
-        raise EOFError
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError("stdin is no UTF-8", "convert it: iconv -t utf-8") from error
+def _piped() -> Iterator[str]:
+    for line in sys.stdin.buffer:
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError("stdin is no UTF-8", "convert it: iconv -t utf-8") from error
 
 
 def _reader() -> Callable[[], str]:

@@ -1,4 +1,4 @@
-"""cacheblend chunks: what is in the store."""
+"""cacheblend chunks: what is in the store; the commands that keep it in order, and that take chunks out and in, beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_cli.cli import completion, options
+from cacheblend_cli.cli import archive, completion, options, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -29,10 +29,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show,
 def ls(
     settings: Settings,
     source: options.Source = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many.", show_default=False)] = None,
-    after: Annotated[
-        str | None, typer.Option(help="Go on after this chunk: the next page.", metavar="ID", show_default=False)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many.")] = None,
+    after: Annotated[str | None, typer.Option(help="Go on after this chunk: the next page.", metavar="ID")] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -132,7 +130,6 @@ def rm(
     quiet: options.Quiet = False,
 ) -> None:
     """Remove chunks. The documents are computed again by the next precompute."""
-    from cacheblend_cli.corpus.places import known_as, settle
     from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 
     output = Output(quiet=quiet)
@@ -142,7 +139,7 @@ def rm(
         keys = [reading.resolve(c) for c in chunks or ()]
         scope = EVERYTHING if source is None else Scope.matching(source)
         documents = reading.documents() if everything or source is not None else []
-        found = [d for d in documents if scope.holds(settle(known_as(d.source, d.settings)))]
+        found = [d for d in documents if scope.holds(d.source)]
         if source is not None and not found:
             raise NotFoundError(f"no stored document is at, below or like {source}", "list them: cacheblend chunks ls")
         told = set(keys)
@@ -186,3 +183,9 @@ def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
         "model": m.model_name, "context": m.context, "kv_dtype": m.codec, "layers": m.num_layers,
         "created": datetime.fromtimestamp(m.created).isoformat(timespec="seconds"),
     }  # fmt: skip
+
+
+for _command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
+    app.command(_command.__name__)(_command)
+app.command("export")(archive.export)
+app.command("import")(archive.import_)

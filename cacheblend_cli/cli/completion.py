@@ -7,6 +7,8 @@ from functools import wraps
 from itertools import islice
 from pathlib import Path
 
+from cacheblend_cli.settings import resolve
+
 _MOST = 200
 
 
@@ -29,7 +31,7 @@ def chunk_ids(incomplete: str) -> list[str]:
     from cacheblend_cli.cli import options
 
     before, comma, last = incomplete.rpartition(",")
-    with options.open_store(options.settings_of(), write=False) as store:
+    with options.open_store(resolve({}).settings, write=False) as store:
         ids = islice((m.id for m in store.chunks() if m.id.startswith(last)), _MOST)
         return [before + comma + name[: max(12, len(last))] for name in ids]
 
@@ -38,10 +40,10 @@ def chunk_ids(incomplete: str) -> list[str]:
 def sources(incomplete: str) -> list[str]:
     """Stored documents, as a person standing here types them."""
     from cacheblend_cli.cli import options
-    from cacheblend_cli.corpus.places import known_as, settle, shown
+    from cacheblend_cli.corpus.places import shown
 
-    with options.open_store(options.settings_of(), write=False) as store:
-        names = {shown(settle(known_as(d.source, d.settings))) for d in store.documents()}
+    with options.open_store(resolve({}).settings, write=False) as store:
+        names = {shown(d.source) for d in store.documents()}
     return sorted(name for name in names if name.startswith(incomplete))
 
 

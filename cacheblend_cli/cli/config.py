@@ -18,7 +18,7 @@ User = Annotated[bool, typer.Option("--user", help="The user's file, for every f
 
 @app.command("show")
 def show(
-    store: Annotated[str | None, typer.Option(help="As any command would take it.", show_default=False)] = None,
+    store: Annotated[str | None, typer.Option(help="As any command would take it.")] = None,
     json: options.Json = False,
 ) -> None:
     """Show every setting, its value and where that came from: flag, environment, file or default."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import FILE, config_files, is_path_setting, parse_setting, setting_fields
+from cacheblend_cli.settings import FILE, PATHS, Settings, config_files, parse_setting
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
@@ -36,7 +37,7 @@ def put(file: Path, key: str, texts: Sequence[str]) -> tuple[str, Any]:
     from tomlkit import dumps
 
     name, value = parse_setting(key, texts)
-    if is_path_setting(name):
+    if name in PATHS:
         value = _from(file, value)
     document = _read(file)
     for known in [k for k in document if k.replace("-", "_") == name]:
@@ -63,11 +64,11 @@ def take(file: Path, key: str) -> str:
 def _template() -> Iterator[str]:
     yield "# Settings of cacheblend for this folder and those below it; flags and CACHEBLEND_* variables are stronger."
     yield "# Remove the # before a line to set it. A path is meant from this file."
-    for name, default, help in setting_fields():
+    for field in fields(Settings):
         yield ""
-        if help:
+        if help := field.metadata.get("help"):
             yield f"# {help}"
-        yield f"# {name} = {_toml(default)}"
+        yield f"# {field.name} = {_toml(field.default)}"
     yield ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from cacheblend_cli.cli.answers import layer_lines
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.text_files import write_text
 
 COMMANDS = {
     "/sources": "the chunks of the last answer, and how their KV came to be",
@@ -92,9 +93,5 @@ def _save(name: str, talk: Conversation, output: Output) -> None:
         text = json.dumps([{"question": q, "answer": a} for q, a in talk.turns], ensure_ascii=False, indent=1) + "\n"
     else:
         text = "".join(f"## {q}\n\n{a}\n\n" for q, a in talk.turns)
-    try:
-        with path.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "name another file") from error
+    write_text(path, text, "name another file", new=True)
     output.note(f"{len(talk.turns)} turns are in {path}")

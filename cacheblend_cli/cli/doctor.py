@@ -23,6 +23,8 @@ def doctor(
     json: options.Json = False,
 ) -> None:
     """Check versions, device, store and model. Exits with the code of the first thing that is broken."""
+    from cacheblend_store import StoreCorrupt
+
     output = Output()
     facts: dict[str, Any] = {"versions": _versions()}
     errors: list[Exception] = []
@@ -33,7 +35,8 @@ def doctor(
             errors.append(error)
             facts[name] = {"error": getattr(error, "message", str(error))}
         if name == "store" and (damaged := facts[name].get("damaged")):
-            errors.append(_corrupt(damaged, settings))
+            message = f"{damaged} damaged records in {settings.store_path}"
+            errors.append(StoreCorrupt(message, "repair: cacheblend chunks verify --repair"))
     if json:
         output.json({**facts, "ok": not errors})
     else:
@@ -117,13 +120,6 @@ def _store(settings: Any) -> dict[str, Any]:
             return {"path": str(path), **stats(store).totals(), "damaged": len(store.damaged_keys())}
     except StoreNotFound:
         return {"path": str(path), "state": "not made yet"}
-
-
-def _corrupt(damaged: int, settings: Any) -> Exception:
-    from cacheblend_store import StoreCorrupt
-
-    message = f"{damaged} damaged records in {settings.store_path}"
-    return StoreCorrupt(message, "repair: cacheblend chunks verify --repair")
 
 
 def _model(settings: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.interrupts import on_interrupt
+from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Settings, grouped
+from cacheblend_cli.settings import Settings, grouped, resolve
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -59,17 +59,11 @@ def evaluate(
             help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="document"
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first questions only.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first questions only.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = _MAX_TOKENS,
-    out: Annotated[
-        Path | None, typer.Option(help="Write a record a question and setting here.", show_default=False)
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="As --out, going on from the records that are there.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw quality and time over the ratio: FILE.png or .svg.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a record a question and setting here.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="As --out, going on from the records that are there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw quality and time over the ratio: FILE.png or .svg.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Show the error of K, V and attention a layer.")] = False,
     noise_floor: Annotated[
         bool, typer.Option("--noise-floor/--no-noise-floor", help="Measure a second full prefill in another tiling.")
@@ -112,7 +106,7 @@ def evaluate(
     collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
     for name in context or ():
         replace(collecting, context=name)
-    ratios = [options.settings_of(ratio=r).ratio for r in ratio or ()] or [settings.ratio]
+    ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill()
     asked = grid(
         replace(BlendConfig.of(settings), checks=(), max_risk=None),  # the ratios are what is named here

@@ -6,12 +6,13 @@ import errno
 import os
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.errors import CacheBlendError, ExitCode
 
 
 def report(error: BaseException, output: Output) -> int:
@@ -90,3 +91,18 @@ def _log(error: BaseException) -> Path | None:
             sys.stderr.write(text)
         return None
     return path
+
+
+class Interrupted(CacheBlendError):
+    """Ctrl-C. The hint says what is there now, and how to go on."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+@contextmanager
+def on_interrupt(hint: str) -> Iterator[None]:
+    """What a Ctrl-C within is answered with; elsewhere it says "interrupted" alone."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted("interrupted", hint) from error

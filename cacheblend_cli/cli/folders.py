@@ -42,7 +42,6 @@ FilesFrom = Annotated[
     typer.Option(
         help="Read paths from a file, or - for stdin: a line each, or with NUL between, as git ls-files -z.",
         metavar="FILE|-",
-        show_default=False,
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name every file that was passed over.")]

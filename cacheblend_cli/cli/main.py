@@ -29,7 +29,7 @@ _HOMES = {
     "search": "search:search",
     "chat": "chat:chat",
     "serve": "serve:serve",
-    "chunks": "chunk_commands:app",
+    "chunks": "chunks:app",
     "models": "models:app",
     "bench": "bench:bench",
     "eval": "eval:evaluate",

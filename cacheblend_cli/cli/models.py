@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, describe and check models.")
 Model = Annotated[
     str,
-    typer.Argument(
-        help="Directory, .gguf file, hub id, smollm2 or handbook.", show_default=False, autocompletion=completion.models
-    ),
+    typer.Argument(help="Directory, .gguf file, hub id, smollm2 or handbook.", autocompletion=completion.models),
 ]
 
 
@@ -45,10 +43,8 @@ def ls(
 
 @app.command("pull")
 def pull(
-    model: Annotated[
-        str, typer.Argument(help="ID, ID:FILE.gguf, or either with @REVISION behind ID.", show_default=False)
-    ],
-    revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit.", show_default=False)] = None,
+    model: Annotated[str, typer.Argument(help="ID, ID:FILE.gguf, or either with @REVISION behind ID.")],
+    revision: Annotated[str | None, typer.Option(help="A branch, a tag or a commit.")] = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:

@@ -31,7 +31,6 @@ Source = Annotated[
     typer.Option(
         help="Only documents at, below or like this: docs, 'docs/*.md', /*NAME*.",
         metavar="GLOB",
-        show_default=False,
         autocompletion=completion.sources,
     ),
 ]
@@ -61,11 +60,6 @@ def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
     """The settings of a command that answers questions."""
     groups = ("search", "blend", "sampling", "prompt", "model", "machine", "memory", "tenant")
     return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout")
-
-
-def settings_of(**flags: Any) -> Settings:
-    """Flags (None: not given) over environment, files and defaults."""
-    return resolve(flags).settings
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -108,7 +102,10 @@ def _flag(name: str, help_text: str | None) -> Any:
     words = kind == float | str  # a number or a word
     if get_origin(kind) is tuple:
         kind = list[str]
-    shown = told["shown"] if told["shown"] is not True else str(_FIELDS[name].default)
+    shown, default = told["shown"], _FIELDS[name].default
+    if shown is True:  # nothing where it is empty or off
+        empty = default in ("", None, ()) or default is False
+        shown = False if empty else f"{default:g}" if isinstance(default, float) else str(default)
     return Annotated[
         (str if words else kind) | None,
         typer.Option(

@@ -47,8 +47,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """A message on stderr, not with --quiet."""
-        if not self.quiet:
-            self._message(text, "2")
+        self.styled([(text, "2")])
 
     def aside(self, piece: str) -> None:
         """A piece of text on stderr that others go on, dim on a terminal; not with --quiet."""
@@ -61,18 +60,15 @@ class Output:
     def styled(self, pieces: Sequence[tuple[str, str]]) -> None:
         """A message of pieces, each with an SGR style ("" for none) that a terminal with colours shows."""
         if not self.quiet:
-            self._erase_bar(True)
-            shown = [(visible_line(text) if self.err_tty else text, style) for text, style in pieces]
-            self.err.write("".join(f"\x1b[{s}m{t}\x1b[0m" if self.color and s else t for t, s in shown).rstrip() + "\n")
-            self.err.flush()
+            self._message(pieces)
 
     def warn(self, text: str) -> None:
-        self._message(f"warning: {text}", "33")
+        self._message([(f"warning: {text}", "33")])
 
     def error(self, message: str, hint: str | None) -> None:
-        self._message(f"error: {message}", "31")
+        self._message([(f"error: {message}", "31")])
         if hint:
-            self._message(f"hint: {hint}", "2")
+            self._message([(f"hint: {hint}", "2")])
 
     def line(self, text: str) -> None:
         """A line of data with names in it: on a terminal their newlines and tabs are made visible, too."""
@@ -133,10 +129,10 @@ class Output:
             finally:
                 self._bar_shown = False
 
-    def _message(self, text: str, style: str) -> None:
+    def _message(self, pieces: Sequence[tuple[str, str]]) -> None:
         self._erase_bar(True)
-        text = visible_line(text) if self.err_tty else text
-        self.err.write(f"\x1b[{style}m{text}\x1b[0m\n" if self.color else text + "\n")
+        shown = [(visible_line(text) if self.err_tty else text, style) for text, style in pieces]
+        self.err.write("".join(f"\x1b[{s}m{t}\x1b[0m" if self.color and s else t for t, s in shown).rstrip() + "\n")
         self.err.flush()
 
     def _erase_bar(self, same_terminal: bool) -> None:

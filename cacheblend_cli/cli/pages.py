@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_cli.cli.output import visible
-from cacheblend_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer
@@ -67,14 +65,6 @@ def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUs
 <p class="soft">The bars are the share of the answer's attention among the sources.<br>{_text(facts)}</p>
 </body></html>
 """
-
-
-def write_page(path: Path, page: str) -> None:
-    """Raises UsageError where it cannot be written."""
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "choose another place for --html") from error
 
 
 def _source(chunk: ChunkUse, tokens: Sequence[TokenUse]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_cli.cli import folders, options
-from cacheblend_cli.cli.interrupts import on_interrupt
+from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
 from cacheblend_cli.corpus.places import shown
@@ -65,7 +66,6 @@ def precompute(
             help="For a chat template that prints the date: the one to print from now on. Default: the one that the store "
             "keeps, of the first run.",
             metavar="today|YYYY-MM-DD",
-            show_default=False,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
@@ -160,15 +160,13 @@ def _changes(difference: Difference) -> Iterator[str]:
 class _View:
     """Turns events into lines and a bar: of the text that is cut, then of the tokens that the plan says."""
 
-    def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool = False) -> None:
-        import time
-
+    def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
         self.output, self.json, self.quiet = output, json, quiet
         self.passed_over = folders.PassedOver(output, verbose=verbose, json=json)
+        self._stack, self._bar_name = ExitStack(), ""
         self._bar: Callable[[int, int, str], None] = lambda done, total, text: None
-        self._stack, self._reading = ExitStack(), False
         self.done = self.total = self.computed = 0
-        self._clock, self._start = time.perf_counter, time.perf_counter()
+        self._start = time.perf_counter()
 
     def __enter__(self) -> _View:
         return self
@@ -179,18 +177,15 @@ class _View:
     def end_bar(self) -> None:
         """No bar until there is more of it: something may be asked."""
         self._stack.close()
-        self._reading = False
+        self._bar_name = ""
 
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "reading":
-            if not self._reading:
-                self._bar = self._stack.enter_context(self.output.progress("cut"))
-                self._reading = True
+            self._show_bar("cut")
             self._bar(event.done, event.total, event.message)
         elif event.kind == "plan":
-            self.end_bar()
-            self._bar = self._stack.enter_context(self.output.progress("precompute"))
-            self.total, self._start = event.total, self._clock()
+            self._show_bar("precompute")
+            self.total, self._start = event.total, time.perf_counter()
         elif event.room is not None:
             self.output.warn(_say_room(event.room))
         elif event.skipped is not None:
@@ -202,12 +197,17 @@ class _View:
         elif event.chunk is not None:
             self.done += event.chunk.tokens
             self.computed += event.chunk.tokens * (event.chunk.status != "unchanged" and event.chunk.bytes > 0)
-            rate = self.computed / max(1e-9, self._clock() - self._start)
+            rate = self.computed / max(1e-9, time.perf_counter() - self._start)
             self._bar(self.done, self.total, f"{rate:,.0f} tokens/s")
             if self.json:
                 self.output.json(vars(event.chunk))
             elif self.quiet:
                 self.output.text(event.chunk.id)
+
+    def _show_bar(self, name: str) -> None:
+        if name != self._bar_name:
+            self._stack.close()
+            self._bar, self._bar_name = self._stack.enter_context(self.output.progress(name)), name
 
 
 def _say_room(room: Room) -> str:

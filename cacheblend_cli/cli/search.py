@@ -38,28 +38,17 @@ def search(
         scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
         warm = None if local else look_warm(settings, query, scope, output.note)
         (hits, how), by = warm or (look(kv_store, settings, query, scope, output.note), "")
-    for hit in hits:
-        if json:
-            output.json(
-                {
-                    "id": hit.id,
-                    "source": shown(hit.source),
-                    "index": hit.index,
-                    "score": round(hit.score, 4),
-                    "snippet": hit.snippet,
-                    "beside": hit.beside,
-                }
-            )
-        elif quiet:
+    if json:
+        for hit in hits:
+            record = {"id": hit.id, "source": shown(hit.source), "index": hit.index, "score": round(hit.score, 4)}
+            output.json({**record, "snippet": hit.snippet, "beside": hit.beside})
+    elif quiet:
+        for hit in hits:
             output.text(hit.id)
-    if not json and not quiet:
+    else:
+        digits = 4 if how == "both" else 2
         rows = [
-            (
-                h.id[:12],
-                "" if h.beside else f"{h.score:.{4 if how == 'both' else 2}f}",
-                f"{shown(h.source)}#{h.index}",
-                h.snippet[:90],
-            )
+            (h.id[:12], "" if h.beside else f"{h.score:.{digits}f}", f"{shown(h.source)}#{h.index}", h.snippet[:90])
             for h in hits
         ]
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))

@@ -21,14 +21,12 @@ def serve(
     resolved: Resolved,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8321,
-    unix_socket: Annotated[
-        Path | None, typer.Option(help="Listen on this socket, not on an address.", show_default=False)
-    ] = None,
+    unix_socket: Annotated[Path | None, typer.Option(help="Listen on this socket, not on an address.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="KEY, or NAME:KEY for a tenant with KV of its own (repeatable).", show_default=False),
+        typer.Option(help="KEY, or NAME:KEY for a tenant with KV of its own (repeatable)."),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.", show_default=False)] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more get 429.")] = 256,
     max_body: Annotated[int, typer.Option(min=1, help="MiB of a request at most.")] = 32,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to finish at the end.")] = 30.0,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.interrupts import on_interrupt
+from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.settings import Settings, grouped
@@ -26,6 +27,7 @@ Paths = Annotated[
     typer.Argument(help="As given to precompute. Default: every path the store remembers.", metavar="[PATH]..."),
 ]
 Changes = Set[Any]
+START: Changes = frozenset(("start",))
 
 
 @options.with_settings(*grouped("model", "prompt", "machine", "tenant"), "store", "lock_timeout")
@@ -87,7 +89,7 @@ def follow(changes: Iterable[Changes], sync: Callable[[], PrecomputeReport], out
     from cacheblend_store import StoreError
 
     due = True
-    for changed in _with_start(changes):
+    for changed in chain([START], changes):
         if not (due or changed):
             continue
         try:
@@ -101,14 +103,6 @@ def follow(changes: Iterable[Changes], sync: Callable[[], PrecomputeReport], out
             if changed or not due:
                 output.warn(f"{error.message}; it is tried again")
             due = True
-
-
-START: Changes = frozenset(("start",))
-
-
-def _with_start(changes: Iterable[Changes]) -> Iterator[Changes]:
-    yield START
-    yield from changes
 
 
 class _Syncing:

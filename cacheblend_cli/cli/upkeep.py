@@ -196,16 +196,14 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
 def prune(
     settings: Settings,
     older_than: Annotated[
-        str | None, typer.Option(help="Free the KV of chunks not used for so long: 30d, 12h.", show_default=False)
+        str | None, typer.Option(help="Free the KV of chunks not used for so long: 30d, 12h.")
     ] = None,
     to_size: Annotated[
         str | None,
-        typer.Option(help="Free the least recently used KV, until so much is left: 20GB.", show_default=False),
+        typer.Option(help="Free the least recently used KV, until so much is left: 20GB."),
     ] = None,
     orphans: Annotated[bool, typer.Option("--orphans", help="Remove chunks that no document refers to.")] = False,
-    model: Annotated[
-        str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli.answers import Explained, Streams, Told
+from cacheblend_cli.cli.answers import End, Streams, Told
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.inquiry import Inquiry, scope_on_wire, settings_on_wire
+from cacheblend_cli.inquiry import Inquiry
 from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.server.client import Connection, EngineLost, lost, named
 from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Resolved, Settings
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -40,7 +40,7 @@ class WarmEngine:
         connection.__exit__()
         return cls(socket_of(settings), store)
 
-    def begin(self, inquiry: Inquiry) -> Callable[[Streams | None], Told]:
+    def begin(self, inquiry: Inquiry) -> End:
         """Have it asked; the answer's pieces are streamed while its end is waited for. Raises what the engine tells, EngineLost."""
         connection = self._connected()
         events = connection.request({"op": "ask", **inquiry.wire})
@@ -82,10 +82,9 @@ class WarmEngine:
             timing |= {"process_s": round(process_s, 6), "model_load_s": 0.0}
         for chunks in (record["chunks"], event["answer"]["chunks"]):
             self._cite(chunks, event["keys"])
-        answer = named(event["answer"])
-        answer.to_dict = lambda ids=False, explain=False: record
         tokens = [[named(token) for token in chunk] for chunk in event["tokens"]]
-        return Told(answer, Explained(event["differences"], tokens), f", by the engine of process {event['pid']}")
+        by = f", by the engine of process {event['pid']}"
+        return Told(named(event["answer"]), record, event["differences"], tokens, by)
 
     def _cite(self, chunks: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
         """Give each chunk the name that its document has from here. keys: what was asked for."""
@@ -105,7 +104,7 @@ class WarmEngine:
 
 def look_warm(settings: Settings, query: str, scope: Scope, say: Callable[[str], None]) -> tuple[Found, str] | None:
     """What an engine over this store finds, of whatever model, and which it is; None when none runs."""
-    request = {"op": "search", "query": query, "settings": settings_on_wire(settings), "scope": scope_on_wire(scope)}
+    request = {"op": "search", **Inquiry(query, None, Resolved(settings, {}), scope).wire}
     for path in sockets_of(settings):
         if _speaks_so(path) and (connection := Connection.to(path)) is not None:
             with connection, suppress(EngineLost):

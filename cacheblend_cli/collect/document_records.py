@@ -13,7 +13,7 @@ from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord
 from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.documents import Document
-from cacheblend_cli.corpus.places import is_below, is_on_disk, is_settled, is_stdin, known_as, place_of, settle
+from cacheblend_cli.corpus.places import is_below, is_file, is_on_disk, is_stdin, place_of
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.collector import PlannedChunk
@@ -42,8 +42,8 @@ def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
 
 
 def stored_documents(store: ChunkStore) -> dict[bytes, DocumentRecord]:
-    """All records, by their keys in the store, under the names that their documents have now: an earlier version's names
-    are as they were typed, and a path can lead through a link that was not there when it was stored."""
+    """All records, by their keys in the store, under the names that their documents have now: a path can
+    lead through a link that was not there when it was stored."""
     folders: dict[str, str] = {}
     return {
         document_key(r.collection, r.source, r.context): replace(r, source=_name_now(r, folders))
@@ -57,9 +57,8 @@ def rename_documents(store: ChunkStore) -> None:
     now, old = dict[tuple[str, str, str], DocumentRecord](), list[DocumentRecord]()
     for record in sorted(store.documents(), key=lambda r: r.updated):
         name = _name_now(record, folders)
-        settings = {k: v for k, v in record.settings.items() if k != "directory"}
-        now[record.collection, name, record.context] = replace(record, source=name, settings=settings)
-        if name != record.source and is_settled(name):
+        now[record.collection, name, record.context] = replace(record, source=name)
+        if name != record.source:
             old.append(record)
     moved = {(r.collection, _name_now(r, folders), r.context) for r in old}
     store.put_documents([now[place] for place in sorted(moved)], old)
@@ -67,8 +66,8 @@ def rename_documents(store: ChunkStore) -> None:
 
 def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
     """folders: what is known already of where directories are."""
-    name = settle(known_as(record.source, record.settings))
-    if not is_settled(name) or is_stdin(name):
+    name = record.source
+    if not is_file(name) or is_stdin(name):
         return name
     folder, _, file = name.rpartition("/")
     if os.path.islink(name) or file in ("", ".", ".."):
@@ -92,7 +91,7 @@ def gone_documents(
 
     def is_gone(record: DocumentRecord) -> bool:
         name = record.source
-        if name in kept or is_stdin(name) or not is_settled(name):
+        if name in kept or is_stdin(name) or not is_file(name):
             return False
         if name in no_documents:
             return True

@@ -11,7 +11,7 @@ from cacheblend_store import ChunkStore, Memo
 from msgspec import convert, to_builtins
 
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.places import is_below, is_settled, is_stdin, is_within
+from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
 from cacheblend_cli.corpus.scopes import ROOTS
 from cacheblend_cli.corpus.selection import ALL, Selection
 from cacheblend_cli.errors import UsageError
@@ -64,7 +64,7 @@ class Roots:
     @property
     def paths(self) -> list[str]:
         """The paths that were given for this model."""
-        own = {r.path for r in self._known if r.model == self._model and is_settled(r.path) and not is_stdin(r.path)}
+        own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
         return sorted(own)
 
     def nearest(self, name: str) -> DocumentRoot | None:

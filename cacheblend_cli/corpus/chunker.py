@@ -47,18 +47,14 @@ class Chunk:
     locator: Locator = NOWHERE
 
 
-def cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> list[Chunk]:
-    """Cut `text` into chunks of at most max_tokens tokens; joined, the chunks' texts are the text.
+def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
+    """Cut `text` into chunks of at most max_tokens tokens; joined, the chunks' texts are the text. They come as they are found: a
+    text of megabytes takes seconds.
 
     Whole paragraphs are packed while they fit, and a heading stays with what follows it; a chunk that is half full ends before a
     heading rather than somewhere behind it. Of code whole functions and classes are packed. `encode` is called without
     special tokens. A single character of more than max_tokens tokens is a chunk of its own.
     """
-    return list(iter_cut(text, encode, max_tokens, kind))
-
-
-def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
-    """The chunks of `cut` as they are found: a text of megabytes takes seconds."""
     is_code = kind == "code"
     pieces = _Pieces(_pieces(text, encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
     index = first = start = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentRecord, Locator, StoreError
 
-from cacheblend_cli.corpus.places import is_on_disk, known_as, settle, shown
+from cacheblend_cli.corpus.places import is_on_disk, shown
 from cacheblend_cli.corpus.scopes import Scope, project_scope
 
 _MANY = 256  # chunks: from then on all documents are read at once
@@ -40,7 +40,7 @@ class Citations:
         """Every document the chunk stands in, the one to cite first. A chunk of no document has the one it came from."""
         found = list(self._of(manifest.key).values())
         if not found:
-            return [Citation(settle(known_as(manifest.source)), manifest.index)]
+            return [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
             return found
         return sorted(found, key=lambda c: (not self._scope.holds(c.name), not is_on_disk(c.name), c.name))
@@ -72,6 +72,5 @@ class Citations:
 
 
 def _add_places(places: dict[bytes, dict[str, Citation]], record: DocumentRecord) -> None:
-    name = settle(known_as(record.source, record.settings))
     for chunk in record.chunks:
-        places.setdefault(chunk.key, {}).setdefault(name, Citation(name, chunk.index, chunk.locator))
+        places.setdefault(chunk.key, {}).setdefault(record.source, Citation(record.source, chunk.index, chunk.locator))

@@ -12,13 +12,13 @@ context's ids are part of a chunk's key, so a chunk can be stored in several con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cacheblend_cli.corpus.search import CONTEXTS
 from cacheblend_cli.corpus.similarity import TfIdf
 
-__all__ = ["CONTEXTS", "Ids", "Neighbours", "Passage", "document_contexts", "prefer_exact"]
+__all__ = ["CONTEXTS", "Ids", "Neighbours", "Passage", "document_contexts"]
 
 Ids = tuple[int, ...]
 _LOOKED_AT = 4  # times as many candidates as neighbours are wanted, for those that do not fit
@@ -73,25 +73,3 @@ class Neighbours:
                 chosen.append(ids)
                 room -= len(ids)
         return tuple(i for ids in reversed(chosen) for i in ids)
-
-
-def prefer_exact(
-    keys: Sequence[bytes],
-    ids_of: Callable[[bytes], Ids],
-    key_of: Callable[[Ids, Ids], bytes],
-    has: Callable[[bytes], bool],
-) -> list[bytes]:
-    """For chunks in prompt order: where the store has a chunk behind just what precedes it here, that one.
-
-    Its KV is exact, whichever context was asked for. key_of: (token ids, left context ids) -> key.
-    """
-    out: list[bytes] = []
-    behind: Ids = ()
-    right = True  # what comes after a chunk that needs repair is never exact
-    for key in keys:
-        ids = ids_of(key)
-        exact = key_of(ids, behind) if right else key
-        right = right and (exact == key or has(exact))
-        out.append(exact if right else key)
-        behind += ids
-    return out

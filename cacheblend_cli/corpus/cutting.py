@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.locating import Locating
+from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import is_stdin
 
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
@@ -32,7 +33,7 @@ def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk
     """The chunks as they are found. A chunk's start:end is where its text is in the document's, without the head; the parts
     of a chunk are encoded each by itself, as chunks are in a prompt."""
     locating = Locating(document.text, document.layout)
-    heads = _Heads(document, encode, cut) if cut.head else None
+    heads = _Heads(document, locating.outline, encode, cut) if cut.head else None
     room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
     index = 0
     for begin, end in _parts(document):
@@ -82,15 +83,14 @@ class _Heads:
     """What stands before the chunks of one document: its title and the headings a chunk stands under. One that takes too much of
     a chunk loses its outer titles, and in the end is left out."""
 
-    def __init__(self, document: Document, encode: Encode, cut: Cut) -> None:
+    def __init__(self, document: Document, outline: Outline, encode: Encode, cut: Cut) -> None:
         self._form, self._encode = cut.head, encode
         self._room = (cut.chunk_tokens - cut.overlap) // _HEAD_SHARE
         title = document.layout.title
         name = "stdin" if is_stdin(document.source) else PurePosixPath(document.source).name
         self._title, self._name = title, name
-        paths = Locating(document.text, document.layout).outline.paths
         self._known: dict[tuple[str, ...], str] = {}
-        self.most = max(len(encode(head)) if (head := self.of(path)) else 0 for path in paths)
+        self.most = max(len(encode(head)) if (head := self.of(path)) else 0 for path in outline.paths)
 
     def of(self, headings: tuple[str, ...]) -> str:
         if headings not in self._known:

@@ -7,18 +7,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cacheblend_cli.corpus.conversions import Conversions
 from cacheblend_cli.corpus.converters import converter_of
-from cacheblend_cli.corpus.converters.converter import Converter
-from cacheblend_cli.corpus.converters.text import MARKDOWN, PLAIN
+from cacheblend_cli.corpus.converters.converter import NoDocument
+from cacheblend_cli.corpus.converters.text import from_markdown, from_plain
 from cacheblend_cli.corpus.layout import PLAIN as PLAIN_LAYOUT
 from cacheblend_cli.corpus.layout import Converted, Layout
-from cacheblend_cli.corpus.no_document import NoDocument
 from cacheblend_cli.corpus.places import STDIN, place_of, text_of
 from cacheblend_cli.corpus.selection import ALL, Selection
-from cacheblend_cli.corpus.walk import Found, too_large, unwanted, walk
+from cacheblend_cli.corpus.walk import too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
 
 MAX_BYTES = 256 << 20
@@ -75,18 +75,22 @@ def read_documents(
     for name in (*paths, *listed):
         root, is_listed = place_of(name), name not in paths
         selection = select(name)
-        for found in _found(name, selection):
-            source = root if name == STDIN else place_of(str(found.file))
+        is_folder = name != STDIN and os.path.isdir(name)
+        named = not is_folder and not is_listed
+        for file, why in walk(Path(name), selection) if is_folder else [(Path(name), None)]:
+            source = root if name == STDIN else place_of(os.path.join(os.curdir, file))
             if source in seen:
                 continue
             seen.add(source)
-            named = found.named and not is_listed
+            if is_listed and not is_folder and name != STDIN:
+                why = unwanted(file, selection)
             try:
-                converted = _converted(found, None if named else selection, conversions)
+                if why is not None:
+                    raise why
+                converted = _stdin() if name == STDIN else conversions.of(file, partial(_convert, file))
                 yield Document(source, converted.text, root, converted.layout)
-            except NoDocument as why:
-                typed = text_of(str(found.file))
-                yield Skipped(source, why.reason, typed, why.unread, why.group, named, why.by_rule)
+            except NoDocument as no:
+                yield Skipped(source, no.reason, text_of(str(file)), no.unread, no.group, named, no.by_rule)
 
 
 def check_paths(paths: Sequence[str]) -> None:
@@ -96,24 +100,12 @@ def check_paths(paths: Sequence[str]) -> None:
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
-def _found(name: str, selection: Selection) -> Iterator[Found]:
-    if name != STDIN and os.path.isdir(name):
-        yield from walk(Path(name), selection)
-    else:
-        yield Found(Path(name), named=True)
+def _stdin() -> Converted:
+    return _ended(from_markdown(sys.stdin.buffer.read()))
 
 
-def _converted(found: Found, selection: Selection | None, conversions: Conversions) -> Converted:
-    """selection: None for a file that was named. Raises NoDocument."""
-    file, by_name = found.file, converter_of(found.file.name)
-    if found.passed_over is not None:
-        raise found.passed_over
-    if str(file) == STDIN:
-        return _ended(MARKDOWN.convert(sys.stdin.buffer.read()))
-    if found.named and selection is not None and (why := unwanted(file, selection)) is not None:
-        raise why
-    converter: Converter = by_name or PLAIN
-    return conversions.of(file, lambda: _ended(converter.convert(_bytes(file))))
+def _convert(file: Path) -> Converted:
+    return _ended((converter_of(file.name) or from_plain)(_bytes(file)))
 
 
 def _ended(converted: Converted) -> Converted:

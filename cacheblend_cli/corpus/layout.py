@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["text", "markdown", "rst", "code"]
@@ -41,6 +41,3 @@ class Converted:
 
     text: str
     layout: Layout = PLAIN
-
-    def noted(self, note: str) -> Converted:
-        return replace(self, layout=replace(self.layout, note=note))

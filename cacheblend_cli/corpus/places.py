@@ -1,26 +1,20 @@
 """Where documents are: the one name a document has, and how it is shown.
 
 A document is known by its real path: absolute, links resolved, whatever was typed. What was read from stdin is known by
-the project it was read in, or the directory where there is none: that path and `//-`, which ends no real path. A store
-that an earlier version wrote has names as they were typed, beside a digest of the directory they are relative to: they
-are `.../DIGEST/docs/a.md` here until a command runs in that directory or below it, which can tell.
+the project it was read in, or the directory where there is none: that path and `//-`, which ends no real path.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cacheblend_cli.settings import FILE
 
 STDIN = "-"
 _STDIN = "//-"
-_TYPED = ".../"
 SENT, PUT = "(sent)/", "(put)/"
 """What the names of documents begin with that came over the wire: with a question, and to be kept and searched."""
 
@@ -40,28 +34,8 @@ def text_of(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def known_as(source: str, settings: Mapping[str, Any] | None = None) -> str:
-    """The name of a document by the source and the settings of its record, or by the source in a chunk's manifest.
-
-    What an earlier version named by what was typed is still to be settled."""
-    if source.startswith(("/", "(")):
-        return source
-    return f"{_TYPED}{(settings or {}).get('directory', '')}/{source}"
-
-
-def settle(name: str) -> str:
-    """The real path of a document whose name was relative to this directory or one above it; other names as they are."""
-    if not name.startswith(_TYPED):
-        return name
-    digest, _, typed = name.removeprefix(_TYPED).partition("/")
-    folder = _digests(os.getcwd()).get(digest)
-    if folder is None:
-        return name
-    return _stdin_of(Path(folder)) if typed == STDIN else place_of(os.path.join(folder, typed))
-
-
-def is_settled(name: str) -> bool:
-    """Whether it is known where the document is."""
+def is_file(name: str) -> bool:
+    """Whether it is the path of a file, or of stdin, and did not come over the wire."""
     return name.startswith("/")
 
 
@@ -103,9 +77,6 @@ def linked_from(path: str) -> str | None:
 
 def shown(name: str) -> str:
     """The name as a person standing here types it: relative where that is no longer than the whole path."""
-    name = settle(name)
-    if name.startswith(_TYPED):
-        return _TYPED + name.removeprefix(_TYPED).partition("/")[2]
     if not name.startswith("/"):
         return name
     if is_stdin(name):
@@ -137,19 +108,8 @@ def project_folder(here: Path | None = None) -> str | None:
     return None if folder is None else text_of(str(folder))
 
 
-def directory_digest(folder: str) -> str:
-    """What earlier versions wrote of the directory that a document's name is relative to."""
-    return hashlib.blake2b(os.fsencode(folder), digest_size=16).hexdigest()
-
-
 def _stdin_of(here: Path) -> str:
     return (project_folder(here) or text_of(str(here))).rstrip("/") + _STDIN
-
-
-@lru_cache(maxsize=4)
-def _digests(here: str) -> dict[str, str]:
-    """Of a directory and all above it: digest -> path."""
-    return {directory_digest(str(f)): text_of(str(f)) for f in (Path(here), *Path(here).parents)}
 
 
 def _unescaped(name: str) -> bytes:

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from cacheblend_store import ChunkStore
-
-from cacheblend_cli.corpus.places import SENT, is_settled, is_within, place_of, project_folder, shown, with_parents
+from cacheblend_cli.corpus.places import SENT, is_file, is_within, place_of, project_folder, shown, with_parents
 from cacheblend_cli.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from cacheblend_store import ChunkStore
 
 ROOTS = "root"
 """The kind of the store's memos of document roots, see collect/roots.py."""
@@ -46,7 +48,7 @@ class Scope:
     def holds(self, name: str) -> bool:
         if not self.path:
             return not name.startswith(SENT)
-        if self.typed and not is_settled(name):
+        if self.typed and not is_file(name):
             return fnmatchcase(shown(name), self.typed)
         if is_within(name, self.path) or (self.linked and not self.linked.isdisjoint(with_parents(name))):
             return True

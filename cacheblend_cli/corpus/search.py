@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.places import settle
 from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
 from cacheblend_cli.corpus.vectors import LEAST_LIKE, Asked, nearest, telling_sentence
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import Settings, of_settings
 
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.embedding import Embedder
-    from cacheblend_cli.settings import Settings
 
 _STOP_WORDS = frozenset(
     "a about an and any are as at be been but by can could did do does for from had has have he her his how i if in into "
@@ -31,6 +30,7 @@ _STOP_WORDS = frozenset(
 CONTEXTS = ("sink", "document", "neighbours")
 _CONTEXT_ORDER = ("document", "neighbours", "sink")
 BY = ("words", "meaning", "both")
+ORDERS = ("rank", "exact")
 _DEPTH = 50  # of each ranking that are fused
 _RANKS_COUNT_FROM = 60  # reciprocal rank fusion's constant
 _MAX_TERMS = 64  # of a long question the first ones; SQLite takes 500 parts of a UNION
@@ -54,40 +54,45 @@ _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chu
 
 
 @dataclass(frozen=True)
-class How:
-    """How to search. by: "words", "meaning" or "both"; without an embedder it is words.
+class Lookup:
+    """What to search for, and how. k: chunks. scope: of which documents. by: "words", "meaning" or "both"; without an embedder
+    it is words.
 
     min_score: hits below it do not count (see Hit). expand: so many chunks before and after each hit come with it. context:
-    of a document that is stored in several, which one counts, see corpus/contexts.py.
+    of a document that is stored in several, which one counts, see corpus/contexts.py. order: in which a question gets what is
+    found, see runtime/search.py: in_order. query: what to look for, "" for the question.
     """
 
+    k: int = 5
+    scope: Scope = EVERYTHING
     by: str = "words"
     embedder: Embedder | None = None
     min_score: float = 0.0
     expand: int = 0
     context: str = "document"
+    order: str = "exact"
+    query: str = ""
 
+    @classmethod
+    def of(cls, settings: Settings, scope: Scope = EVERYTHING, say: Callable[[str], None] | None = None) -> Lookup:
+        """What the settings say. say: told once when it is to be by meaning and there are no weights for that.
 
-WORDS = How()
+        Raises UsageError, or NotFoundError where the weights named are not there.
+        """
+        by = settings.search
+        if settings.order not in ORDERS:
+            raise UsageError(f"unknown order {settings.order!r}", f"known: {', '.join(ORDERS)}")
+        if by not in ("auto", *BY):
+            raise UsageError(f"unknown search {by!r}", f"known: auto, {', '.join(BY)}")
+        embedder = None
+        if by != "words":
+            from cacheblend_cli.corpus.embedding import INSTALL, find_embedder
 
-
-def how_of(settings: Settings, say: Callable[[str], None] | None = None) -> How:
-    """What the settings say of searching. say: told once when it is to be by meaning and there are no weights for that.
-
-    Raises UsageError, or NotFoundError where the weights named are not there.
-    """
-    by = settings.search
-    if by not in ("auto", *BY):
-        raise UsageError(f"unknown search {by!r}", f"known: auto, {', '.join(BY)}")
-    embedder = None
-    if by != "words":
-        from cacheblend_cli.corpus.embedding import INSTALL, find_embedder
-
-        embedder = find_embedder(settings.embeddings)
-        if embedder is None and by != "auto" and say:
-            say(f"there are no embedding weights to search by meaning with: words are searched ({INSTALL})")
-    by = "words" if embedder is None else "both" if by == "auto" else by
-    return How(by, embedder, settings.min_score, settings.expand, settings.context)
+            embedder = find_embedder(settings.embeddings)
+            if embedder is None and by != "auto" and say:
+                say(f"there are no embedding weights to search by meaning with: words are searched ({INSTALL})")
+        by = "words" if embedder is None else "both" if by == "auto" else by
+        return of_settings(cls, settings, k=settings.top_k, scope=scope, by=by, embedder=embedder)
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,8 @@ class _Row(NamedTuple):
 def search(
     store: ChunkStore,
     query: str,
-    k: int,
+    lookup: Lookup,
     collections: Sequence[str] | None = None,
-    scope: Scope = EVERYTHING,
-    how: How = WORDS,
 ) -> list[Hit]:
     """The k best chunks of the scope's documents for a free-text query, best first; nothing for a query without words.
 
@@ -137,13 +140,13 @@ def search(
     (Cormack et al., 2009). A passage that is stored for several models, and a paragraph that stands in
     several documents, is found once. collections: only chunks of these; of a document that is in several, those of the
     first. Of two texts of one document the one that was stored last counts. Of a document that is stored in several
-    contexts, the chunks of the one `how` names are found; where that is not among them, of the first there is of
-    document, neighbours, sink. Behind the k come those beside them, where `how` wants them.
+    contexts, the chunks of the one `lookup` names are found; where that is not among them, of the first there is of
+    document, neighbours, sink. Behind the k come those beside them, where they are wanted.
     """
     with open_index(store) as db:
-        counted = _Counted(db, collections, how.context, scope)
-        meaning = how.embedder if how.by != "words" else None
-        weights = _term_weights(db, query_terms(query)) if meaning is None or how.by == "both" else {}
+        counted = _Counted(db, collections, lookup.context, lookup.scope)
+        meaning = lookup.embedder if lookup.by != "words" else None
+        weights = _term_weights(db, query_terms(query)) if meaning is None or lookup.by == "both" else {}
         asked = Asked(meaning, query) if meaning is not None and query_terms(query) else None
         rankings: list[Iterator[_Row]] = []
         if weights:
@@ -151,13 +154,10 @@ def search(
         if asked is not None:
             rankings.append(counted.of(_by_meaning(db, asked)))
         if len(rankings) == 2:
-            rankings = [counted.of(_fused([list(islice(r, max(_DEPTH, k))) for r in rankings]))]
-        rows = [row for ranking in rankings for row in islice(ranking, k) if row.score >= how.min_score]
-        hits = [
-            Hit(bytes.fromhex(r.key), settle(r.source), r.position, r.score, _snippet(db, r, weights, asked))
-            for r in rows
-        ]
-        return hits + list(_beside(db, rows, how.expand))
+            rankings = [counted.of(_fused([list(islice(r, max(_DEPTH, lookup.k))) for r in rankings]))]
+        rows = [row for ranking in rankings for row in islice(ranking, lookup.k) if row.score >= lookup.min_score]
+        hits = [Hit(bytes.fromhex(r.key), r.source, r.position, r.score, _snippet(db, r, weights, asked)) for r in rows]
+        return hits + list(_beside(db, rows, lookup.expand))
 
 
 def _by_words(db: sqlite3.Connection, weights: dict[str, float]) -> Iterator[_Row]:
@@ -201,7 +201,7 @@ def _beside(db: sqlite3.Connection, rows: Sequence[_Row], count: int) -> Iterato
             if key not in seen:
                 seen.add(key)
                 snippet = _snippet(db, row._replace(id=i), {}, None)
-                yield Hit(bytes.fromhex(key), settle(row.source), position, row.score, snippet, beside=True)
+                yield Hit(bytes.fromhex(key), row.source, position, row.score, snippet, beside=True)
 
 
 class _Counted:
@@ -228,7 +228,7 @@ class _Counted:
     def _contexts(self, source: str) -> dict[str, str]:
         """collection -> context, of a document in the scope: of the first of the wanted collections that has it, or of every
         one. What is stored of an older text does not count."""
-        if not self._scope.holds(settle(source)):
+        if not self._scope.holds(source):
             return {}
         rows = self._db.execute(_VERSIONS, (source,)).fetchall()
         rows = [row for row in rows if self._collections is None or row[0] in self._collections]
@@ -246,7 +246,7 @@ class _Counted:
 def searchable(store: ChunkStore) -> list[str]:
     """The names of all documents that `search` can find."""
     with open_index(store) as db:
-        names = {settle(source) for (source,) in db.execute("SELECT DISTINCT source FROM places")}
+        names = [name for (name,) in db.execute("SELECT DISTINCT source FROM places")]
     return sorted(filter(EVERYTHING.holds, names))
 
 
@@ -261,18 +261,18 @@ def look(
     store: ChunkStore,
     settings: Settings,
     query: str,
-    scope: Scope | None = None,
+    scope: Scope,
     say: Callable[[str], None] | None = None,
 ) -> Found:
-    """What the settings find in the scope, None being all that can be searched. Raises NotFoundError where there is nothing in it."""
+    """What the settings find in the scope. Raises NotFoundError where there is nothing in it."""
     check_context(settings.context)
-    how = how_of(settings, say)
-    hits = search(store, query, settings.top_k, scope=scope or EVERYTHING, how=how)
-    if not hits and search(store, query, 1):
+    lookup = Lookup.of(settings, scope, say)
+    hits = search(store, query, lookup)
+    if not hits and search(store, query, Lookup(1)):
         raise found_elsewhere()
     if not hits:
         raise NotFoundError(f"no stored chunk matches {query!r}", "try other words, or precompute more documents")
-    return Found(hits, how.by)
+    return Found(hits, lookup.by)
 
 
 def found_elsewhere() -> NotFoundError:

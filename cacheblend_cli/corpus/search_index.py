@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord
 
-from cacheblend_cli.corpus.places import known_as
-
 _SCHEMA = 7
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
@@ -98,15 +96,15 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _refresh(db: sqlite3.Connection, store: ChunkStore) -> None:
     """Bring the index to the store's generation: only places that came or went are read."""
-    if _is_current(db, store):
+    if _stamp(db) == f"{store.identity}:{store.generation}":
         return
     with in_transaction(db):
-        if _is_current(db, store):  # another process was faster
+        stamp = f"{store.identity}:{store.generation}"  # before the chunks: what comes later makes it stale
+        if (found := _stamp(db)) == stamp:  # another process was faster
             return
-        if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA or _identity(db) != store.identity:
+        if found.partition(":")[0] != store.identity:
             for statement in _TABLES.split(";"):
                 db.execute(statement)
-        stamp = f"{store.identity}:{store.generation}"  # before the chunks: what comes later makes it stale
         _update(db, store)
         db.execute("DELETE FROM stamp")
         db.execute("INSERT INTO stamp VALUES (?)", (stamp,))
@@ -125,15 +123,8 @@ def in_transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _is_current(db: sqlite3.Connection, store: ChunkStore) -> bool:
-    return _stamp(db) == f"{store.identity}:{store.generation}"
-
-
-def _identity(db: sqlite3.Connection) -> str:
-    return _stamp(db).partition(":")[0]
-
-
 def _stamp(db: sqlite3.Connection) -> str:
+    """The identity and the generation of the store it is of; "" for a new one, and one with other tables."""
     if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA:
         return ""
     row = db.execute("SELECT value FROM stamp").fetchone()
@@ -141,7 +132,7 @@ def _stamp(db: sqlite3.Connection) -> str:
 
 
 def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
-    documents = [(_clean(known_as(d.source, d.settings)), d) for d in store.documents()]
+    documents = [(_clean(d.source), d) for d in store.documents()]
     versions = [(name, d.collection, d.context, d.content_digest, d.updated) for name, d in documents]
     db.execute("DELETE FROM versions")
     db.executemany("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", versions)
@@ -184,9 +175,7 @@ def _places(
         manifest = _manifest(store, key)
         if manifest is not None and manifest.context != "prefix":
             loose[key] = manifest
-            places.add(
-                Place(key, _clean(known_as(manifest.source)), manifest.index, manifest.collection, manifest.context)
-            )
+            places.add(Place(key, _clean(manifest.source), manifest.index, manifest.collection, manifest.context))
     return places, loose
 
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_cli.corpus.converters import converter_of
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.ignore_files import IgnoreRules
-from cacheblend_cli.corpus.no_document import NoDocument
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.errors import UsageError
 
-
-@dataclass(frozen=True)
-class Found:
-    """A file, or, with a reason, one that is passed over. named: it was named itself."""
-
-    file: Path
-    passed_over: NoDocument | None = None
-    named: bool = False
+Found = tuple[Path, NoDocument | None]
+"""A file, and why it is passed over, if it is."""
 
 
 def walk(folder: Path, selection: Selection) -> Iterator[Found]:
@@ -49,9 +42,9 @@ def _walk(
         if selection.excludes(f"{below}{entry.name}{end}"):
             continue
         if not is_folder:
-            yield Found(entry, unwanted(entry, selection))
+            yield entry, unwanted(entry, selection)
         elif entry.is_symlink() and not selection.follow:
-            yield Found(entry, NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True))
+            yield entry, NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True)
         else:
             inside = entry.resolve() if entry.is_symlink() else real / entry.name
             yield from _walk(entry, inside, f"{below}{entry.name}/", rules, (*parents, real), selection)

@@ -10,6 +10,7 @@ from datetime import date, timedelta
 
 from cacheblend_store import ChunkStore, Memo
 from cacheblend_store.format.layouts import CODECS
+from msgspec import convert, to_builtins
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
@@ -39,15 +40,14 @@ def parse_day(text: str) -> date:
 
 
 def kept_dates(store: ChunkStore, collection: Collection) -> KeptDates | None:
-    """What the store keeps for the collection's model and salt; else, as earlier versions kept nothing and an archive does
-    not carry it, the latest day whose prefix is stored. None when the template prints none, or nothing is there."""
+    """What the store keeps for the collection's model and salt; else, as an archive does not carry it, the latest day whose
+    prefix is stored. None when the template prints none, or nothing is there."""
     if collection.day is None:
         return None
     memo = store.memo(_KIND, _name(collection))
     if memo is not None:
-        with suppress(KeyError, TypeError, ValueError):
-            earlier = tuple(map(date.fromisoformat, memo.value["earlier"]))
-            return KeptDates(date.fromisoformat(memo.value["day"]), earlier)
+        with suppress(ValueError):
+            return convert(memo.value, KeptDates)
     with store.read() as reader:
         days = range(_LOOKED_BACK) if reader.entries("chunks") else range(0)
         for back in days:
@@ -64,8 +64,8 @@ def keep_date(store: ChunkStore, collection: Collection) -> None:
         return
     kept = kept_dates(store, collection)
     before = () if kept is None else (*kept.earlier, kept.day)
-    earlier = [day.isoformat() for day in before if day != collection.day][-_EARLIER:]
-    value = {"day": collection.day.isoformat(), "earlier": earlier}
+    earlier = tuple(day for day in before if day != collection.day)[-_EARLIER:]
+    value = to_builtins(KeptDates(collection.day, earlier))
     memo = store.memo(_KIND, _name(collection))
     if memo is None or memo.value != value:
         store.put_memos([Memo(_KIND, _name(collection), value, time.time())])

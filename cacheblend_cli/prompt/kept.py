@@ -31,7 +31,7 @@ def kept_wordings(store: ChunkStore) -> list[Wording]:
     """The latest first."""
     found = []
     for memo in sorted(store.memos(_KIND), key=lambda m: m.updated, reverse=True)[:_LOOKED_AT]:
-        with suppress(KeyError, TypeError, ValueError, UsageError):
+        with suppress(ValueError, UsageError):
             found.append(Wording.from_dict(memo.value))
     return found
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import convert, to_builtins
+
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.model_files import read_text
 
@@ -67,14 +69,13 @@ class Wording:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        told = {"prompt": self.prompt, "system": self.system, "variables": dict(self.variables), "given": self.given}
-        return {**told, "raw": True} if self.raw else told
+        told: dict[str, Any] = to_builtins(self)
+        return told
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Wording:
-        """Raises UsageError, KeyError or TypeError for what no version wrote."""
-        texts, raw = (str(value["prompt"]), str(value["system"])), bool(value.get("raw"))
-        return cls(*texts, dict(value["variables"]), given=bool(value["given"]), raw=raw)
+        """Raises UsageError or ValueError for what no version wrote."""
+        return convert(value, cls)
 
     def differences(self, other: Wording) -> list[tuple[str, str]]:
         """In what two differ: how this one and how the other is asked for, as flags."""

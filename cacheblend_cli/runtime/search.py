@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.contexts import prefer_exact
-from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
-from cacheblend_cli.corpus.search import WORDS, Hit, How, found_elsewhere, how_of, search
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.corpus.search import Hit, Lookup, found_elsewhere, search
 from cacheblend_cli.prompt.mismatch import nothing_found
 from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, suffix_of
 from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.settings import Settings
-
-ORDERS = ("rank", "exact")
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """What to search for. scope: of which documents. order: of what is found, see `in_order`. query: what to look for, ""
-    for the question."""
-
-    k: int = 5
-    scope: Scope = EVERYTHING
-    how: How = WORDS
-    order: str = "exact"
-    query: str = ""
-
-    @classmethod
-    def of(cls, settings: Settings, scope: Scope = EVERYTHING, say: Callable[[str], None] | None = None) -> Lookup:
-        """What the settings say. Raises UsageError and NotFoundError as `how_of` does, which see for `say`, too."""
-        if settings.order not in ORDERS:
-            raise UsageError(f"unknown order {settings.order!r}", f"known: {', '.join(ORDERS)}")
-        return cls(settings.top_k, scope, how_of(settings, say), settings.order)
 
 
 def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup) -> Question:
@@ -47,9 +22,9 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
     runtime.take_date(store, question.salt)
     collections = [collection.id for collection in runtime.collections(question.salt, question.wording)]
     query = lookup.query or question.text
-    hits = search(store, query, lookup.k, collections, lookup.scope, lookup.how)
+    hits = search(store, query, lookup, collections)
     if not hits:
-        if search(store, query, 1, collections):
+        if search(store, query, Lookup(1), collections):
             raise found_elsewhere()
         raise nothing_found(store, runtime.collection(question.salt, wording=question.wording), collections)
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]))
@@ -115,10 +90,16 @@ def exact_tokens(store: ChunkStore, keys: Sequence[bytes]) -> int:
 
 
 def exact_where_stored(runtime: Runtime, store: ChunkStore, question: Question) -> list[bytes]:
-    """The question's chunks, each from the context that makes it exact at its place, where that is stored."""
-
-    def ids_of(key: bytes) -> tuple[int, ...]:
+    """The question's chunks, each from the context that makes it exact at its place, where that is stored: behind just what
+    stands before it here, whichever context was asked for."""
+    collection = collection_of(runtime, store, question)
+    found, left = list[bytes](), tuple[int, ...]()
+    right = True  # what comes after a chunk that needs repair is never exact
+    for key in question.keys:
         manifest = chunk_of(store, key)
-        return manifest.token_ids if manifest else ()
-
-    return prefer_exact(question.keys, ids_of, collection_of(runtime, store, question).key, store.has_kv)
+        ids = manifest.token_ids if manifest else ()
+        exact = collection.key(ids, left) if right else key
+        right = right and (exact == key or store.has_kv(exact))
+        found.append(exact if right else key)
+        left += ids
+    return found

@@ -13,6 +13,7 @@ from cacheblend_store import AmbiguousId, ChunkManifest, ChunkNotFound
 
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
@@ -22,7 +23,7 @@ from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Reasoning, Sta
 from cacheblend_cli.runtime.request import Question, chunk_of, resolve
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sampling import SamplingParams
-from cacheblend_cli.runtime.search import Lookup, with_chunks
+from cacheblend_cli.runtime.search import with_chunks
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import Asked
 from cacheblend_cli.server.errors import ApiError, bad

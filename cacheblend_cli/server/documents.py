@@ -13,7 +13,7 @@ from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.document_records import document_record, is_news, old_record
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.chunker import cut
+from cacheblend_cli.corpus.chunker import iter_cut
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import how_of, search
@@ -61,7 +61,7 @@ def plan(collection: Collection, documents: Sequence[Document], settings: Settin
     how = of_settings(CollectSettings, settings)
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
     encode = collection.model.tokenizer.encode_text
-    cuts = [(document, cut(document.text, encode, min(how.chunk_tokens, room))) for document in documents]
+    cuts = [(document, list(iter_cut(document.text, encode, min(how.chunk_tokens, room)))) for document in documents]
     return plan_documents(collection, cuts, how)
 
 

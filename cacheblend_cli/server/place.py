@@ -12,7 +12,7 @@ from cacheblend_cli import __version__
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 
-PROTOCOL = 2
+PROTOCOL = 3
 _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
 

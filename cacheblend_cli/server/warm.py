@@ -19,7 +19,7 @@ from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
-from cacheblend_cli.inquiry import Inquiry, Manner, scope_of_wire, settings_of_wire
+from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.jobs import Done, Reasoning, Text
 from cacheblend_cli.runtime.request import Question
@@ -133,8 +133,9 @@ class WarmSocket:
 
     async def _search(self, request: Request, tell: Tell) -> None:
         said: list[str] = []
-        settings, scope = settings_of_wire(request["settings"]), scope_of_wire(request["scope"])
-        found = await asyncio.to_thread(look, self._host.store, settings, request["query"], scope, said.append)
+        inquiry = Inquiry.of_wire(request)
+        settings = inquiry.resolved.settings
+        found = await asyncio.to_thread(look, self._host.store, settings, inquiry.question, inquiry.scope, said.append)
         hits = [{**vars(hit), "key": hit.key.hex()} for hit in found.hits]
         await tell({"event": "found", "end": True, "hits": hits, "by": found.by, "said": said, "pid": os.getpid()})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from projects import JONAS, MARA, as_an_earlier_version_wrote_it, listed, write
+from projects import JONAS, MARA, listed, write
 
 Cli = Callable[..., Any]
 
@@ -238,38 +238,6 @@ def test_stdin_is_a_document_of_the_project_it_is_piped_in(cli: Cli, projects: t
     assert "-" in listed(cli), "nobody said that it is gone"
     assert cli("chunks", "rm", "--source", "-").code == 0
     assert listed(cli) == {"docs/a.md", "../one/docs/a.md", "../one/-"}
-
-
-def test_a_store_of_an_earlier_version_is_read_and_renamed(
-    cli: Cli, projects: tuple[Path, Path], tmp_path: Path
-) -> None:
-    one, two = projects
-    os.chdir(one)
-    cli("chunks", "rm", "--source", "../two")
-    as_an_earlier_version_wrote_it(tmp_path / "store", one)
-    for folder, name in ((one, "docs/a.md"), (one / "docs", "a.md"), (two, ".../docs/a.md")):
-        os.chdir(folder)
-        assert listed(cli) == found(cli) == cited(cli) == {name}
-    assert cli("precompute", "docs").code == 0  # the same name typed in another directory is another document
-    assert listed(cli) == {"docs/a.md", ".../docs/a.md"}
-    assert found(cli) == {"docs/a.md"}
-    os.chdir(one)
-    assert found(cli) == {"docs/a.md"}
-    assert {r["status"] for r in cli("precompute", "docs", "--json").records} == {"unchanged"}
-    assert listed(cli) == {"docs/a.md", "../two/docs/a.md"}
-    os.chdir(two)
-    assert listed(cli) == {"docs/a.md", "../one/docs/a.md"}
-    assert cli("chunks", "verify").code == 0
-
-
-def test_an_earlier_versions_name_can_be_removed_from_anywhere(
-    cli: Cli, projects: tuple[Path, Path], tmp_path: Path
-) -> None:
-    as_an_earlier_version_wrote_it(tmp_path / "store", projects[0])
-    os.chdir(tmp_path)
-    assert ".../docs/a.md" in listed(cli)
-    assert cli("chunks", "rm", "--source", ".../docs/a.md").code == 0
-    assert listed(cli) == {".../../two/docs/a.md"}
 
 
 def test_an_archive_names_documents_from_where_it_is_made_and_lands_where_it_is_read(

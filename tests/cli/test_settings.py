@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from platformdirs import user_config_path
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import GROUPS, Settings, resolve, setting_fields
+from cacheblend_cli.settings import GROUPS, Settings, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -145,4 +146,4 @@ def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_setting_is_of_one_group() -> None:
     names = [name for group in GROUPS.values() for name in group]
-    assert sorted(names) == sorted(name for name, *_ in setting_fields())
+    assert sorted(names) == sorted(f.name for f in fields(Settings))

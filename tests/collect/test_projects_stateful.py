@@ -22,8 +22,7 @@ from cacheblend_cli.api import Engine, EngineConfig, Paths, PrecomputeOptions, Q
 from cacheblend_cli.cli.main import run
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.scopes import Scope, scope_here
-from cacheblend_cli.corpus.search import searchable
-from cacheblend_cli.runtime.search import Lookup
+from cacheblend_cli.corpus.search import Lookup, searchable
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 PROJECTS = ("one", "two")

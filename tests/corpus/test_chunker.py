@@ -7,7 +7,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_cli.corpus.chunker import Chunk, Encode, cut, iter_cut
+from cacheblend_cli.corpus.chunker import Chunk, Encode, iter_cut
 
 
 def words(text: str) -> list[int]:
@@ -26,6 +26,10 @@ def encode(tmp_path_factory: pytest.TempPathFactory) -> Encode:
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(path)
     return Tokenizer(path).encode_text
+
+
+def cut(text: str, encode: Encode, most: int) -> list[Chunk]:
+    return list(iter_cut(text, encode, most))
 
 
 def texts(chunks: list[Chunk]) -> list[str]:

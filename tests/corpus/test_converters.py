@@ -9,15 +9,15 @@ import files
 import pytest
 
 from cacheblend_cli.corpus.converters import converter_of, office
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.layout import Converted
 from cacheblend_cli.corpus.locating import Locating
-from cacheblend_cli.corpus.no_document import NoDocument
 
 
 def convert(name: str, data: bytes | str) -> Converted:
     converter = converter_of(name)
     assert converter is not None
-    return converter.convert(data if isinstance(data, bytes) else data.encode())
+    return converter(data if isinstance(data, bytes) else data.encode())
 
 
 def place_of(found: Converted, first: str, last: str = "") -> tuple[str, tuple[str, ...]]:

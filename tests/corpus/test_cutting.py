@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_cli.corpus.chunker import Chunk, cut
+from cacheblend_cli.corpus.chunker import Chunk, iter_cut
 from cacheblend_cli.corpus.cutting import Cut, cut_document
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.layout import Kind, Layout, Mark
@@ -23,7 +25,7 @@ def characters(text: str) -> list[int]:
     return [ord(c) for c in text]
 
 
-def texts(chunks: list[Chunk]) -> list[str]:
+def texts(chunks: Iterable[Chunk]) -> list[str]:
     return [c.text for c in chunks]
 
 
@@ -33,12 +35,12 @@ def chunks_of(text: str, how: Cut, layout: Layout = Layout("markdown")) -> list[
 
 def test_a_chunk_that_is_half_full_ends_before_a_heading() -> None:
     text = "# A\n\none two three four\n\nfive six\n\n# B\n\nseven\n\neight nine ten\n"
-    assert texts(cut(text, words, 19)) == [
+    assert texts(iter_cut(text, words, 19)) == [
         "# A\n\none two three four\n\nfive six\n\n",
         "# B\n\nseven\n\neight nine ten\n",
     ]
     early = "# A\n\none\n\n# B\n\ntwo three four five six seven\n\neight\n"
-    assert texts(cut(early, words, 20)) == ["# A\n\none\n\n# B\n\ntwo three four five six seven\n\n", "eight\n"]
+    assert texts(iter_cut(early, words, 20)) == ["# A\n\none\n\n# B\n\ntwo three four five six seven\n\n", "eight\n"]
 
 
 CODE = '''import os
@@ -64,9 +66,9 @@ class Second:
 
 
 def test_code_is_cut_between_definitions() -> None:
-    whole = texts(cut(CODE, characters, 110, "code"))
+    whole = texts(iter_cut(CODE, characters, 110, "code"))
     assert [text.split("\n")[0] for text in whole] == ["import os", "class Second:", "    def two(self):"]
-    small = texts(cut(CODE, characters, 60, "code"))
+    small = texts(iter_cut(CODE, characters, 60, "code"))
     assert "".join(small) == CODE
     assert "    def one(self):\n        return 1\n\n" in "".join(small[2:4])
     assert any(text.startswith("    def two(self):\n        b = 2") for text in small)

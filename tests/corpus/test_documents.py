@@ -141,6 +141,16 @@ def test_stdin_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(read_documents(["-"])) == [Skipped(place_of("-"), "empty", "-", group="empty", named=True)]
 
 
+def test_a_file_called_as_stdin_is_a_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "-").write_text("a file\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"stdin\n")))
+    every = Selection(include=("*",))
+    for path in ("./-", "."):
+        [found] = read_documents([path], select=lambda path: every)
+        assert isinstance(found, Document)
+        assert (found.source, found.text) == (place_of("./-"), "a file\n")
+
+
 def test_a_missing_path_is_found_before_anything_is_read(here: Path) -> None:
     (here / "a.md").write_text("a\n")
     with pytest.raises(NotFoundError, match="nowhere"):

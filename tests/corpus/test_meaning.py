@@ -18,7 +18,7 @@ from stored_texts import forget, put_document
 
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import How, how_of, search
+from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
@@ -40,7 +40,10 @@ class ByHand:
         return np.array(counts, dtype=np.float32)
 
 
-BOTH, MEANING = How("both", Embedder("by hand", ByHand())), How("meaning", Embedder("by hand", ByHand()))
+BOTH, MEANING = (
+    Lookup(9, by="both", embedder=Embedder("by hand", ByHand())),
+    Lookup(9, by="meaning", embedder=Embedder("by hand", ByHand())),
+)
 
 
 @pytest.fixture
@@ -53,13 +56,13 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
         yield opened
 
 
-def found(store: ChunkStore, query: str, how: How, k: int = 9) -> list[str]:
-    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, k, how=how)]
+def found(store: ChunkStore, query: str, how: Lookup) -> list[str]:
+    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, how)]
 
 
 def test_what_is_said_in_other_words_is_found(store: ChunkStore) -> None:
     question = "When do I get money back for a trip?"
-    assert found(store, question, How()) == ["desk#1"]
+    assert found(store, question, Lookup(9)) == ["desk#1"]
     assert found(store, question, MEANING) == ["staff#0"]
     assert set(found(store, question, BOTH)) == {"desk#1", "staff#0"}
     assert found(store, "nothing alike", MEANING) == []
@@ -67,7 +70,7 @@ def test_what_is_said_in_other_words_is_found(store: ChunkStore) -> None:
 
 def test_two_rankings_are_fused_and_a_hit_of_both_is_first(store: ChunkStore) -> None:
     put_document(store, "/docs/more.md", "A trip, money and a trip. ")
-    hits = search(store, "money trip", 9, how=BOTH)
+    hits = search(store, "money trip", BOTH)
     assert Path(hits[0].source).stem == "more"
     assert hits[0].score == pytest.approx(2 / 61)
     assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
@@ -79,7 +82,7 @@ def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None
     assert found(store, "food", MEANING) == ["desk#1"]
     forget(store, "one", "/docs/desk.md")
     assert found(store, "food", MEANING) == []
-    other = How("meaning", Embedder("others", ByHand((("food", "norway"), ("money",)))))
+    other = Lookup(9, by="meaning", embedder=Embedder("others", ByHand((("food", "norway"), ("money",)))))
     assert found(store, "food", other) == ["staff#2"]
     assert found(store, "food", MEANING) == []
     (store.path / "search.sqlite3").unlink()
@@ -89,20 +92,20 @@ def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None
 
 
 def test_what_was_evicted_is_still_found(store: ChunkStore) -> None:
-    [hit] = search(store, "voyage", 9, how=MEANING)
+    [hit] = search(store, "voyage", MEANING)
     assert store.evict_chunks([hit.key]) == 1
     assert found(store, "voyage", MEANING) == ["staff#0"]
 
 
 def test_hits_below_a_score_are_left_out_and_neighbours_come_with_a_hit(store: ChunkStore) -> None:
-    least = How("meaning", MEANING.embedder, min_score=0.9)
+    least = Lookup(9, by="meaning", embedder=MEANING.embedder, min_score=0.9)
     assert found(store, "money", least) == []
     assert found(store, "money trip", least) == ["staff#0"]
-    beside = search(store, "norway", 9, how=How(expand=1))
+    beside = search(store, "norway", Lookup(9, expand=1))
     assert [(h.index, h.beside) for h in beside] == [(2, False), (1, True)]
     assert beside[1].snippet == "Forms are here."
-    assert found(store, "norway", How(expand=5)) == ["staff#2", "staff#1", "staff#0"]
-    assert found(store, "claims norway", How(expand=1)) in (
+    assert found(store, "norway", Lookup(9, expand=5)) == ["staff#2", "staff#1", "staff#0"]
+    assert found(store, "claims norway", Lookup(9, expand=1)) in (
         ["staff#0", "staff#2", "staff#1"],
         ["staff#2", "staff#0", "staff#1"],
     )
@@ -113,12 +116,12 @@ def test_without_weights_words_are_searched_and_that_is_said(monkeypatch: pytest
     monkeypatch.setattr(embedding, "find_spec", lambda name: None)
     for by, count in (("words", 0), ("auto", 0), ("meaning", 1), ("both", 1)):
         said.clear()
-        assert how_of(Settings(search=by), said.append).by == "words"
+        assert Lookup.of(Settings(search=by), say=said.append).by == "words"
         assert len(said) == count
     with pytest.raises(UsageError, match="model2vec"):
-        how_of(Settings(search="both", embeddings="somewhere"))
+        Lookup.of(Settings(search="both", embeddings="somewhere"))
     with pytest.raises(UsageError, match="unknown search"):
-        how_of(Settings(search="feeling"))
+        Lookup.of(Settings(search="feeling"))
 
 
 @pytest.mark.skipif(find_spec("model2vec") is None, reason="needs model2vec")
@@ -145,7 +148,7 @@ def test_a_directory_of_weights_is_read_and_another_one_refused(tmp_path: Path) 
 def test_the_weights_of_the_extra_know_that_reimbursed_is_money_back(store: ChunkStore) -> None:
     put_document(store, "/docs/travel.md", "Employees are reimbursed for travel within thirty days of a claim. ")
     put_document(store, "/docs/trips.md", "A lamp stands at the back of the long hall. ")
-    how = how_of(Settings(search="meaning"))
+    how = Lookup.of(Settings(search="meaning"))
     assert found(store, "How long until I get my money back for a trip?", how)[0] == "travel#0"
 
 
@@ -228,7 +231,7 @@ def test_a_directory_of_sentence_transformers_is_read(tmp_path: Path, store: Chu
     assert len(digests) == len(ways)
     assert embedder is not None
     assert embedder.embed(["money " * 99]).shape == (1, 16)  # longer than its context
-    assert len(search(store, "food", 9, how=How("meaning", embedder))) > 0
+    assert len(search(store, "food", Lookup(9, by="meaning", embedder=embedder))) > 0
 
 
 def test_what_of_sentence_transformers_is_not_read_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cacheblend_store import ChunkStore
 from stored_texts import forget
 from stored_texts import put_document as put
 
-from cacheblend_cli.corpus.search import query_terms, search
+from cacheblend_cli.corpus.search import Lookup, query_terms, search
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
 
 
 def found(store: ChunkStore, query: str, k: int = 10) -> list[str]:
-    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, k)]
+    return [f"{Path(h.source).stem}#{h.index}" for h in search(store, query, Lookup(k))]
 
 
 def test_a_page_is_found_by_its_title_though_its_paragraphs_do_not_name_it(store: ChunkStore) -> None:
@@ -58,11 +58,11 @@ def test_any_text_is_a_query(store: ChunkStore, query: str) -> None:
 
 def test_a_query_without_words_finds_nothing(store: ChunkStore) -> None:
     assert query_terms("?! ...") == []
-    assert search(store, "?! ...", 5) == []
+    assert search(store, "?! ...", Lookup(5)) == []
 
 
 def test_k_bounds_the_hits_and_the_snippet_is_one_line(store: ChunkStore) -> None:
-    [hit] = search(store, "Bergen", 1)
+    [hit] = search(store, "Bergen", Lookup(1))
     assert hit.snippet == "She lives in Bergen, and the canteen closes at five."
     assert hit.score > 0
     assert store.resolve(hit.id[:12]) == hit.key
@@ -77,7 +77,7 @@ def test_the_index_follows_the_store(store: ChunkStore) -> None:
     assert found(store, "harbor") == ["faq#0", "faq#1"]
     forget(store, "one", "/docs/faq.md")
     assert found(store, "canteen") == ["mara-lind#1"]
-    store.remove_chunks([search(store, "canteen", 1)[0].key])
+    store.remove_chunks([search(store, "canteen", Lookup(1))[0].key])
     assert found(store, "canteen") == []
     assert found(store, "Mara Lind") == ["mara-lind#0", "mara-lind#2"]
 
@@ -92,14 +92,14 @@ def test_a_new_title_reaches_the_paragraphs_that_did_not_change(store: ChunkStor
 def test_a_moved_document_is_found_under_its_new_name(store: ChunkStore) -> None:
     put(store, "/docs/billing.md", "# Jonas Berg\n\nJonas leads billing.\n\n", "He lives in Oslo.\n")
     forget(store, "one", "/docs/jonas-berg.md")
-    assert {h.source for h in search(store, "Oslo", 5)} == {"/docs/billing.md"}
+    assert {h.source for h in search(store, "Oslo", Lookup(5))} == {"/docs/billing.md"}
 
 
 def test_what_is_stored_twice_is_found_once(store: ChunkStore) -> None:
     put(store, "/docs/copy.md", "The canteen opens at nine.\n")
     put(store, "/docs/faq.md", "The canteen opens at nine.\n", collection="two")
-    assert len(search(store, "nine", 9)) == 1
-    [hit] = search(store, "nine", 9, collections=["two"])
+    assert len(search(store, "nine", Lookup(9))) == 1
+    [hit] = search(store, "nine", Lookup(9), collections=["two"])
     manifest = store.get_chunk(hit.key)
     assert manifest is not None
     assert manifest.collection == "two"
@@ -107,7 +107,7 @@ def test_what_is_stored_twice_is_found_once(store: ChunkStore) -> None:
 
 def test_scripts_without_spaces(store: ChunkStore) -> None:
     put(store, "/docs/kyoto.md", "京都の図書館は九時に開きます。\n")
-    [hit] = search(store, "図書館はいつ開く", 1)
+    [hit] = search(store, "図書館はいつ開く", Lookup(1))
     assert hit.source == "/docs/kyoto.md"
     assert "図書館" in hit.snippet
 
@@ -143,9 +143,9 @@ def test_a_store_that_cannot_be_written_is_searched_in_memory(
 
 def test_several_processes_search_while_the_store_changes(store: ChunkStore) -> None:
     code = (
-        "import sys; from cacheblend_store import ChunkStore; from cacheblend_cli.corpus.search import search\n"
+        "import sys; from cacheblend_store import ChunkStore; from cacheblend_cli.corpus.search import Lookup, search\n"
         "with ChunkStore.open(sys.argv[1]) as s:\n"
-        "    for _ in range(20): assert len(search(s, 'canteen', 50)) >= 2"
+        "    for _ in range(20): assert len(search(s, 'canteen', Lookup(50))) >= 2"
     )
     readers = [
         subprocess.Popen([sys.executable, "-c", code, str(store.path)], stderr=subprocess.PIPE) for _ in range(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts, prefer_exact
+from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.similarity import TfIdf
 
 TEXTS = [
@@ -63,17 +63,3 @@ def test_a_window_of_a_document_begins_anew_when_it_is_full() -> None:
     a, b, c, d = (1, 1), (2, 2, 2), (3,), (4,) * 9
     assert document_contexts([a, b, c, d], 6) == [(), a, a + b, ()]
     assert document_contexts([a, b, c, d], 5) == [(), a, (), ()]
-
-
-def test_what_is_stored_behind_just_what_precedes_it_is_preferred() -> None:
-    ids = {b"a": (1,), b"b": (2,), b"c": (3,)}
-
-    def key(own: tuple[int, ...], left: tuple[int, ...]) -> bytes:
-        return bytes(own) + b"|" + bytes(left)
-
-    stored = {key((1,), ()), key((2,), (1,)), key((3,), (1, 2))}
-    exact = [key((1,), ()), key((2,), (1,)), key((3,), (1, 2))]
-    assert prefer_exact([b"a", b"b", b"c"], ids.__getitem__, key, stored.__contains__) == exact
-    assert prefer_exact([b"b", b"a"], ids.__getitem__, key, stored.__contains__) == [b"b", b"a"]
-    stored.remove(key((2,), (1,)))  # what follows a chunk that needs repair is never exact
-    assert prefer_exact([b"a", b"b", b"c"], ids.__getitem__, key, stored.__contains__) == [exact[0], b"b", b"c"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_tokenizers import BYTE_KINDS, SCRIPTS, WORDS, text_tokenizer
 
-from cacheblend_cli.corpus.chunker import cut
+from cacheblend_cli.corpus.chunker import iter_cut
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
@@ -92,7 +92,7 @@ def test_words_stand_as_they_stood_without_bytes_to_fall_back_to(make: Make) -> 
 def test_the_chunks_of_a_document_join_to_its_text(make: Make, kind: str, text: str, size: int) -> None:
     """A chunk's ids are those of its text in the middle of the document, the first chunk's too."""
     tokenizer = make(kind, "llama2").tokenizer
-    chunks = cut(text, tokenizer.encode_text, size)
+    chunks = list(iter_cut(text, tokenizer.encode_text, size))
     assert all(list(c.token_ids) == tokenizer.encode_text(c.text) for c in chunks)
     before = tokenizer.encode_template("a")
     joined = decoded(tokenizer, [*before, *(i for c in chunks for i in c.token_ids)])

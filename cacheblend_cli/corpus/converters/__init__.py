@@ -5,42 +5,45 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from cacheblend_cli.corpus.converters.converter import Converter
-from cacheblend_cli.corpus.converters.docx import DocxConverter
-from cacheblend_cli.corpus.converters.epub import EpubConverter
-from cacheblend_cli.corpus.converters.html import HtmlConverter
-from cacheblend_cli.corpus.converters.json_records import JsonConverter, JsonLinesConverter
-from cacheblend_cli.corpus.converters.mail import MailConverter
-from cacheblend_cli.corpus.converters.notebook import NotebookConverter
-from cacheblend_cli.corpus.converters.pdf import PdfConverter
-from cacheblend_cli.corpus.converters.pptx import PptxConverter
-from cacheblend_cli.corpus.converters.tables import CSV, TSV
-from cacheblend_cli.corpus.converters.text import CODE, MARKDOWN, NAMES, PLAIN, RST
-from cacheblend_cli.corpus.converters.xlsx import XlsxConverter
+from cacheblend_cli.corpus.converters.docx import from_docx
+from cacheblend_cli.corpus.converters.epub import from_epub
+from cacheblend_cli.corpus.converters.html import from_html
+from cacheblend_cli.corpus.converters.json_records import from_json_lines, from_json_records
+from cacheblend_cli.corpus.converters.mail import from_mail
+from cacheblend_cli.corpus.converters.notebook import from_notebook
+from cacheblend_cli.corpus.converters.pdf import from_pdf
+from cacheblend_cli.corpus.converters.pptx import from_pptx
+from cacheblend_cli.corpus.converters.tables import from_csv, from_tsv
+from cacheblend_cli.corpus.converters.text import CODE_SUFFIXES, from_code, from_markdown, from_plain, from_rst
+from cacheblend_cli.corpus.converters.xlsx import from_xlsx
 
-CONVERTERS: tuple[Converter, ...] = (
-    MARKDOWN,
-    RST,
-    PLAIN,
-    CODE,
-    HtmlConverter(),
-    CSV,
-    TSV,
-    JsonLinesConverter(),
-    JsonConverter(),
-    NotebookConverter(),
-    MailConverter(),
-    PdfConverter(),
-    DocxConverter(),
-    PptxConverter(),
-    XlsxConverter(),
-    EpubConverter(),
-)
-_BY_SUFFIX = {suffix: converter for converter in CONVERTERS for suffix in converter.suffixes}
+CONVERTERS: dict[Converter, str] = {
+    from_markdown: ".md .markdown .mdx .qmd .rmd",
+    from_rst: ".rst",
+    from_plain: ".txt .text .adoc .asciidoc .org .log",
+    from_code: CODE_SUFFIXES,
+    from_html: ".html .htm .xhtml",
+    from_csv: ".csv",
+    from_tsv: ".tsv .tab",
+    from_json_lines: ".jsonl .ndjson",
+    from_json_records: ".json",
+    from_notebook: ".ipynb",
+    from_mail: ".eml",
+    from_pdf: ".pdf",
+    from_docx: ".docx",
+    from_pptx: ".pptx",
+    from_xlsx: ".xlsx .xlsm",
+    from_epub: ".epub",
+}
+"""Each with the suffixes of its files' names, in lower case."""
+_BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
+_WITHOUT_SUFFIX = {
+    **dict.fromkeys("readme license licence copying notice changelog authors contributing".split(), from_plain),
+    **dict.fromkeys("makefile dockerfile rakefile gemfile justfile".split(), from_code),
+}
 
 
 def converter_of(name: str) -> Converter | None:
     """What converts a file of that name; None when its suffix, or name without one, is not known."""
     path = PurePath(name)
-    if path.suffix:
-        return _BY_SUFFIX.get(path.suffix.lower())
-    return NAMES.get(path.name.lower())
+    return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower())

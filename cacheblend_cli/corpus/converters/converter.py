@@ -1,23 +1,23 @@
-"""What a converter is: bytes of a file to its text."""
+"""What a converter is: bytes of a file to its text, or a reason why it has none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
+
+Converter = Callable[[bytes], Converted]
+"""Of the bytes of a file. Raises NoDocument for what has no text, or cannot be read."""
 
 
-class Converter(Protocol):
-    """A kind of file. suffixes: of its names, in lower case."""
+class NoDocument(Exception):
+    """Why a file is no document. reason: in words. group: what such files are counted as, the reason by default. unread: it may
+    be a document, nobody could look. by_rule: files of its kind are not even opened."""
 
-    @property
-    def suffixes(self) -> tuple[str, ...]: ...
-
-    def convert(self, data: bytes) -> Converted:
-        """Raises NoDocument for what has no text, or cannot be read."""
+    def __init__(self, reason: str, group: str = "", *, unread: bool = False, by_rule: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.group, self.unread, self.by_rule = reason, group or reason, unread or by_rule, by_rule
 
 
 def decoded(data: bytes) -> str:
@@ -34,7 +34,7 @@ def decoded(data: bytes) -> str:
 
 
 def joined(
-    parts: Iterable[tuple[str, Mark]], kind: Kind = "text", *, apart: bool = False, title: str = ""
+    parts: Iterable[tuple[str, Mark]], kind: Kind = "text", *, apart: bool = False, title: str = "", note: str = ""
 ) -> Converted:
     """A text of parts, an empty line between; the marks' starts are set here. Parts without text are left out."""
     texts, marks, start = list[str](), list[Mark](), 0
@@ -44,7 +44,7 @@ def joined(
             marks.append(Mark(start, mark.part, mark.line))
             start += len(texts[-1])
     whole = "".join(texts)
-    return Converted(whole, Layout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title))
+    return Converted(whole, Layout(kind, numbered=False, marks=tuple(marks), apart=apart, title=title, note=note))
 
 
 @contextmanager

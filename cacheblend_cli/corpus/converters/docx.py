@@ -11,16 +11,13 @@ from cacheblend_cli.corpus.converters.office import opened
 from cacheblend_cli.corpus.layout import Converted
 
 
-class DocxConverter:
-    suffixes = (".docx",)
+def from_docx(data: bytes) -> Converted:
+    with parsing("mammoth", what := "a Word document"):
+        import mammoth
 
-    def convert(self, data: bytes) -> Converted:
-        with parsing("mammoth", what := "a Word document"):
-            import mammoth
-
-            opened(data, what)
-            html = mammoth.convert_to_html(io.BytesIO(data), convert_image=_no_image).value
-        return html_text(f"<body>{html}</body>")
+        opened(data, what)
+        html = mammoth.convert_to_html(io.BytesIO(data), convert_image=_no_image).value
+    return html_text(f"<body>{html}</body>")
 
 
 def _no_image(image: Any) -> list[Any]:

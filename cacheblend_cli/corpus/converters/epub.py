@@ -8,23 +8,19 @@ from typing import Any
 from urllib.parse import unquote
 from zipfile import ZipFile
 
-from cacheblend_cli.corpus.converters.converter import joined, parsing
+from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.converters.html import html_text
 from cacheblend_cli.corpus.converters.office import opened
 from cacheblend_cli.corpus.layout import Converted, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
 
 _CONTAINER = "META-INF/container.xml"
 
 
-class EpubConverter:
-    suffixes = (".epub",)
+def from_epub(data: bytes) -> Converted:
+    with parsing("defusedxml", what := "a book"):
+        from defusedxml.ElementTree import fromstring
 
-    def convert(self, data: bytes) -> Converted:
-        with parsing("defusedxml", what := "a book"):
-            from defusedxml.ElementTree import fromstring
-
-            return joined(list(_chapters(opened(data, what), fromstring)), "markdown")
+        return joined(list(_chapters(opened(data, what), fromstring)), "markdown")
 
 
 def _chapters(archive: ZipFile, fromstring: Callable[[bytes], Any]) -> Iterator[tuple[str, Mark]]:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.layout import Converted, Layout
-from cacheblend_cli.corpus.no_document import NoDocument
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -31,11 +31,8 @@ _CHARSET = re.compile(rb"""charset=["']?([\w-]+)""", re.IGNORECASE)
 _DEEPEST = 200  # elements inside one another
 
 
-class HtmlConverter:
-    suffixes = (".html", ".htm", ".xhtml")
-
-    def convert(self, data: bytes) -> Converted:
-        return html_text(_decoded(data))
+def from_html(data: bytes) -> Converted:
+    return html_text(_decoded(data))
 
 
 def html_text(page: str) -> Converted:

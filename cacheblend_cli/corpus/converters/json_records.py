@@ -9,47 +9,41 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import decoded, joined
+from cacheblend_cli.corpus.converters.converter import NoDocument, decoded, joined
 from cacheblend_cli.corpus.layout import Converted, Layout, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
 
 _TEXT, _TITLE, _ID = ("text", "content", "body"), ("title", "name"), ("id", "_id")
 
 
-class JsonLinesConverter:
-    suffixes = (".jsonl", ".ndjson")
-
-    def convert(self, data: bytes) -> Converted:
-        return joined(self._parts(decoded(data)), "markdown", apart=True)
-
-    def _parts(self, text: str) -> Iterator[tuple[str, Mark]]:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise NoDocument(f"line {number} is no JSON", "broken JSON") from error
-                if isinstance(record, Mapping):
-                    yield _record_text(record), Mark(0, _part(record), number)
-                else:
-                    yield record if isinstance(record, str) else line, Mark(0, "", number)
+def from_json_lines(data: bytes) -> Converted:
+    return joined(_lines(decoded(data)), "markdown", apart=True)
 
 
-class JsonConverter:
-    suffixes = (".json",)
+def _lines(text: str) -> Iterator[tuple[str, Mark]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise NoDocument(f"line {number} is no JSON", "broken JSON") from error
+            if isinstance(record, Mapping):
+                yield _record_text(record), Mark(0, _part(record), number)
+            else:
+                yield record if isinstance(record, str) else line, Mark(0, "", number)
 
-    def convert(self, data: bytes) -> Converted:
-        text = decoded(data)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):  # of a dialect with comments, maybe: text is text
-            return Converted(text, Layout("code"))
-        records = _records(value)
-        if not records:
-            return Converted(text, Layout("code"))
-        numbered = enumerate(records, 1)
-        parts = ((_record_text(r), Mark(0, _part(r) or f"record {number}")) for number, r in numbered)
-        return joined(parts, "markdown", apart=True)
+
+def from_json_records(data: bytes) -> Converted:
+    text = decoded(data)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # of a dialect with comments, maybe: text is text
+        return Converted(text, Layout("code"))
+    records = _records(value)
+    if not records:
+        return Converted(text, Layout("code"))
+    numbered = enumerate(records, 1)
+    parts = ((_record_text(r), Mark(0, _part(r) or f"record {number}")) for number, r in numbered)
+    return joined(parts, "markdown", apart=True)
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:

@@ -6,28 +6,25 @@ from email import message_from_bytes
 from email.message import EmailMessage
 from email.policy import default
 
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.converters.html import html_text
 from cacheblend_cli.corpus.layout import Converted, Layout
-from cacheblend_cli.corpus.no_document import NoDocument
 
 _HEADERS = ("From", "To", "Cc", "Date")
 
 
-class MailConverter:
-    suffixes = (".eml",)
-
-    def convert(self, data: bytes) -> Converted:
-        message = message_from_bytes(data, policy=default)
-        assert isinstance(message, EmailMessage)  # which that policy makes
-        if not message.keys():
-            raise NoDocument("not an e-mail", "broken e-mails")
-        subject = " ".join(str(message["Subject"] or "").split())
-        lines = [f"# {subject}", ""] if subject else []
-        lines += [f"{name}: {' '.join(str(message[name]).split())}" for name in _HEADERS if message[name]]
-        attached = [name for part in message.iter_attachments() if (name := part.get_filename())]
-        lines += [f"Attached: {', '.join(attached)}"] if attached else []
-        text = "\n".join((*lines, "", _body(message))).replace("\r\n", "\n").strip("\n") + "\n"
-        return Converted(text, Layout("markdown", numbered=False, title=subject))
+def from_mail(data: bytes) -> Converted:
+    message = message_from_bytes(data, policy=default)
+    assert isinstance(message, EmailMessage)  # which that policy makes
+    if not message.keys():
+        raise NoDocument("not an e-mail", "broken e-mails")
+    subject = " ".join(str(message["Subject"] or "").split())
+    lines = [f"# {subject}", ""] if subject else []
+    lines += [f"{name}: {' '.join(str(message[name]).split())}" for name in _HEADERS if message[name]]
+    attached = [name for part in message.iter_attachments() if (name := part.get_filename())]
+    lines += [f"Attached: {', '.join(attached)}"] if attached else []
+    text = "\n".join((*lines, "", _body(message))).replace("\r\n", "\n").strip("\n") + "\n"
+    return Converted(text, Layout("markdown", numbered=False, title=subject))
 
 
 def _body(message: EmailMessage) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 
-from cacheblend_cli.corpus.no_document import NoDocument
+from cacheblend_cli.corpus.converters.converter import NoDocument
 
 _MOST = 512 << 20  # bytes unpacked
 

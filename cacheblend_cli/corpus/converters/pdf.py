@@ -7,35 +7,31 @@ import logging
 import re
 from typing import Any
 
-from cacheblend_cli.corpus.converters.converter import joined, parsing
+from cacheblend_cli.corpus.converters.converter import NoDocument, joined, parsing
 from cacheblend_cli.corpus.layout import Converted, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
 
 _HYPHEN = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
 
 
-class PdfConverter:
-    suffixes = (".pdf",)
+def from_pdf(data: bytes) -> Converted:
+    with parsing("pypdf", "a PDF"):
+        from pypdf import PdfReader
+        from pypdf.errors import DependencyError, FileNotDecryptedError
 
-    def convert(self, data: bytes) -> Converted:
-        with parsing("pypdf", "a PDF"):
-            from pypdf import PdfReader
-            from pypdf.errors import DependencyError, FileNotDecryptedError
-
-            logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of much that does not matter
-            try:
-                reader = PdfReader(io.BytesIO(data))
-                pages = [_text(page) for page in reader.pages]
-                title = str(reader.metadata.title or "") if reader.metadata is not None else ""
-            except (DependencyError, FileNotDecryptedError) as error:
-                raise NoDocument("a PDF with a password", "with a password") from error
-        empty = sum(not text.strip() for text in pages)
-        if empty == len(pages):
-            count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
-            raise NoDocument(f"a scanned PDF: {count} no text; recognise it first, as ocrmypdf does", "scanned PDFs")
-        found = joined(((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1)), title=" ".join(title.split()))
-        note = f"{empty} of its {len(pages)} pages have no text; they may be scanned" if empty else ""
-        return found.noted(note)
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of much that does not matter
+        try:
+            reader = PdfReader(io.BytesIO(data))
+            pages = [_text(page) for page in reader.pages]
+            title = str(reader.metadata.title or "") if reader.metadata is not None else ""
+        except (DependencyError, FileNotDecryptedError) as error:
+            raise NoDocument("a PDF with a password", "with a password") from error
+    empty = sum(not text.strip() for text in pages)
+    if empty == len(pages):
+        count = f"its {len(pages)} pages have" if len(pages) > 1 else "its page has"
+        raise NoDocument(f"a scanned PDF: {count} no text; recognise it first, as ocrmypdf does", "scanned PDFs")
+    note = f"{empty} of its {len(pages)} pages have no text; they may be scanned" if empty else ""
+    parts = ((text, Mark(0, f"page {n}")) for n, text in enumerate(pages, 1))
+    return joined(parts, title=" ".join(title.split()), note=note)
 
 
 def _text(page: Any) -> str:

@@ -11,17 +11,14 @@ from cacheblend_cli.corpus.converters.office import opened
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 
-class PptxConverter:
-    suffixes = (".pptx",)
+def from_pptx(data: bytes) -> Converted:
+    with parsing("python-pptx", what := "a presentation"):
+        from pptx import Presentation
 
-    def convert(self, data: bytes) -> Converted:
-        with parsing("python-pptx", what := "a presentation"):
-            from pptx import Presentation
-
-            opened(data, what)
-            slides = Presentation(io.BytesIO(data)).slides
-            parts = [("\n\n".join(_slide(slide)), Mark(0, f"slide {n}")) for n, slide in enumerate(slides, 1)]
-        return joined(parts, "markdown")
+        opened(data, what)
+        slides = Presentation(io.BytesIO(data)).slides
+        parts = [("\n\n".join(_slide(slide)), Mark(0, f"slide {n}")) for n, slide in enumerate(slides, 1)]
+    return joined(parts, "markdown")
 
 
 def _slide(slide: Any) -> Iterator[str]:

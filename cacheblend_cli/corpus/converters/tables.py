@@ -5,48 +5,49 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from cacheblend_cli.corpus.converters.converter import decoded
+from cacheblend_cli.corpus.converters.converter import NoDocument, decoded
 from cacheblend_cli.corpus.layout import Converted, Layout, Mark
-from cacheblend_cli.corpus.no_document import NoDocument
 
 _LONGEST_CELL = 16 << 20
 
 
-@dataclass(frozen=True)
-class TableConverter:
-    """delimiter: "" where it is found out from the first lines: comma, semicolon, tab or bar."""
+def from_csv(data: bytes) -> Converted:
+    """The delimiter is found out from the first lines: comma, semicolon, tab or bar."""
+    text = decoded(data)
+    return _table(text, _delimiter(text))
 
-    suffixes: tuple[str, ...]
-    delimiter: str = ""
 
-    def convert(self, data: bytes) -> Converted:
-        text = decoded(data)
-        lines, marks, start = list[str](), list[Mark](), 0
-        for line, number in self._lines(text):
-            marks.append(Mark(start, line=number))
-            lines.append(line)
-            start += len(line)
-        return Converted("".join(lines), Layout("text", numbered=False, marks=tuple(marks)))
+def from_tsv(data: bytes) -> Converted:
+    return _table(decoded(data), "\t")
 
-    def _lines(self, text: str) -> Iterator[tuple[str, int]]:
-        """The rows as text, each with the line of the file it begins in."""
-        csv.field_size_limit(_LONGEST_CELL)
-        reader = csv.reader(io.StringIO(text), delimiter=self.delimiter or _delimiter(text), strict=False)
-        names: Sequence[str] | None = None
-        try:
-            begins = 1
-            for row in reader:
-                if any(cell.strip() for cell in row):
-                    if names is None:
-                        names = [" ".join(cell.split()) for cell in row]
-                        yield ", ".join(filter(None, names)) + "\n", begins
-                    else:
-                        yield row_text(names, row) + "\n", begins
-                begins = reader.line_num + 1
-        except csv.Error as error:
-            raise NoDocument(f"not a table: {error} in line {reader.line_num}", "broken tables") from error
+
+def _table(text: str, delimiter: str) -> Converted:
+    lines, marks, start = list[str](), list[Mark](), 0
+    for line, number in _lines(text, delimiter):
+        marks.append(Mark(start, line=number))
+        lines.append(line)
+        start += len(line)
+    return Converted("".join(lines), Layout("text", numbered=False, marks=tuple(marks)))
+
+
+def _lines(text: str, delimiter: str) -> Iterator[tuple[str, int]]:
+    """The rows as text, each with the line of the file it begins in."""
+    csv.field_size_limit(_LONGEST_CELL)
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter, strict=False)
+    names: Sequence[str] | None = None
+    try:
+        begins = 1
+        for row in reader:
+            if any(cell.strip() for cell in row):
+                if names is None:
+                    names = [" ".join(cell.split()) for cell in row]
+                    yield ", ".join(filter(None, names)) + "\n", begins
+                else:
+                    yield row_text(names, row) + "\n", begins
+            begins = reader.line_num + 1
+    except csv.Error as error:
+        raise NoDocument(f"not a table: {error} in line {reader.line_num}", "broken tables") from error
 
 
 def row_text(names: Sequence[str], row: Sequence[str]) -> str:
@@ -61,7 +62,3 @@ def _delimiter(text: str) -> str:
         return csv.Sniffer().sniff(text[:4096].rpartition("\n")[0] or text[:4096], ",;\t|").delimiter
     except csv.Error:
         return ","
-
-
-CSV = TableConverter((".csv",))
-TSV = TableConverter((".tsv", ".tab"), "\t")

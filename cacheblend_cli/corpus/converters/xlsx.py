@@ -12,17 +12,14 @@ from cacheblend_cli.corpus.converters.tables import row_text
 from cacheblend_cli.corpus.layout import Converted, Mark
 
 
-class XlsxConverter:
-    suffixes = (".xlsx", ".xlsm")
+def from_xlsx(data: bytes) -> Converted:
+    with parsing("openpyxl", what := "a workbook"):
+        from openpyxl import load_workbook
 
-    def convert(self, data: bytes) -> Converted:
-        with parsing("openpyxl", what := "a workbook"):
-            from openpyxl import load_workbook
-
-            opened(data, what)
-            book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
-            parts = [(f"# {s.title}\n\n" + "\n".join(_rows(s)), Mark(0, f"sheet {s.title}")) for s in book.worksheets]
-        return joined(parts, "markdown")
+        opened(data, what)
+        book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+        parts = [(f"# {s.title}\n\n" + "\n".join(_rows(s)), Mark(0, f"sheet {s.title}")) for s in book.worksheets]
+    return joined(parts, "markdown")
 
 
 def _rows(sheet: Any) -> Iterator[str]:
