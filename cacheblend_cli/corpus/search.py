@@ -213,17 +213,18 @@ class _Counted:
         self._known: dict[str, dict[str, str]] = {}
 
     def of(self, rows: Iterable[_Row]) -> Iterator[_Row]:
-        keys: set[str] = set()
-        places: set[tuple[str, int]] = set()
-        for row in rows:
-            if row.source not in self._known:
-                self._known[row.source] = self._contexts(row.source)
-            if self._known[row.source].get(row.collection) != row.context:
-                continue
-            if row.key not in keys and (row.source, row.position) not in places:
+        seen = set[tuple[str, int]]()  # the places of the passages so far
+        for row in filter(self._counts, rows):
+            alike = [_Row(*found) for found in self._db.execute(f"{_PLACES} WHERE key = ?", (row.key,))]
+            places = {(r.source, r.position) for r in alike if self._counts(r)}
+            if seen.isdisjoint(places):
                 yield row
-            keys.add(row.key)
-            places.add((row.source, row.position))
+            seen |= places
+
+    def _counts(self, row: _Row) -> bool:
+        if row.source not in self._known:
+            self._known[row.source] = self._contexts(row.source)
+        return self._known[row.source].get(row.collection) == row.context
 
     def _contexts(self, source: str) -> dict[str, str]:
         """collection -> context, of a document in the scope: of the first of the wanted collections that has it, or of every

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord
 
-_SCHEMA = 7
+_SCHEMA = 8
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
     DROP TABLE IF EXISTS places;
@@ -23,6 +23,7 @@ _TABLES = f"""
     CREATE TABLE stamp (value TEXT);
     CREATE TABLE places (id INTEGER PRIMARY KEY, key TEXT, source TEXT, position INTEGER, collection TEXT, context TEXT);
     CREATE INDEX by_source ON places (source);
+    CREATE INDEX by_key ON places (key);
     CREATE TABLE versions (source TEXT, collection TEXT, context TEXT, digest TEXT, updated REAL);
     CREATE INDEX versions_by_source ON versions (source);
     CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB);

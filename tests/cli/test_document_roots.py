@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
-from projects import MARA, as_an_earlier_version_wrote_it, listed, write
+from projects import MARA, listed, write
 
 from cacheblend_cli.cli.main import run
 
@@ -134,7 +134,6 @@ def test_a_moved_root_keeps_its_settings(cli: Cli, docs: Path) -> None:
 
 def test_a_store_without_memory_goes_by_what_its_documents_are(cli: Cli, docs: Path, tmp_path: Path) -> None:
     first = ids(cli, "docs", "--chunk-tokens", "40", "--context", "sink")
-    as_an_earlier_version_wrote_it(tmp_path / "store", tmp_path)
     with ChunkStore.open(tmp_path / "store", mode="write") as store, bare_writing(store) as (txn, dbs):
         for memo in store.memos("root"):
             txn.delete(memo.key, db=dbs["meta"])

@@ -103,6 +103,10 @@ def test_what_is_stored_twice_is_found_once(store: ChunkStore) -> None:
     manifest = store.get_chunk(hit.key)
     assert manifest is not None
     assert manifest.collection == "two"
+    for word in ("ten", "noon", "dusk", "dawn", "midnight", "Monday"):  # whichever of the keys comes first
+        for source, collection in (("copy", "one"), ("faq", "one"), ("faq", "two")):
+            put(store, f"/docs/{source}-{word}.md", f"The canteen opens at {word}.\n", collection=collection)
+        assert len(search(store, word, Lookup(9))) == 1
 
 
 def test_scripts_without_spaces(store: ChunkStore) -> None:
