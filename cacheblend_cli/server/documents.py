@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import iter_cut
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
-from cacheblend_cli.corpus.search import how_of, search
+from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
@@ -144,7 +145,7 @@ def find(runtime: Runtime, host: Host, query: str, k: int, tenant: Tenant) -> li
     runtime.take_date(host.store, tenant.salt)
     collections = [collection.id for collection in runtime.collections(tenant.salt)]
     found = []
-    for hit in search(host.store, query, k, collections, how=how_of(host.settings)):
+    for hit in search(host.store, query, Lookup.of(replace(host.settings, top_k=k)), collections):
         manifest = chunk_of(host.store, hit.key)
         found.append(
             {
