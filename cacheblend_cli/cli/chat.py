@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answering import Answering
-from cacheblend_cli.cli.answers import Streams, Told, summary_line
-from cacheblend_cli.cli.conversation import COMMANDS, Conversation, do_command
+from cacheblend_cli.cli.answers import Streams, Told, layer_lines, summary_line
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import Asked, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.inquiry import Manner
 from cacheblend_cli.settings import Resolved
+from cacheblend_cli.text_files import write_text
+
+COMMANDS = {
+    "/sources": "the chunks of the last answer, and how their KV came to be",
+    "/why": "what the last answer computed, chunk by chunk and layer by layer",
+    "/docs": "the documents that are searched",
+    "/save": "write the conversation to a file: /save FILE.md or FILE.json",
+    "/forget": "begin a new conversation",
+    "/help": "this",
+    "/quit": "end",
+}
+_BAR = 20  # columns
+
+
+@dataclass
+class Conversation:
+    """named: ids of the chunks that it is over, None to search for each question. turns: question and answer of each. last: the
+    last answer, None before it."""
+
+    named: tuple[str, ...] | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    last: Any = None
+
+    def said(self, question: str, text: str, answer: Any) -> None:
+        self.turns.append((question, text))
+        self.last = answer
+
+    @property
+    def history(self) -> list[str]:
+        """What was said in turn, as a question goes behind it."""
+        return [text for turn in self.turns for text in turn]
 
 
 @options.with_settings(*options.asking())
@@ -105,18 +138,10 @@ def _commanded(line: str, talk: Conversation, answering: Answering, output: Outp
     if line.split()[0] in ("/quit", "/exit"):
         return False
     try:
-        do_command(line, talk, lambda: _documents(answering), output)
+        _do(line, talk, answering, output)
     except CacheBlendError as error:
         report(error, output)
     return True
-
-
-def _documents(answering: Answering) -> list[str]:
-    """Those that are searched, as a person standing here calls them."""
-    from cacheblend_cli.corpus.places import shown
-    from cacheblend_cli.corpus.search import searchable
-
-    return [shown(name) for name in searchable(answering.store) if answering.scope.holds(name)]
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -166,3 +191,59 @@ def _reader() -> Callable[[], str]:
         reserve_space_for_menu=0,
     )
     return lambda: str(session.prompt("> "))
+
+
+def _do(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
+    """Do what a line that begins with a slash says. Raises UsageError."""
+    command, _, argument = line.partition(" ")
+    match command:
+        case "/help":
+            for name, told in COMMANDS.items():
+                output.text(f"{name:<9} {told}")
+        case "/docs":
+            from cacheblend_cli.corpus.places import shown
+            from cacheblend_cli.corpus.search import searchable
+
+            for name in filter(answering.scope.holds, searchable(answering.store)):
+                output.line(shown(name))
+        case "/forget":
+            talk.turns, talk.last = [], None
+            output.note("what was said is forgotten")
+        case "/save":
+            _save(argument.strip(), talk, output)
+        case "/sources" | "/why":
+            if talk.last is None:
+                raise UsageError("nothing was asked yet", "ask something first")
+            (_sources if command == "/sources" else _why)(talk.last, output)
+        case _:
+            raise UsageError(f"unknown command {command}", f"known: {', '.join(COMMANDS)}")
+
+
+def _sources(answer: Any, output: Output) -> None:
+    rows = [(c.id[:12], c.tokens, c.status, c.source) for c in answer.chunks]
+    output.table(("chunk", "tokens", "status", "source"), rows, right=(1,), ends=(3,))
+
+
+def _why(answer: Any, output: Output) -> None:
+    """A bar a chunk, as long as its share that was computed."""
+    for c in answer.chunks:
+        share = c.recomputed / c.tokens if c.tokens else 0.0
+        filled = round(share * _BAR) or int(c.recomputed > 0)
+        bar = "#" * filled + "." * (_BAR - filled)
+        output.line(
+            f"{c.id[:12]}  {bar}  {c.recomputed:>5} of {c.tokens:>5} tokens computed, {c.status:<8}  {c.source}"
+        )
+    for line in layer_lines(answer):
+        output.line(line)
+
+
+def _save(name: str, talk: Conversation, output: Output) -> None:
+    if not name:
+        raise UsageError("/save needs a file", "/save talk.md, or talk.json")
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        text = json.dumps([{"question": q, "answer": a} for q, a in talk.turns], ensure_ascii=False, indent=1) + "\n"
+    else:
+        text = "".join(f"## {q}\n\n{a}\n\n" for q, a in talk.turns)
+    write_text(path, text, "name another file", new=True)
+    output.note(f"{len(talk.turns)} turns are in {path}")

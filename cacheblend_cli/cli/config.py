@@ -1,18 +1,28 @@
-"""cacheblend config: what the settings are, where they come from, and how they are kept in a file."""
+"""cacheblend config: what the settings are, where they come from, and how they are kept in a project's cacheblend.toml or
+the user's config.toml."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.settings import resolve
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.settings import FILE, PATHS, Settings, config_files, parse_setting, resolve
+
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change the settings.")
 
 
+Key = Annotated[str, typer.Argument(help="A setting, as config show names it.")]
 User = Annotated[bool, typer.Option("--user", help="The user's file, for every folder, and not the project's.")]
 
 
@@ -38,31 +48,111 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write a file that is there anew.")] = False,
 ) -> None:
     """Write a cacheblend.toml here, with every setting, its default and what it does, commented out."""
-    from cacheblend_cli.cli import config_file
-
-    file = config_file.file_here(user=user, new=True)
-    config_file.init(file, force=force)
+    file = _file(user=user, new=True)
+    if file.exists() and not force:
+        raise UsageError(
+            f"{file} is there already", "change it: cacheblend config set KEY VALUE; --force writes it anew"
+        )
+    _write(file, "\n".join(_template()))
     Output().note(f"wrote {file}")
 
 
 @app.command("set")
 def set_(
-    key: Annotated[str, typer.Argument(help="A setting, as config show names it.")],
+    key: Key,
     values: Annotated[list[str], typer.Argument(help="Its value; of template-var, several.", metavar="VALUE...")],
     user: User = False,
 ) -> None:
     """Set a setting in the project's cacheblend.toml, or, where there is none, in one made here."""
-    from cacheblend_cli.cli import config_file
+    from tomlkit import dumps
 
-    file = config_file.file_here(user=user)
-    name, value = config_file.put(file, key, values)
+    file = _file(user=user)
+    name, value = parse_setting(key, values)
+    if name in PATHS:
+        value = _from(file, value)
+    document = _read(file)
+    _take(document, name)
+    document[name] = value
+    _write(file, dumps(document))
     Output().note(f"{name} is {value!r} in {file}")
 
 
 @app.command("unset")
-def unset(key: Annotated[str, typer.Argument(help="A setting, as config show names it.")], user: User = False) -> None:
+def unset(key: Key, user: User = False) -> None:
     """Take a setting out of the project's cacheblend.toml."""
-    from cacheblend_cli.cli import config_file
+    from tomlkit import dumps
 
-    file = config_file.file_here(user=user)
-    Output().note(f"{config_file.take(file, key)} is no longer set in {file}")
+    file, name = _file(user=user), key.replace("-", "_")
+    document = _read(file)
+    if not _take(document, name):
+        raise NotFoundError(f"{file} does not set {key}", "see: cacheblend config show")
+    _write(file, dumps(document))
+    Output().note(f"{name} is no longer set in {file}")
+
+
+def _file(*, user: bool, new: bool = False) -> Path:
+    """The user's file; else the project's, and where there is none, or a `new` one is wanted, the one to make here."""
+    files = config_files()
+    if user:
+        return files[0]
+    return Path.cwd() / FILE if new or len(files) < 2 else files[-1]
+
+
+def _take(document: TOMLDocument, name: str) -> bool:
+    """Remove a setting, however its name is written. Whether it was there."""
+    found = [known for known in document if known.replace("-", "_") == name]
+    for known in found:
+        del document[known]
+    return bool(found)
+
+
+def _template() -> Iterator[str]:
+    yield "# Settings of cacheblend for this folder and those below it; flags and CACHEBLEND_* variables are stronger."
+    yield "# Remove the # before a line to set it. A path is meant from this file."
+    for field in fields(Settings):
+        yield ""
+        if help := field.metadata.get("help"):
+            yield f"# {help}"
+        yield f"# {field.name} = {_toml(field.default)}"
+    yield ""
+
+
+def _toml(value: Any) -> str:
+    """A default as TOML; what has none is empty text."""
+    from tomlkit import item
+
+    return item("" if value is None else list(value) if isinstance(value, tuple) else value).as_string()
+
+
+def _from(file: Path, value: str) -> str:
+    """A path that was typed here, as it is meant from the file. A name that is no path here stays."""
+    path = Path(value).expanduser()
+    if path.is_absolute() or not path.exists() or Path.cwd() == file.parent:
+        return value
+    return os.path.relpath(path, file.parent)
+
+
+def _read(file: Path) -> TOMLDocument:
+    from tomlkit import document, parse
+    from tomlkit.exceptions import TOMLKitError
+
+    if not file.exists():
+        return document()
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except (TOMLKitError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not valid TOML: {error}", "mend or remove it") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}", "check its permissions") from error
+
+
+def _write(file: Path, text: str) -> None:
+    """In the place of the old one, whole or not at all."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"{file} cannot be written: {error.strerror}", "check its permissions") from error
