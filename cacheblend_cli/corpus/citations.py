@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentRecord, Locator, StoreError
@@ -51,26 +52,24 @@ class Citations:
     def _of(self, key: bytes) -> dict[str, Citation]:
         """Name of each document -> the chunk's first place in it."""
         self._asked += 1
-        if self._places is not None:
-            return self._places.get(key, {})
         try:
+            if self._places is None and self._asked > _MANY:
+                self._places = _places(self._store.documents())
+            if self._places is not None:
+                return self._places.get(key, {})
             with self._store.read() as reader:
-                if self._asked > _MANY:
-                    self._places = {}
-                    for record in reader.documents():
-                        _add_places(self._places, record)
-                    return self._places.get(key, {})
-                found: dict[bytes, dict[str, Citation]] = {}
-                for name in reader.documents_of(key):
-                    if name not in self._documents:
-                        self._documents[name] = reader.document(name)
-                    if (known := self._documents[name]) is not None:
-                        _add_places(found, known)
-                return found.get(key, {})
+                names = list(reader.documents_of(key))
+                self._documents |= {name: reader.document(name) for name in names if name not in self._documents}
+            return _places(self._documents[name] for name in names).get(key, {})
         except StoreError:  # what is damaged is told elsewhere; the chunk has a name of its own
             return {}
 
 
-def _add_places(places: dict[bytes, dict[str, Citation]], record: DocumentRecord) -> None:
-    for chunk in record.chunks:
-        places.setdefault(chunk.key, {}).setdefault(record.source, Citation(record.source, chunk.index, chunk.locator))
+def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, dict[str, Citation]]:
+    """Key of each chunk -> name of each document that it stands in -> its first place there."""
+    found: dict[bytes, dict[str, Citation]] = {}
+    for record in filter(None, records):
+        for chunk in record.chunks:
+            place = Citation(record.source, chunk.index, chunk.locator)
+            found.setdefault(chunk.key, {}).setdefault(record.source, place)
+    return found
