@@ -23,10 +23,14 @@ def recall(path: Path) -> str:
 
 
 def keep(path: Path, text: str) -> None:
-    """Replace the file as a whole: processes side by side never see half of it. Where nothing can be written, as in a
-    read-only home, nothing is kept."""
+    """As `replace`, but where nothing can be written, as in a read-only home, nothing is kept."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace(path, text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write the file as a whole: processes side by side never see half of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

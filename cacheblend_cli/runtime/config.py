@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from cacheblend_cli.blend.corrections import CORRECTIONS
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.loading import Precision
 from cacheblend_cli.prompt.collection import check_kv_dtype
-from cacheblend_cli.prompt.wording import Wording, check_prompt, parse_variables
+from cacheblend_cli.prompt.wording import check_prompt, parse_variables
 from cacheblend_cli.settings import Settings, of_settings
 
 MODES = ("blend", "full", "reuse")
@@ -59,14 +57,6 @@ class EngineConfig:
         parse_variables(self.template_var)
         if self.prompt:
             check_prompt(self.prompt)
-
-    @property
-    def precision(self) -> Precision:
-        return Precision(self.dtype, self.weight_dtype)
-
-    def wording(self, model_dir: Path) -> Wording:
-        """How prompts are worded for the model in that directory."""
-        return Wording.of(model_dir, self.prompt, self.system, self.template_var)
 
 
 @dataclass(frozen=True)

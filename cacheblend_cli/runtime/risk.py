@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from platformdirs import user_data_path
 from torch import Tensor
 
+from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.runtime.config import BlendConfig
@@ -113,9 +112,5 @@ class RiskFile:
         return found if len(numbers) == SIGNALS + 1 and all(map(math.isfinite, numbers)) else None
 
     def write(self, fit: RiskFit) -> None:
-        """Replace it as a whole, so that processes side by side never see half of it. Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(asdict(fit), stream)
-        os.replace(name, self.path)
+        """Raises OSError."""
+        user_cache.replace(self.path, json.dumps(asdict(fit)))

@@ -24,7 +24,7 @@ from cacheblend_cli.model.compute_dtype import product_speeds
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.generic.decoder import GenericDecoder
-from cacheblend_cli.model.loading import LoadedModel, load_model, resolve_device, resolve_model
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_device, resolve_model
 from cacheblend_cli.model.model_files import unused_adapter
 from cacheblend_cli.model.named import default_model
 from cacheblend_cli.prompt import dates
@@ -56,7 +56,8 @@ class Runtime:
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
         self.model, self.config = model, config
-        self.template = split_template(model.tokenizer, config.wording(model.path))
+        wording = Wording.of(model.path, config.prompt, config.system, config.template_var)
+        self.template = split_template(model.tokenizer, wording)
         self.load_s = 0.0
         self.say: Say = lambda text: None
         self.progress: Say = lambda text: None
@@ -76,7 +77,8 @@ class Runtime:
             progress(f"loading {name}")
         path = resolve_model(name, say)
         lora = Path(config.lora).expanduser() if config.lora else None
-        runtime = cls(load_model(path, name, device, config.precision, config.attention_backend, lora), config)
+        precision = Precision(config.dtype, config.weight_dtype)
+        runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
         if isinstance(runtime.decoder, GenericDecoder):
             check_once(runtime.decoder, runtime.model.fingerprint)
         if config.kv_pool_dtype == "float8_e4m3":

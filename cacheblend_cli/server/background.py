@@ -43,11 +43,8 @@ def _started(path: Path, log: Path, idle_exit_s: float) -> dict[str, Any]:
             return told
         if process.poll() is not None:
             said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            error = next(
-                (line.removeprefix("error: ") for line in said if line.startswith("error: ")), "it ended at once"
-            )
-            hint = next((line.removeprefix("hint: ") for line in said if line.startswith("hint: ")), f"see {log}")
-            raise CacheBlendError(error, hint)
+            told = dict(line.partition(": ")[::2] for line in reversed(said))  # the first of each kind
+            raise CacheBlendError(told.get("error", "it ended at once"), told.get("hint", f"see {log}"))
         time.sleep(_LOOK_S)
     process.terminate()
     raise CacheBlendError(f"the engine did not answer within {_START_S:.0f} seconds", f"see {log}")
