@@ -170,19 +170,7 @@ class Engine:
         return self._service
 
     def _submit(self, asked: Asked) -> Future[Answer]:
-        future: Future[Answer] = Future()
-
-        def tell(event: Event) -> None:
-            if isinstance(event, Failed):
-                future.set_exception(event.error)
-            elif isinstance(event, Done):
-                if event.answers:
-                    future.set_result(event.answers[0])
-                else:
-                    future.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
-
-        self._run().submit(self._job(asked), tell)
-        return future
+        return self._run().ask(self._job(asked))
 
     def _job(self, asked: Asked) -> Job:
         resolved = _with(self._resolved, asked.settings or {})

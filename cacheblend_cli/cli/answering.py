@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -48,7 +47,7 @@ class LocalEngine:
 
         if self._service is not None:
             job = self._service.run(lambda runtime: self._job(inquiry)).result()
-            answer = _future(self._service, job)
+            answer = self._service.ask(job)
             return lambda streams: self._told(inquiry, job, answer.result())
         job = self._job(inquiry)
 
@@ -83,22 +82,6 @@ class LocalEngine:
     def _told(self, inquiry: Inquiry, job: Job, answer: Answer) -> Told:
         record = answer.to_dict(ids=inquiry.manner.ids, explain=inquiry.manner.explain)
         return Told(answer, record, *self._engine.told(self._store, job.question, answer, inquiry.manner))
-
-
-def _future(service: Service, job: Job) -> Future[Answer]:
-    """The job's answer, when it is there."""
-    from cacheblend_cli.runtime.jobs import Done, Failed
-
-    answer: Future[Answer] = Future()
-
-    def heard(event: object) -> None:
-        if isinstance(event, Done):
-            answer.set_result(event.answers[0])
-        elif isinstance(event, Failed):
-            answer.set_exception(event.error)
-
-    service.submit(job, heard)
-    return answer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.errors import QueueFull
+from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, OnEvent, ServiceStats, Ticket
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.runtime.sequence import Status
@@ -56,6 +57,21 @@ class Service:
             self._live.add(ticket)
             self.run(lambda _: self._stepper.arrive(ticket))
         return ticket
+
+    def ask(self, job: Job) -> Future[Answer]:
+        """Queue the job, as `submit` does; its first answer, or what it fails of."""
+        answered: Future[Answer] = Future()
+
+        def heard(event: Event) -> None:
+            if isinstance(event, Failed):
+                answered.set_exception(event.error)
+            elif isinstance(event, Done) and event.answers:
+                answered.set_result(event.answers[0])
+            elif isinstance(event, Done):
+                answered.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
+
+        self.submit(job, heard)
+        return answered
 
     def cancel(self, ticket: Ticket) -> None:
         """End the job in the next step: it tells Done, with what was said. Of a finished one nothing happens."""
