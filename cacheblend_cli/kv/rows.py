@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from cacheblend_kernels import AttentionMetadata
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cacheblend_cli.kv.pool import KVPool, PagedSequence, upload
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
@@ -117,8 +118,5 @@ def block_tables(sequences: Sequence[PagedSequence], device: torch.device) -> Te
     """[num_seqs, max_blocks] int32; short rows end in zeros."""
     if len(sequences) == 1:
         return sequences[0].block_table[None]
-    width = max(len(s.blocks) for s in sequences)
-    table = torch.zeros(len(sequences), width, dtype=torch.int32)
-    for i, sequence in enumerate(sequences):
-        table[i, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
-    return upload(table, device, torch.int32)
+    own = [torch.tensor(s.blocks, dtype=torch.int32) for s in sequences]
+    return upload(pad_sequence(own, batch_first=True), device, torch.int32)

@@ -149,15 +149,15 @@ def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
     return TileConfig(block_m, 32, 4, 3)
 
 
-def num_context_splits(num_programs: int, max_keys: int, num_sms: int, waves: int = 2) -> int:
+def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
     """How many parts to cut the context into (1: the one-kernel path, PagedAttention's v1; more: v2's reduction).
 
-    num_programs: programs of an unsplit launch. Splits fill `waves` waves of the device, keep at least
+    num_programs: programs of an unsplit launch. Splits fill two waves of the device, keep at least
     MIN_KEYS_PER_SPLIT keys each, and are a power of two, so that a growing context rarely changes the kernel.
     """
     if num_programs >= num_sms or max_keys < 2 * MIN_KEYS_PER_SPLIT:
         return 1
-    wanted = -(-waves * num_sms // max(1, num_programs))
+    wanted = -(-2 * num_sms // max(1, num_programs))
     most = max_keys // MIN_KEYS_PER_SPLIT
     splits = max(1, min(wanted, most, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
