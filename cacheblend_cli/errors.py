@@ -40,6 +40,14 @@ class PromptTooLong(UsageError):
     """A prompt and its answer do not fit the model's context."""
 
 
+class TemplateFailed(UsageError):
+    """The chat template raised. reason: in its words."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the chat template failed: {reason}", "check chat_template in the model directory")
+        self.reason = reason
+
+
 class NotFoundError(CacheBlendError):
     """A file, model or chunk id that is not there, or an id prefix that is ambiguous."""
 

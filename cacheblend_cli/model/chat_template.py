@@ -11,21 +11,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import TemplateFailed, UsageError
 
 GIVEN = {
     "messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", "bos_token", "eos_token",
     "unk_token", "pad_token",
 }  # fmt: skip
 """Variables of a chat template that are not the user's to set."""
-
-
-class TemplateFailed(UsageError):
-    """The chat template raised. reason: in its words."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the chat template failed: {reason}", "check chat_template in the model directory")
-        self.reason = reason
 
 
 class ChatTemplate:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.model.chat_template import ChatTemplate, check_variables
 from cacheblend_cli.model.model_files import AGAIN, read_object, read_text
 from cacheblend_cli.model.tokenizer_json import for_the_middle
+
+if TYPE_CHECKING:
+    from cacheblend_cli.model.chat_template import ChatTemplate
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
 
@@ -170,7 +172,8 @@ class Tokenizer:
         TemplateFailed.
         """
         if self._template_source is None:
-            check_variables(variables or {}, set())
+            if variables:
+                raise UsageError("the model has no chat template, and so no variables of one", "leave them out")
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
         tokens = {n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))}
         given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
@@ -178,6 +181,8 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate:
+        from cacheblend_cli.model.chat_template import ChatTemplate  # jinja takes a tenth of a second to import
+
         assert self._template_source is not None
         return ChatTemplate(self._template_source)
 

@@ -32,15 +32,32 @@ QUANTISED = (
 IN_FILE = "embed_in_file"  # the embedding, where it is not in memory
 
 
+class Weights(dict[str, Tensor]):
+    """Tensors by our names. Some are mapped parts of files until they are taken out: who packs them then has not copied them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rest: dict[str, list[Tensor]] = {}
+
+    def put_parts(self, name: str, parts: Mapping[int, Tensor]) -> None:
+        """A tensor in blocks of rows, by the row that each begins at."""
+        self[name], *self._rest[name] = (parts[start] for start in sorted(parts))
+
+    def pop(self, name: str) -> Tensor:  # type: ignore[override]
+        first, rest = super().pop(name), self._rest.pop(name, ())
+        return torch.cat((first, *rest)) if rest else first
+
+
 def load_weights(
     spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAdapter | None = None
-) -> dict[str, Tensor]:
+) -> Weights:
     """Every tensor of the model under our names, in `dtype` on `device`.
 
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `fold`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
-    added to each block, in float32, on the way. The embedding, of which a prompt needs few rows, stays in its file on a CPU
-    where that has plain numbers, in the file's dtype, under the name IN_FILE.
+    added to each block, in float32, on the way. On a CPU large parts that are in the file as they are to be stay there, mapped,
+    until they are taken out; and the embedding, of which a prompt needs few rows, for good, where the file has plain numbers,
+    in the file's dtype, under the name IN_FILE.
     Of a tied model the file may hold the embedding, the head or both; two that differ are both used, as transformers does.
     Raises UsageError on a missing tensor, a wrong shape, one that is no part of the model, quantised weights, and an
     adapter of another model.
@@ -49,8 +66,10 @@ def load_weights(
     if spec.tied:
         shapes[HEAD] = ((spec.vocab_size, spec.hidden_size), "lm_head", 0, (spec.vocab_size, spec.hidden_size))
     deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
-    weights: dict[str, Tensor] = {}
-    seen: set[str] = set()
+    weights, seen = Weights(), set[str]()
+    mapped: dict[str, dict[int, Tensor]] = {}
+    folded = spec.residual_scale != 1 or head_order(spec) is not None
+    stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
     source = tensor_source(model_dir, experts=spec.experts is not None)
     for stored, kind, found in source.headers():
         name = _name_in(shapes, stored)
@@ -80,15 +99,26 @@ def load_weights(
                 "the weights and config.json belong to different models",
             )
         if name == EMBEDDING and device.type == "cpu" and EMBEDDING not in deltas:
-            mapped = source.whole(stored)
-            if mapped is not None:
-                weights[IN_FILE] = mapped
+            embedding = source.whole(stored)
+            if embedding is not None:
+                weights[IN_FILE] = embedding
                 seen.add(name)
                 continue
+        part = source.whole(stored) if stays and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING else None
+        if part is not None and part.dtype == dtype:
+            mapped.setdefault(target, {})[start] = part
+            seen.add(name)
+            continue
         if target not in weights:
             weights[target] = _room(full_shape, dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
+    for target, parts in mapped.items():
+        if target not in weights:
+            weights.put_parts(target, parts)
+            continue
+        for start, part in parts.items():  # others of its parts are of another dtype
+            weights[target][start : start + len(part)] = part
     if spec.tied and (EMBEDDING in seen or HEAD in seen):
         _tie(weights, dtype)
         seen |= {EMBEDDING, HEAD}
@@ -123,11 +153,11 @@ def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """One tensor for embedding and head, unless the file holds two that differ."""
     if IN_FILE in weights:
         embed = weights[IN_FILE].to(dtype)
-        if torch.equal(embed, weights.get("lm_head", embed)):
+        if "lm_head" not in weights or torch.equal(embed, weights["lm_head"]):
             weights["lm_head"] = embed
         return
     embed = weights["embed"] if "embed" in weights else weights["lm_head"]
-    if torch.equal(embed, weights.get("lm_head", embed)):
+    if "lm_head" not in weights or torch.equal(embed, weights["lm_head"]):
         weights["embed"] = weights["lm_head"] = embed
 
 

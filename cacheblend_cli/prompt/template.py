@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time
 from itertools import chain, zip_longest
 
-from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.chat_template import TemplateFailed
+from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.wording import Wording
 
