@@ -137,12 +137,8 @@ class StoreReader:
     def memos(self) -> Iterator[Memo]:
         return filter(None, map(self.memo, self.keys_with(MEMO_KEYS, "meta")))
 
-    def meta(self, name: bytes) -> bytes | None:
-        value = self.get("meta", name)
-        return None if value is None else bytes(value)
-
     def state(self) -> State:
-        return read_state(self.meta, self.pages)
+        return read_state(self.get, self.pages)
 
     def entries(self, database: str) -> int:
         tree = self.pages.tree(database)

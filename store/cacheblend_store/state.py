@@ -16,8 +16,8 @@ from cacheblend_store.lmdb_file.pages.reader import PageReader
 
 _VERSION, _IDENTITY, _STATE = b"format_version", b"identity", b"state"
 
-Get = Callable[[bytes], bytes | None]
-"""Reads a record of the database `meta`."""
+Get = Callable[[str, bytes], bytes | memoryview | None]
+"""Reads a record of a database."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
 
 def read_identity(get: Get, where: str) -> str:
     """The store's identity, a random hex number. Raises StoreFormat for a foreign store or format, StoreCorrupt."""
-    version, identity = get(_VERSION), get(_IDENTITY)
+    version, identity = get("meta", _VERSION), get("meta", _IDENTITY)
     if version is None or identity is None:
         raise StoreFormat(f"{where} has no identity record: it is no cacheblend store", "name another --store")
     if version != str(FORMAT_VERSION).encode():
         raise StoreFormat(
-            f"the store at {where} has format {version[:20].decode(errors='replace')}, this version reads {FORMAT_VERSION}",
+            f"the store at {where} has format {bytes(version[:20]).decode(errors='replace')}, this version reads {FORMAT_VERSION}",
             "use another --store, or the version of cacheblend that wrote it",
         )
     try:
@@ -66,7 +66,7 @@ def read_state(get: Get, pages: PageReader) -> State:
 def decode_state(get: Get) -> State | None:
     """None when the record is missing or damaged."""
     try:
-        return typed(load_object(unseal(_STATE, get(_STATE) or b""), 1 << 12), State)
+        return typed(load_object(unseal(_STATE, get("meta", _STATE) or b""), 1 << 12), State)
     except (BadBlob, ValueError):
         return None
 

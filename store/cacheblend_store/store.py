@@ -44,7 +44,7 @@ class ChunkStore:
         self._env: Environment | None = self._acquire(create=create)
         try:
             with self.read() as reader:
-                self.identity = read_identity(reader.meta, str(path))
+                self.identity = read_identity(reader.get, str(path))
         except BaseException:
             self.close()
             raise

@@ -33,7 +33,7 @@ class StoreWriter:
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
-        self.state = self._before = read_state(lambda name: self.get("meta", name), pages)
+        self.state = self._before = read_state(self.get, pages)
 
     def finish(self) -> None:
         """Write the counters when they changed."""

@@ -214,7 +214,7 @@ def test_counters_that_are_none_are_counted_again(tmp_path: Path) -> None:
             with bare_writing(store) as (txn, dbs):
                 txn.put(b"state", seal(b"state", value), db=dbs["meta"])
             with store.read() as reader:
-                assert read_state(reader.meta, reader.pages).live_bytes == wanted
+                assert read_state(reader.get, reader.pages).live_bytes == wanted
             assert store.put_chunk(*make_chunk(1)) == "unchanged"
 
 

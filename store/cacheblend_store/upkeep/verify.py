@@ -163,7 +163,7 @@ def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
 
 
 def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
-    state, there = decode_state(reader.meta), count_live_bytes(reader.pages)
+    state, there = decode_state(reader.get), count_live_bytes(reader.pages)
     text = ""
     if state is None:
         text = "the record of the counters does not read, and the quota that was in it is lost"

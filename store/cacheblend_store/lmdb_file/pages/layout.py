@@ -61,9 +61,6 @@ class Bounds(NamedTuple):
     low: bytes = b""
     high: bytes | None = None
 
-    def hold(self, key: bytes) -> bool:
-        return self.low <= key and (self.high is None or key < self.high)
-
 
 class Branch(NamedTuple):
     keys: list[bytes]

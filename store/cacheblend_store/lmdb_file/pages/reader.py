@@ -40,7 +40,6 @@ class PageReader:
         self._handle, self.meta, self.store = handle, meta, store
         self._pages: dict[int, Branch | Leaf] = {}
         self._trees: dict[str, Tree] = {}
-        self._found: dict[tuple[int, int], tuple[Leaf, Bounds]] = {}
 
     def tree(self, name: str) -> Tree | None:
         """A named database's tree, None when there is none of that name."""
@@ -174,16 +173,12 @@ class PageReader:
 
     def _leaf_of(self, tree: Tree, key: bytes, near: int = 0) -> Leaf:
         """The leaf that holds the key if the tree does. near: so many pages on each side of the path are checked, too."""
-        found = self._found.get((tree.root, near))
-        if found is not None and found[1].hold(key):
-            return found[0]  # the leaf that was asked for last: a chunk's blobs follow one another
         pgno, bounds = tree.root, Bounds()
         for depth in range(1, MAX_DEPTH + 1):
             page = self._page_within(pgno, tree, bounds)
             if isinstance(page, Leaf):
                 if depth != tree.depth:
                     raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
-                self._found[tree.root, near] = page, bounds
                 return page
             at = page.at(key)
             for beside in range(max(0, at - near), min(at + near + 1, len(page.children))):
