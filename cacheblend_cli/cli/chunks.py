@@ -150,7 +150,7 @@ def rm(
     with options.open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
-        keys += kv_store.put_documents((), found)
+        keys += kv_store.put_documents((), [d.key for d in found])
     ids = [key.hex() for key in dict.fromkeys(keys) if key in told]
     if json:
         output.json({"removed": len(ids), "ids": ids})

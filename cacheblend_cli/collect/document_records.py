@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord
-from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import is_below, is_file, is_on_disk, is_stdin, place_of
@@ -31,11 +30,6 @@ def document_record(
     return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), told, settings.context)
 
 
-def old_record(store: ChunkStore, record: DocumentRecord) -> DocumentRecord | None:
-    """What the store has in the place of this record."""
-    return store.get_document(record.collection, record.source, record.context)
-
-
 def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
     """Whether the record says something else than the old one, but for when it was written."""
     return old is None or replace(old, updated=record.updated) != record
@@ -45,23 +39,15 @@ def stored_documents(store: ChunkStore) -> dict[bytes, DocumentRecord]:
     """All records, by their keys in the store, under the names that their documents have now: a path can
     lead through a link that was not there when it was stored."""
     folders: dict[str, str] = {}
-    return {
-        document_key(r.collection, r.source, r.context): replace(r, source=_name_now(r, folders))
-        for r in store.documents()
-    }
+    return {record.key: replace(record, source=_name_now(record, folders)) for record in store.documents()}
 
 
 def rename_documents(store: ChunkStore) -> None:
     """Store the records under the names that `stored_documents` gives them. Of two of one document the later one stays."""
-    folders: dict[str, str] = {}
-    now, old = dict[tuple[str, str, str], DocumentRecord](), list[DocumentRecord]()
-    for record in sorted(store.documents(), key=lambda r: r.updated):
-        name = _name_now(record, folders)
-        now[record.collection, name, record.context] = replace(record, source=name)
-        if name != record.source:
-            old.append(record)
-    moved = {(r.collection, _name_now(r, folders), r.context) for r in old}
-    store.put_documents([now[place] for place in sorted(moved)], old)
+    stored = stored_documents(store)
+    latest = {record.place: record for record in sorted(stored.values(), key=lambda r: r.updated)}
+    moved = {key: record.place for key, record in stored.items() if record.key != key}
+    store.put_documents([latest[place] for place in sorted(set(moved.values()))], moved)
 
 
 def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
@@ -104,5 +90,5 @@ def renamed(store: ChunkStore, gone: Iterable[DocumentRecord], names: Mapping[st
     """Records for the names under which what gone documents said has turned up, where the store has none yet: in contexts
     and codecs that this run did not look at, their chunks stay so. names: by digest."""
     moved = (replace(r, source=names[r.content_digest]) for r in gone if r.content_digest in names)
-    places = {(r.collection, r.source, r.context): r for r in moved}
+    places = {record.place: record for record in moved}
     return [r for place, r in places.items() if store.get_document(*place) is None]

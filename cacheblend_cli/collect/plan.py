@@ -173,14 +173,13 @@ def _told(value: Any) -> Any:
 def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:
     """The records that are replaced or removed, by their keys in the store."""
     places = {(p.collection.id, d.source, p.settings.context) for p in parts for d, _ in p.planned}
-    ending = {(r.collection, r.source, r.context) for r in survey.gone.values()}
+    ending = {record.place for record in survey.gone.values()}
 
     def leaves(record: DocumentRecord) -> bool:
-        place = (record.collection, record.source, record.context)
-        if place in ending:  # what has turned up under another name stays, unless that is stored anew there
+        if record.place in ending:  # what has turned up under another name stays, unless that is stored anew there
             name = survey.names.get(record.content_digest)
             return name is None or (record.collection, name, record.context) in places
-        return place in places or survey.is_outdated(record)
+        return record.place in places or survey.is_outdated(record)
 
     return {key: record for key, record in (survey.stored | survey.gone).items() if leaves(record)}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
-from cacheblend_cli.collect.document_records import document_record, is_news, old_record, rename_documents, renamed
+from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Difference, Part, Planned, compare, plan_parts
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
@@ -202,9 +202,9 @@ class _Run:
     def remove_gone(self) -> None:
         """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
         another name."""
-        gone, names = list(self._found.gone.values()), self._found.names
-        self._report.removed += len(self._store.put_documents(renamed(self._store, gone, names), gone))
-        for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone):
+        gone, names = self._found.gone, self._found.names
+        self._report.removed += len(self._store.put_documents(renamed(self._store, gone.values(), names), gone))
+        for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone.values()):
             self._report.gone += 1
             what = f"is {shown(names[digest])} now" if digest in names else "is gone: its chunks were removed"
             self._on_event(PrecomputeEvent("removed", message=f"{shown(source)} {what}"))
@@ -213,12 +213,9 @@ class _Run:
         """A document's chunks in other contexts and codecs say what it said then. When it says something else now, they
         go. So does what stands behind an earlier date."""
         found, store = self._found, self._store
-        now = (
-            store.get_document(r.collection, r.source, r.context)
-            for r in filter(found.is_outdated, found.stored.values())
-        )
+        now = (store.get_document(*record.place) for record in filter(found.is_outdated, found.stored.values()))
         outdated = [record for record in now if record is not None and found.is_outdated(record)]
-        self._report.removed += len(store.put_documents((), outdated))
+        self._report.removed += len(store.put_documents((), [record.key for record in outdated]))
         for record in outdated:
             if record.collection not in found.earlier:
                 what = f"its chunks of context {record.context} in {found.codecs[record.collection]} were removed"
@@ -236,10 +233,9 @@ class _Run:
             there = {key: m for key in wanted if (m := reader.undamaged(key)) is not None}
         missing = {k for k in wanted if k in keep and (force or k not in there or not there[k].has_kv)}
         records = [document_record(part.collection, document, chunks, part.settings) for document, chunks in batch]
-        olds = [old_record(store, record) for record in records]
         stored = {d.source: self._found.replaced(d.source, part.collection, part.settings.context) for d, _ in batch}
         before = {name: {c.key for record in old for c in record.chunks} for name, old in stored.items()}
-        news = [record for record, old in zip(records, olds, strict=True) if is_news(record, old)]
+        news = [record for record in records if is_news(record, store.get_document(*record.place))]
         report.removed += len(store.put_documents(news))
         collector.store_texts([planned for key, planned in wanted.items() if key not in there])
 

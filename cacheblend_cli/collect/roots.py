@@ -36,10 +36,6 @@ class DocumentRoot:
     selection: Selection = ALL
     collections: frozenset[str] = frozenset()
 
-    def covers(self, name: str) -> bool:
-        """Whether a document is at or below the path."""
-        return is_within(name, self.path)
-
     def memo(self) -> Memo:
         value = to_builtins(replace(self, updated=0.0), order="sorted")
         return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
@@ -69,9 +65,9 @@ class Roots:
 
     def nearest(self, name: str) -> DocumentRoot | None:
         """The root that a document, or another root, is at or below."""
-        own = [r for r in self._known if r.covers(name) and r.model == self._model]
-        others = [r for r in self._known if r.covers(name)]
-        return max(own or others, key=lambda r: (len(r.path), r.updated), default=None)
+        above = [r for r in self._known if is_within(name, r.path)]
+        own = [r for r in above if r.model == self._model]
+        return max(own or above, key=lambda r: (len(r.path), r.updated), default=None)
 
     def selection_of(self, name: str) -> Selection:
         """What was taken of a folder when that was last said, or of the nearest one above."""
@@ -88,7 +84,7 @@ class Roots:
         return {
             name
             for name in lost
-            if not any(r.covers(name) or (name in r.linked and r.path not in looked_at) for r in own)
+            if not any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
         }
 
     def remember(

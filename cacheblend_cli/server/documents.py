@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_store import ChunkStore, DocumentRecord
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
-from cacheblend_cli.collect.document_records import document_record, is_news, old_record
+from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import iter_cut
@@ -81,7 +81,7 @@ class Putting:
         collection = runtime.collection(salt)
         [(_, self.chunks)] = plan(collection, [document], settings)
         record = document_record(collection, document, self.chunks, of_settings(CollectSettings, settings))
-        self.is_new = (old := old_record(store, record)) is None
+        self.is_new = (old := store.get_document(*record.place)) is None
         if is_news(record, old):
             store.put_documents([record])
         keep_date(store, collection)
@@ -124,7 +124,7 @@ def delete(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:
     """Forget a document that was put, and the chunks only it has; whether it was there."""
     name = put_name(tenant, document_id)
     records = [record for record in store.documents() if record.source == name]
-    store.put_documents((), records)
+    store.put_documents((), [record.key for record in records])
     return bool(records)
 
 

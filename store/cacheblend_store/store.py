@@ -228,9 +228,9 @@ class ChunkStore:
         given = list(manifests)
         return self.transact(lambda writer: sum(map(writer.put_record, given))) if given else 0
 
-    def put_documents(self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()) -> list[bytes]:
-        """Replace the record of each (collection, source, context) and remove those of `removed`, in one transaction: a document
-        moves so. Chunks no document refers to any more go; returns their keys."""
+    def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
+        """Replace the record of each place and remove those whose keys are in `removed`, in one transaction: a document moves
+        so. Chunks no document refers to any more go; returns their keys."""
         return self.transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:

@@ -15,7 +15,6 @@ from cacheblend_store.format.records import (
     blob_digest,
     decode_document,
     decode_manifest,
-    document_key,
     encode_document,
     encode_manifest,
     use_record,
@@ -189,19 +188,18 @@ class StoreWriter:
 
     # documents
 
-    def put_documents(self, records: Sequence[DocumentRecord], removed: Sequence[DocumentRecord] = ()) -> list[bytes]:
-        """Replace the records, and remove those of `removed`; the chunks that went with the old ones. A chunk that moved from
+    def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
+        """Replace the records, and remove those whose keys are in `removed`; the chunks that went with the old ones. A chunk that moved from
         one of these documents to another stays."""
         dropped = list[bytes]()
         for record in records:
-            key = document_key(record.collection, record.source, record.context)
+            key = record.key
             dropped += self._unrefer(key, keep={c.key for c in record.chunks})
             self.put("documents", key, encode_document(record))
             for chunk in record.chunks:
                 self.put("refs", chunk.key + key, b"")
             self.changed()
-        for record in removed:
-            key = document_key(record.collection, record.source, record.context)
+        for key in removed:
             dropped += self._unrefer(key, keep=set())
             if self.delete("documents", key):
                 self.changed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
+from cacheblend_store.format.records import document_key
 
 SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
 
@@ -29,4 +30,4 @@ def put_document(store: ChunkStore, source: str, *paragraphs: str, collection: s
 
 def forget(store: ChunkStore, collection: str, source: str, context: str = "sink") -> list[bytes]:
     """Remove a document's record, and the chunks that only it has; their keys."""
-    return store.put_documents((), [DocumentRecord(source, collection, "", (), 0.0, context=context)])
+    return store.put_documents((), [document_key(collection, source, context)])

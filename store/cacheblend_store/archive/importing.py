@@ -130,10 +130,9 @@ class _Manifest:
                 self.chunks.add(line.manifest.key)
             elif isinstance(line, DocumentLine):
                 document = line.record
-                name = (document.collection, document.source, document.context)
-                if name in self.documents or document.collection not in self.collections:
+                if document.place in self.documents or document.collection not in self.collections:
                     raise ArchiveError(f"the manifest's record of {document.source[:40]!r} is out of place", DAMAGED)
-                self.documents[name] = document
+                self.documents[document.place] = document
         if line != End(len(self.collections), len(self.chunks), len(self.documents)):
             raise ArchiveError("the manifest has no end, or its end counts others", DAMAGED)
         for file in sizes:  # that every line has its file is checked with the lines
@@ -169,10 +168,7 @@ def _choose_documents(
     taken, kept, wanted = list[DocumentRecord](), set[bytes](), set[bytes]()
     for named in manifest.documents.values():
         document = changed(named, source=options.rename(named.source))
-        old, keys = (
-            store.get_document(document.collection, document.source, document.context),
-            {c.key for c in document.chunks},
-        )
+        old, keys = store.get_document(*document.place), {c.key for c in document.chunks}
         same = old is not None and (old.chunks, old.content_digest) == (document.chunks, document.content_digest)
         if old is not None and not same and not replace:
             report.kept.append(document.source)

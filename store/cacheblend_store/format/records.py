@@ -134,6 +134,15 @@ class DocumentRecord:
     settings: Mapping[str, Any] = field(default_factory=dict)
     context: str = "sink"
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What there is one record of."""
+        return self.collection, self.source, self.context
+
+    @property
+    def key(self) -> bytes:
+        return document_key(*self.place)
+
 
 @dataclass(frozen=True)
 class Memo:
@@ -174,7 +183,7 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
 
 
 def encode_document(record: DocumentRecord) -> bytes:
-    return seal_json(document_key(record.collection, record.source, record.context), vars(record))
+    return seal_json(record.key, vars(record))
 
 
 def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
