@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,7 @@ from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
 from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
-from cacheblend_cli.model.model_files import (
-    checkpoint_files,
-    gguf_file_of,
-    is_converted,
-    read_object,
-    weight_names,
-)
+from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import quantisation_of
@@ -209,10 +203,9 @@ def model_fingerprint(
 ) -> str:
     """blake2b-128 over everything K and V depend on: shape, RoPE, weights, how they are read and what they are kept in,
     compute dtype, adapter."""
-    unsaid = {
-        f.name: f.default for f in fields(spec) if f.default is not MISSING
-    }  # what other families have beside Llama
-    shape = {k: v for k, v in vars(spec).items() if k != "config" and not (k in unsaid and v == unsaid[k])}
+    # a field that was added for other families and says nothing of this one changes no fingerprint
+    said = ((f.name, getattr(spec, f.name), f.default) for f in fields(spec) if f.name != "config")
+    shape = {name: value for name, value, default in said if value != default}
     parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype) + lora_digest
     if quantisation := quantisation_of(path):
         parts += repr(quantisation)
