@@ -38,19 +38,15 @@ class ChatTemplate:
         """given: what every template is told. variables: what the user tells this one."""
         if variables:
             found = meta.find_undeclared_variables(self._environment.parse(self._source))
-            check_variables(variables, found - GIVEN - self._environment.globals.keys())
+            known = found - GIVEN - self._environment.globals.keys()
+            for name in variables.keys() - known:
+                raise UsageError(
+                    f"the chat template has no variable {name!r}", f"it has: {', '.join(sorted(known)) or 'none to set'}"
+                )
         try:
             return self._template.render({"enable_thinking": False, **given, **variables})
         except TemplateError as error:
             raise TemplateFailed(str(error)) from error
-
-
-def check_variables(variables: Mapping[str, Any], known: set[str]) -> None:
-    """Raises UsageError for one that the template does not have."""
-    for name in variables.keys() - known:
-        raise UsageError(
-            f"the chat template has no variable {name!r}", f"it has: {', '.join(sorted(known)) or 'none to set'}"
-        )
 
 
 class GenerationTag(Extension):

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.spec import ModelSpec
-
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
 CosSin = tuple[Tensor, Tensor]
 Rope = Mapping[str, Any]

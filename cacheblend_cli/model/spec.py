@@ -7,6 +7,7 @@ from typing import Any
 
 # RoPE types whose factor lengthens the context. For llama3 and longrope `max_position_embeddings` is the longer one.
 LENGTHENED = ("linear", "dynamic", "yarn")
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # their frequencies depend on the length of the prompt
 QUERY_GROWTH = "llama_4_scaling_beta"  # among RoPE's parameters
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class Tokenizer:
@@ -160,10 +155,7 @@ class Tokenizer:
         return None if found is None else str(self._tokenizer.id_to_token(found))
 
     def render(
-        self,
-        messages: list[dict[str, str]],
-        strftime_now: Callable[[str], str] = _strftime_now,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: list[dict[str, str]], strftime_now: Callable[[str], str], variables: Mapping[str, Any]
     ) -> str:
         """The chat template over the messages with the generation prompt. Without a template: bos and the plain content.
 
@@ -177,7 +169,7 @@ class Tokenizer:
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
         tokens = {n: v for n in ("bos_token", "eos_token", "unk_token", "pad_token") if (v := self.special(n))}
         given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
-        return self._template.render({**given, "strftime_now": strftime_now}, variables or {})
+        return self._template.render({**given, "strftime_now": strftime_now}, variables)
 
     @cached_property
     def _template(self) -> ChatTemplate:

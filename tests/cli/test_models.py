@@ -135,7 +135,7 @@ def test_a_model_with_an_adapter_is_described_and_passes(cli: Callable[..., Any]
     record = cli("models", "check", str(model), "--lora", "lora", "--json").records[0]
     assert record["passed"]
     without = cli("models", "check", str(model), "--json").records[0]
-    assert record["transformers"] != without["transformers"]
+    assert record["blends"] != without["blends"]  # of another model; what rounding leaves of either may be the same
     write_checkpoint(tmp_path / "other", "llama-gqa", hidden_size=32)
     assert cli("models", "show", "other", "--lora", "lora").code == 2
 

@@ -48,7 +48,7 @@ def prompt_ids(template: PromptTemplate, chunks: list[str], question: str) -> li
 
 def rendered(template: PromptTemplate, chunks: list[str], question: str) -> str:
     content = Wording().message("".join(chunks), question)
-    return template.tokenizer.render([{"role": "user", "content": content}])
+    return template.tokenizer.render([{"role": "user", "content": content}], str, {})
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -10,9 +10,8 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
 from cacheblend_cli.model.families.values import shown
 from cacheblend_cli.model.model_files import AGAIN
-from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
 
-WITH_LENGTH = ("dynamic", "longrope")
 CHOOSING = ("indexer", "index_topk", "index_n_heads", "index_local", "sparse_att", "sparse_block", "compress_r", "logn")
 """Parts of the names of fields of models whose layers do otherwise with long prompts than with short ones."""
 
@@ -103,7 +102,7 @@ def _ropes(model_type: str, read: Any, length: int, head_dim: int) -> tuple[dict
     found = []
     for one in by_kind if nested else [given]:
         found.append(rope_parameters({"rope_parameters": one}, length, head_dim, {"partial_rotary_factor": 1.0}))
-        if found[-1]["rope_type"] in WITH_LENGTH:
+        if found[-1]["rope_type"] in LENGTH_DEPENDENT:
             raise not_generic(model_type, f"its RoPE of type {found[-1]['rope_type']!r} depends on the prompt's length")
     return found[0], found[1] if len(found) > 1 else None
 
