@@ -41,7 +41,8 @@ class ChatTemplate:
             known = found - GIVEN - self._environment.globals.keys()
             for name in variables.keys() - known:
                 raise UsageError(
-                    f"the chat template has no variable {name!r}", f"it has: {', '.join(sorted(known)) or 'none to set'}"
+                    f"the chat template has no variable {name!r}",
+                    f"it has: {', '.join(sorted(known)) or 'none to set'}",
                 )
         try:
             return self._template.render({"enable_thinking": False, **given, **variables})
