@@ -70,9 +70,6 @@ class HotBlocks:
         self._kept: dict[int, _Kept] = {}
         self._behind: dict[bytes, set[int]] = {}  # parent -> blocks
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def find(self, token_ids: Sequence[int], origin: Origin) -> Hit:
         """The longest run of leading tokens whose KV is there, of this origin. A block may be used in part."""
         blocks: list[int] = []

@@ -31,7 +31,7 @@ class KVPool:
     ) -> None:
         dtype = dtype if scales is None else torch.float8_e4m3fn
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.block_size, self.dtype, self.device = block_size, dtype, device
+        self.block_size, self.device = block_size, device
         k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         none = (None,) * spec.num_layers
@@ -70,10 +70,6 @@ class KVPool:
         src, dst = upload(source, self.device), upload(target, self.device)
         for held in self.raw:
             held.index_copy_(0, dst, held.index_select(0, src))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """A sequence with room for num_tokens. Raises DeviceError when the pool is too small, with what fits."""
