@@ -74,35 +74,31 @@ def find_embedder(name: str = "") -> Embedder | None:
     if not name:
         spec = find_spec("wordllama")
         return None if spec is None else _bundled(next(iter(spec.submodule_search_locations or ()), ""))
-    from cacheblend_cli.corpus.sentences import is_sentence_model
-
-    if is_sentence_model(folder := Path(name).expanduser()):
-        return _sentences(name, folder)
-    if find_spec("model2vec") is None:
-        raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
     return _named(name)
 
 
 @lru_cache(maxsize=2)
 def _named(name: str) -> Embedder:
+    from cacheblend_cli.corpus.sentences import SentenceModel, is_sentence_model
+
+    folder = Path(name).expanduser()
+    if is_sentence_model(folder):
+        try:
+            return Embedder(name, SentenceModel(folder))
+        except (OSError, ValueError) as error:  # of files that are missing or damaged
+            raise NotFoundError(
+                f"{name} holds no sentence-transformers model: {error}", "see docs/search.md"
+            ) from error
+    if find_spec("model2vec") is None:
+        raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
     from model2vec import StaticModel
 
-    local = Path(name).expanduser().is_dir()
+    local = folder.is_dir()
     try:
-        return Embedder(name, StaticModel.from_pretrained(str(Path(name).expanduser()) if local else name))
+        return Embedder(name, StaticModel.from_pretrained(str(folder) if local else name))
     except Exception as error:  # the hub's errors and those of its network, the loader's and those of its formats
         what = "holds no model2vec model" if local else "is no directory here, and the hub does not give it"
         raise NotFoundError(f"{name} {what}: {error}", "see docs/search.md") from error
-
-
-@lru_cache(maxsize=2)
-def _sentences(name: str, folder: Path) -> Embedder:
-    from cacheblend_cli.corpus.sentences import SentenceModel
-
-    try:
-        return Embedder(name, SentenceModel(folder))
-    except (OSError, ValueError) as error:  # of files that are missing or damaged
-        raise NotFoundError(f"{name} holds no sentence-transformers model: {error}", "see docs/search.md") from error
 
 
 @lru_cache(maxsize=1)
