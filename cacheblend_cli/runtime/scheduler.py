@@ -7,6 +7,7 @@ may begin to load meanwhile. Where blocks are short, who came last gives its own
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -20,7 +21,7 @@ from cacheblend_cli.runtime.sequence import Run, Sequence, Status
 @dataclass
 class Scheduler:
     """begin: has a sequence get its blocks, or its job fail. ahead: prompts that load while another is prefilled. counts: what is
-    done is counted there. runs: the jobs that are not over."""
+    done is counted there. runs: the jobs that are not over, in turn."""
 
     blocks: BlockManager
     max_sequences: int
@@ -32,7 +33,11 @@ class Scheduler:
 
     def those(self, status: Status) -> list[Sequence]:
         """The sequences of that status, in turn."""
-        return sorted((s for run in self.runs for s in run.sequences if s.status is status), key=attrgetter("turn"))
+        return [s for run in self.runs for s in run.sequences if s.status is status]
+
+    def add(self, run: Run) -> None:
+        """A job waits from now on."""
+        insort(self.runs, run, key=attrgetter("turn"))
 
     def schedule(self) -> list[Sequence]:
         """Who goes on: one whose prompt is prefilled further, or all that get a token. Nobody: there is nothing to do."""

@@ -50,11 +50,6 @@ class Sequence:
     watch: AttentionShares | None = None
 
     @property
-    def turn(self) -> tuple[int, int, int]:
-        """The lowest comes first: by priority, then by arrival."""
-        return self.run.ticket.job.priority, self.run.ticket.number, self.index
-
-    @property
     def prefilling(self) -> bool:
         return self.status is Status.RUNNING and self.utterance is None
 
@@ -118,6 +113,11 @@ class Run:
         if self.request.sampling.prompt_logprobs is not None:
             return Found(Hit(), self.origin)
         return blocks.find(self.request.plan, self.origin)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """The lowest comes first: by priority, then by arrival."""
+        return self.ticket.job.priority, self.ticket.number
 
     @property
     def num_answers(self) -> int:

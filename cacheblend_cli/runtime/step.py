@@ -63,7 +63,7 @@ class Stepper:
     def arrive(self, ticket: Ticket) -> None:
         """A job joins those that wait, or fails at once: when it makes no sense, or can never fit."""
         try:
-            self._runs.append(self._run_of(ticket))
+            self.scheduler.add(self._run_of(ticket))
         except Exception as error:
             self._ends.failed(ticket, error)
 
