@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,7 +68,7 @@ def bench(
     for note in dict.fromkeys(report.notes):
         output.warn(note)
     if json:
-        output.json(report.to_dict())
+        output.json(asdict(report))
     else:
         _show(report, output)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore, StoreNoSpace
@@ -80,9 +79,6 @@ class BenchReport:
     decode_tokens_per_s: float
     settings: list[Speed]
     notes: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, room: int) -> Layout:

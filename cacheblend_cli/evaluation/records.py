@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -63,18 +63,28 @@ class RecordFile:
         if path is None:
             return
         try:
-            for line, number in self._lines(path):
-                try:
-                    record = convert(json.loads(line), Record)
-                except ValueError as error:
-                    raise UsageError(
-                        f"{path}:{number} is no record of cacheblend eval: {error}", "name another file"
-                    ) from error
-                self._records[record.key] = record
+            self._read(path)
             self._stream = path.open("a", encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"cannot use {path}: {reason}", "check the path and its permissions") from error
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes() if path.exists() else b""
+        whole, torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+        lines = whole.decode("utf-8").split("\n")[:-1]
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    record = convert(json.loads(line), Record)
+                except ValueError as error:
+                    what = f"{path}:{number} is no record of cacheblend eval: {error}"
+                    raise UsageError(what, "name another file") from error
+                self._records[record.key] = record
+        if torn:
+            if not b'{"key": "'.startswith(torn[:9]):  # what is cut off must be ours
+                raise UsageError(f"{path}:{len(lines) + 1} is no record of cacheblend eval", "name another file")
+            os.truncate(path, len(whole))
 
     def __enter__(self) -> RecordFile:
         return self
@@ -94,19 +104,3 @@ class RecordFile:
         if self._stream is not None:
             self._stream.write(json.dumps(asdict(record)) + "\n")
             self._stream.flush()
-
-    @staticmethod
-    def _lines(path: Path) -> Iterator[tuple[str, int]]:
-        if not path.exists():
-            return
-        data = path.read_bytes()
-        whole, torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
-        number = 0
-        for number, line in enumerate(whole.decode("utf-8").split("\n")[:-1], 1):
-            if line.strip():
-                yield line, number
-        if torn:
-            if not b'{"key": "'.startswith(torn[:9]):  # what is cut off must be ours
-                raise UsageError(f"{path}:{number + 1} is no record of cacheblend eval", "name another file")
-            with path.open("r+b") as stream:
-                stream.truncate(len(whole))
