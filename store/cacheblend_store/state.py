@@ -42,20 +42,26 @@ def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
 
 def read_identity(get: Get, where: str) -> str:
     """The store's identity, a random hex number. Raises StoreFormat for a foreign store or format, StoreCorrupt."""
-    version, identity = get("meta", _VERSION), get("meta", _IDENTITY)
-    if version is None or identity is None:
+    check_format(get, where)
+    identity = get("meta", _IDENTITY)
+    if identity is None or get("meta", _VERSION) is None:
         raise StoreFormat(f"{where} has no identity record: it is no cacheblend store", "name another --store")
-    if version != str(FORMAT_VERSION).encode():
-        raise StoreFormat(
-            f"the store at {where} has format {bytes(version[:20]).decode(errors='replace')}, this version reads {FORMAT_VERSION}",
-            "use another --store, or the version of cacheblend that wrote it",
-        )
     try:
         return unseal(_IDENTITY, identity).decode()
     except (BadBlob, ValueError) as error:
         raise StoreCorrupt(
             f"the identity record of the store at {where} is damaged", "run: cacheblend chunks verify --repair"
         ) from error
+
+
+def check_format(get: Get, where: str) -> None:
+    """Raises StoreFormat for a store that says that it is of another format."""
+    version = get("meta", _VERSION)
+    if version is not None and version != str(FORMAT_VERSION).encode():
+        raise StoreFormat(
+            f"the store at {where} has format {bytes(version[:20]).decode(errors='replace')}, this version reads {FORMAT_VERSION}",
+            "use another --store, or the version of cacheblend that wrote it",
+        )
 
 
 def read_state(get: Get, pages: PageReader) -> State:

@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, salvage, verify
+from bare_store import bare_writing
+from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat, salvage, verify
 from children import Ended, outcomes
 from page_map import page_map, pages_by_level
 from small_chunks import Contents, Operation, key_of, make_chunk, read_chunk
@@ -272,3 +273,14 @@ def test_a_rescue_from_the_commit_before_names_what_that_had_not_computed_yet(tm
     with ChunkStore.open(path, mode="write") as store:
         assert {m.id: m.has_kv for m in store.chunks()} == {manifest.id: False, evicted.id: False}
         assert verify(store).ok
+
+
+def test_a_damaged_store_of_another_format_is_left_as_it_is(tmp_path: Path, whole: tuple[Path, Contents]) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(whole[0], path)
+    with ChunkStore.open(path, mode="write") as store, bare_writing(store) as (txn, dbs):
+        txn.put(b"format_version", b"1", db=dbs["meta"])
+    before = (path / "data.mdb").read_bytes()
+    with pytest.raises(StoreFormat, match="has format 1"):
+        salvage(path)
+    assert (path / "data.mdb").read_bytes() == before

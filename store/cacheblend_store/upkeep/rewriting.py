@@ -15,6 +15,7 @@ from cacheblend_store.lmdb_file.directory import DATA, unreadable
 from cacheblend_store.lmdb_file.pages.commits import salvageable
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader
+from cacheblend_store.state import check_format
 from cacheblend_store.store import ChunkStore
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
     """Rebuild a store that does not open any more (StoreCorrupt). Needs room for a copy, and nobody who has it open. KV is
     derived data: what does not read, or is not what its digest says, is dropped, and computed again.
 
-    Raises StoreCorrupt when nothing says what the file is, StoreLocked, StoreNoSpace, StorePermission.
+    Raises StoreCorrupt when nothing says what the file is, StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
     """
     try:
         file = (path / DATA).open("rb", buffering=0)
@@ -62,7 +63,10 @@ def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = 
         replacing(path, lock_timeout, os.fstat(file.fileno()).st_size) as new,
         ChunkStore.open(new, mode="write", force=True) as target,
     ):
-        return _copy(StoreReader(salvageable(file.fileno(), path)), target, progress)
+        source = StoreReader(salvageable(file.fileno(), path))
+        with suppress(StoreCorrupt):
+            check_format(source.get, str(path))  # of another one no record would read, and all be dropped
+        return _copy(source, target, progress)
 
 
 def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) -> SalvageReport:
