@@ -34,7 +34,7 @@ class BlockManager:
         window: int | None = None,
     ) -> None:
         self._hot_blended, self._window = hot_blended, window
-        self.pool, self._hot = pool, HotBlocks(pool) if hot else None
+        self.pool, self._hot, self._keeps = pool, HotBlocks(pool), hot
         self._reserve = int(watermark * pool.allocator.num_blocks)
         self._in_use = pool.allocator.num_used
         self._total = pool.allocator.num_blocks - self._in_use
@@ -66,21 +66,19 @@ class BlockManager:
     def find(self, plan: PromptPlan, origin: Origin) -> Found:
         """What of the prompt is hot. Exact KV serves every prompt up to what this one blends, or all of it; blended KV serves
         one of the same origin, if all that is blended is there."""
-        if self._hot is None:
-            return Found(Hit(), origin)
-        found = self._find(self._hot, plan, origin)
+        found = self._find(plan, origin)
         if self._taken(plan.num_tokens + 1, found.hit) <= self.pool.allocator.num_free:
             return found
         return Found(Hit(), origin)  # with a copy of a block that is used in part it may take one more than without
 
-    def _find(self, hot: HotBlocks, plan: PromptPlan, origin: Origin) -> Found:
+    def _find(self, plan: PromptPlan, origin: Origin) -> Found:
         token_ids, size = plan.token_ids, self.pool.block_size
         repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
         exact = origin.in_full
-        hit = hot.find(token_ids, exact)
+        hit = self._hot.find(token_ids, exact)
         if hit.num_tokens >= repaired:
             return Found(hit.cut(plan.cut_for(hit.num_tokens), size), exact)
-        blended = hot.find(token_ids, origin)
+        blended = self._hot.find(token_ids, origin)
         if blended.num_tokens >= repaired:
             return Found(blended.cut(plan.cut_for(blended.num_tokens), size), origin)
         return Found(hit.cut(plan.cut_for(min(hit.num_tokens, origin.exact_until)), size), origin)
@@ -94,20 +92,18 @@ class BlockManager:
 
     def allocate(self, num_tokens: int, room: int, hit: Hit) -> PagedSequence:
         """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
-        if self._hot is None:
-            return PagedSequence(self.pool, self.pool.allocator.allocate(self.pool.blocks_for(num_tokens)))
         return self._hot.take(hit, num_tokens, room)
 
     def keep(self, sequence: PagedSequence, token_ids: list[int], origin: Origin) -> None:
         """What stands in the sequence's full blocks is final: whoever asks the like of it finds it."""
-        if self._hot is not None:
+        if self._keeps:
             last = len(token_ids) if self._hot_blended or not origin.blended else origin.exact_until
             self._hot.keep(sequence, token_ids[:last], origin)
 
     def keep_copy(self, sequence: PagedSequence, token_ids: list[int], origin: Origin) -> None:
         """As `keep`, of a sequence of another pool, where there is room."""
         num_tokens = len(token_ids) // self.pool.block_size * self.pool.block_size
-        if self._hot is None or not self.pool.allocator.can_append(self.pool.blocks_for(num_tokens)):
+        if not self._keeps or not self.pool.allocator.can_append(self.pool.blocks_for(num_tokens)):
             return
         copied = self._hot.take(Hit(), num_tokens)
         copy_of(sequence, copied, num_tokens)
