@@ -196,7 +196,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 def bytes_per_million() -> dict[str, dict[str, float]]:
     """GB of a million tokens in chunks of 512, by shape and codec; computed, not measured."""
-    from cacheblend_store.format.layouts import blob_spec
+    from cacheblend_store.format.blobs import blob_spec
 
     def of(codec: str, layers: int, heads: int, dim: int) -> float:
         return layers * sum(t.num_bytes for t in blob_spec(codec, 512, heads, dim).values()) / 512 / 1000

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id, stats
-from cacheblend_store.format.blobs import encode_blob
-from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.format.blobs import blob_spec, encode_blob
 from store_load import timed
 
 LAYERS, HEADS, DIM, NUM_TOKENS, PAGE, ASKED = 4, 1, 8, 64, 50, 8

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from cacheblend_store import ChunkStore, DocumentRecord
-from cacheblend_store.format.layouts import CODECS
+from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.collect.document_records import gone_documents, stored_documents
 from cacheblend_cli.collect.paths import Paths

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from cacheblend_store.format.blobs import PLAIN, blob_spec
 from cacheblend_store.format.codecs import DTYPES
-from cacheblend_store.format.layouts import PLAIN, blob_spec
 from torch import Tensor
 
 from cacheblend_cli.kv.stored_prompt import StoredSpan

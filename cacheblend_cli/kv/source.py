@@ -20,7 +20,7 @@ class KVReader(Protocol):
         ...
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview], /) -> None:
-        """Copy a layer's tensors (`layouts.blob_spec`) to `targets`, each of just its size, and check the copies."""
+        """Copy a layer's tensors (`blobs.blob_spec`) to `targets`, each of just its size, and check the copies."""
         ...
 
 

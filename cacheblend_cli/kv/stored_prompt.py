@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from cacheblend_kernels import Slots, StoredKV
 from cacheblend_store import ChunkManifest, StoreError
-from cacheblend_store.format.layouts import GROUP, blob_spec
+from cacheblend_store.format.blobs import GROUP, blob_spec
 from torch import Tensor
 
 from cacheblend_cli.kv.pool import PagedSequence
@@ -69,7 +69,7 @@ class StoredPrompt:
         return slots_of(self.decoder, self.sequence, spans, self.rope_len)
 
     def place(self, layer: int, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
-        """Write stored rows to their slots of a layer. tensors: see `layouts.blob_spec`; slots: see `slots`."""
+        """Write stored rows to their slots of a layer. tensors: see `blobs.blob_spec`; slots: see `slots`."""
         cache = self.sequence.pool.layers[layer]
         self.decoder.kernels.load_kv(
             StoredKV(**tensors, group_size=GROUP), cache, slots[self.decoder.rope.of_layer[layer]]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 from cacheblend_kernels import StoredKV
+from cacheblend_store.format.blobs import GROUP, blob_spec
 from cacheblend_store.format.codecs import DTYPES
-from cacheblend_store.format.layouts import GROUP, blob_spec
 
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.pool import PagedSequence

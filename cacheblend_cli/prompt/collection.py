@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 from cacheblend_store import KeyParts, chunk_key, collection_id
-from cacheblend_store.format.blobs import BlobSpec, blob_size
-from cacheblend_store.format.layouts import CODECS, blob_spec
+from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_size, blob_spec
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
 from cacheblend_store import ChunkStore, Memo
-from cacheblend_store.format.layouts import CODECS
+from cacheblend_store.format.blobs import CODECS
 from msgspec import convert, to_builtins
 
 from cacheblend_cli.errors import UsageError

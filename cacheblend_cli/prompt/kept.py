@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cacheblend_store import ChunkStore, Memo
-from cacheblend_store.format.layouts import CODECS
+from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection

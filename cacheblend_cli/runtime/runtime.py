@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from cacheblend_kernels import fallback_reason
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.layouts import CODECS
+from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.errors import PromptTooLong, UsageError
 from cacheblend_cli.kv.calibration import calibrate

@@ -7,9 +7,8 @@ from contextlib import suppress
 from itertools import takewhile
 
 from cacheblend_store.errors import BadBlob, StoreError
-from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, encode_blob
+from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, blob_spec, encode_blob
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
-from cacheblend_store.format.layouts import blob_spec
 from cacheblend_store.format.records import (
     MEMO_KEYS,
     ChunkManifest,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cacheblend_store import ChunkStore
-from cacheblend_store.format.layouts import CODECS
+from cacheblend_store.format.blobs import CODECS
 from checkpoints import WORDS, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cacheblend_store import CodecError
+from cacheblend_store.format.blobs import GROUP, PLAIN
 from cacheblend_store.format.codecs import CODECS, decode_kv, encode_kv, is_lossless
-from cacheblend_store.format.layouts import GROUP, PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore, DocumentChunk, DocumentRecord, stats, verify
-from cacheblend_store.format.blobs import encode_blob
-from cacheblend_store.format.layouts import CODECS, blob_spec
+from cacheblend_store.format.blobs import CODECS, blob_spec, encode_blob
 from cacheblend_store.format.records import (
     MAX_MANIFEST_BYTES,
     decode_document,

@@ -13,8 +13,7 @@ import lmdb
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore, StoreCorrupt, StoreFormat, StorePermission, compact
-from cacheblend_store.format.blobs import blob_prefix, encode_blob
-from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.format.blobs import blob_prefix, blob_spec, encode_blob
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from one_blob import read_blob
 from small_chunks import make_chunk

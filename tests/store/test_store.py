@@ -37,9 +37,9 @@ from cacheblend_store import (
     verify,
 )
 from cacheblend_store import reader as store_reader
+from cacheblend_store.format.blobs import blob_spec
 from cacheblend_store.format.codecs import CODECS, encode_kv
 from cacheblend_store.format.keys import blob_key
-from cacheblend_store.format.layouts import blob_spec
 from cacheblend_store.format.records import blob_hasher
 from cacheblend_store.lmdb_file.datafile import open_lmdb
 from cacheblend_store.lmdb_file.directory import MAKING

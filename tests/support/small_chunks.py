@@ -21,8 +21,7 @@ from cacheblend_store import (
     chunk_key,
     collection_id,
 )
-from cacheblend_store.format.blobs import encode_blob
-from cacheblend_store.format.layouts import blob_spec
+from cacheblend_store.format.blobs import blob_spec, encode_blob
 from stored_texts import forget
 
 PARTS = KeyParts("model", "tokenizer", (1, 2), (), "float32")

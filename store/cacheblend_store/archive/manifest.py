@@ -17,9 +17,8 @@ from msgspec import Meta, Struct, convert, to_builtins
 
 from cacheblend_store.archive.files import DAMAGED, SUFFIX
 from cacheblend_store.errors import ArchiveError
-from cacheblend_store.format.blobs import BlobSpec, TensorSpec, blob_prefix, blob_size
+from cacheblend_store.format.blobs import CODECS, BlobSpec, TensorSpec, blob_prefix, blob_size, blob_spec
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
-from cacheblend_store.format.layouts import CODECS, blob_spec
 from cacheblend_store.format.plain_json import Count, TokenIds, load_object
 from cacheblend_store.format.records import ChunkManifest, DocumentRecord
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_store.errors import CodecError
-from cacheblend_store.format.blobs import encode_blob
-from cacheblend_store.format.layouts import CODECS, GROUP, PLAIN, blob_spec
+from cacheblend_store.format.blobs import CODECS, GROUP, PLAIN, blob_spec, encode_blob
 
 __all__ = ["CODECS", "blob_spec", "coded", "decode_kv", "encode_kv", "is_lossless", "view_kv"]
 
@@ -56,7 +55,7 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 def view_kv(
     parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int
 ) -> dict[str, Tensor]:
-    """Zero-copy tensors over a blob's parts, as `layouts.blob_spec` describes them. Valid as long as the bytes are."""
+    """Zero-copy tensors over a blob's parts, as `blobs.blob_spec` describes them. Valid as long as the bytes are."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
