@@ -112,6 +112,7 @@ def compare(
 ) -> Difference:
     """What storing the parts changes. keep: keys of the chunks that are to have KV. force: all of these are computed."""
     found, planned = Difference(), set[bytes]()
+    stored_so = set() if store is None or force else _stored(store, parts, keep)
     for part in parts:
         missing: list[PlannedChunk] = []
         for document, chunks in part.planned:
@@ -121,7 +122,7 @@ def compare(
             for chunk in chunks:
                 if chunk.key not in planned:
                     planned.add(chunk.key)
-                    there = not force and store is not None and _is_there(store, chunk.key, chunk.key in keep)
+                    there = chunk.key in stored_so
                     amount = found.unchanged if there else found.replaced if own else found.new
                     tokens = len(chunk.chunk.token_ids)
                     amount.add(tokens, part.collection.stored_bytes(tokens) if chunk.key in keep else 0)
@@ -138,8 +139,11 @@ def compare(
     return found
 
 
-def _is_there(store: ChunkStore, key: bytes, with_kv: bool) -> bool:
-    return store.has_kv(key) if with_kv else store.has_chunk(key)
+def _stored(store: ChunkStore, parts: Sequence[Part], keep: Set[bytes]) -> set[bytes]:
+    """Keys of the parts' chunks that are there as they are to be. In one read: each begins by looking through the pages."""
+    keys = {chunk.key for part in parts for chunk in part.chunks}
+    with store.read() as reader:
+        return {k for k in keys if (reader.has_kv(k) if k in keep else reader.undamaged(k) is not None)}
 
 
 def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from cacheblend_cli import user_cache
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.adapter import Delta, LoraAdapter
+from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
@@ -38,14 +39,23 @@ class Weights(dict[str, Tensor]):
     def __init__(self) -> None:
         super().__init__()
         self._rest: dict[str, list[Tensor]] = {}
+        self._rooms: dict[str, Tensor] = {}
 
     def put_parts(self, name: str, parts: Mapping[int, Tensor]) -> None:
         """A tensor in blocks of rows, by the row that each begins at."""
         self[name], *self._rest[name] = (parts[start] for start in sorted(parts))
 
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
+        """One of several parts that is going to be packed is good until the same of another layer is taken."""
         first, rest = super().pop(name), self._rest.pop(name, ())
-        return torch.cat((first, *rest)) if rest else first
+        if not rest:
+            return first
+        parts, kind = (first, *rest), name.split(".", 1)[-1]
+        if not can_pack(first):
+            return torch.cat(parts)
+        if kind not in self._rooms:
+            self._rooms[kind] = _room((sum(map(len, parts)), *first.shape[1:]), first.dtype, first.device)
+        return torch.cat(parts, out=self._rooms[kind])
 
 
 def load_weights(

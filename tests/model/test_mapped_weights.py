@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def loaded(path: Path, least: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(loading, "OWN_MAPPING", least)
     held = load_weights(read_spec(path), path, torch.bfloat16, CPU)
-    return {name: held.pop(name) for name in list(held)}
+    return {name: held.pop(name).clone() for name in list(held)}
 
 
 MODELS = {model.name: model for model in RUN}
