@@ -36,7 +36,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
         keys[:num_keys], values[:num_keys] = k[:num_keys, head], v[:num_keys, head]
         queries = q[:, own].transpose(0, 1).float() * params.scale
         span, columns = (0, 0), values
-        for tile in tiles:
+        for tile in reversed(tiles):  # the largest first: what is freed of one has room for the next
             logits = _product(queries[:, tile.rows].flatten(0, 1), keys[tile.first : tile.last]).unflatten(
                 0, (group, -1)
             )
