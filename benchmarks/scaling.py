@@ -232,6 +232,8 @@ def draw(result: dict[str, Any]) -> None:
                 points = [(row[across], row[key]) for row in rows if row.get(key, 0) > 0]
                 axes.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, marker=marker, label=label)
             axes.set(xscale="log", yscale="log", xlabel=across, ylabel=unit)
+            axes.set_xticks(at := [row[across] for row in rows], [f"{n:,.0f}" for n in at], rotation=30)
+            axes.xaxis.minorticks_off()
             axes.grid(alpha=0.25)
             axes.legend(fontsize=8)
         figure.savefig(PAGE.parent / f"scaling-{name}.svg", metadata={"Date": None})
@@ -260,7 +262,8 @@ def page(result: dict[str, Any]) -> str:
         "## With the store",
         "",
         "A model of one tiny layer, chunks of 16 tokens at most, documents of 100 paragraphs. Seconds of the whole command, interpreter and "
-        "libraries included; `precompute again` finds nothing to do. Look-up: what `ask` reads of eight chunks named by id.",
+        "libraries included; `precompute again` finds nothing to do. Look-up: what `ask` reads of eight chunks named by id. A write takes longer in a larger store: the pages on "
+        "its way are checked first, and there they are others each time.",
         "",
         "![by chunks in the store](scaling-store.svg)",
         "",
