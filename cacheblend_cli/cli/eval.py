@@ -109,13 +109,12 @@ def evaluate(
     ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill()
     asked = grid(
-        replace(BlendConfig.of(settings), checks=(), max_risk=None),  # the ratios are what is named here
+        replace(BlendConfig.of(settings), ratio=settings.ratio_floor, checks=(), max_risk=None),
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
         ratios=ratios,
         contexts=context or (settings.context,),
         auto=auto,
-        floor=settings.ratio_floor,
     )
     if noise_floor:
         asked.append(NOISE_FLOOR)

@@ -68,13 +68,11 @@ def grid(
     ratios: Sequence[float | str],
     contexts: Sequence[str],
     auto: Prefill | None = None,
-    floor: float = 0.0,
 ) -> list[Setting]:
     """Every combination once, labelled by what tells it apart; full prefill first, plain reuse next.
 
-    blend: everything the combinations do not say. ratios: numbers, or "auto" for a prefill that chooses it itself, `floor` at
-    least. A selector that fixes the ratio (`all`, `none`) is taken once. Raises
-    UsageError for a value that is none.
+    blend: everything the combinations do not say. ratios: numbers, or "auto" for a prefill that chooses it itself, the blend's
+    at least. A selector that fixes the ratio (`all`, `none`) is taken once. Raises UsageError for a value that is none.
     """
     for mode in modes:
         replace(blend, mode=mode)  # checked there
@@ -86,7 +84,7 @@ def grid(
         for selector in dict.fromkeys(selectors if "blend" in modes else ()):
             fixed = selector in ("all", "none")
             for ratio in dict.fromkeys(ratios):
-                least, way = (floor, auto) if isinstance(ratio, str) else (ratio, None)
+                least, way = (blend.ratio, auto) if isinstance(ratio, str) else (ratio, None)
                 told = ratio if isinstance(ratio, str) else f"{ratio:g}"
                 name = (selector if fixed else f"{selector} {told}") + suffix
                 if name not in {s.label for s in settings} and not (way and fixed):
