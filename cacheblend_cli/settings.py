@@ -21,7 +21,8 @@ _ENV = "CACHEBLEND_"
 
 def _setting(default: Any, help: str = "", *, shown: str | bool = True, flag: str = "") -> Any:
     """A field whose flag, where a command has one, shows this. shown: the default in words, False for none, True for itself,
-    where it is not empty or off. flag: what the flag is called, where that is not the field's name; with a short form before it, as "-k --top-k"."""
+    where it is not empty or off. flag: what the flag is called, where that is not the field's name; with a short form before
+    it, as "-k --top-k"."""
     return field(default=default, metadata={"help": help, "shown": shown, "flag": flag})
 
 

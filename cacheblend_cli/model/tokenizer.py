@@ -19,7 +19,7 @@ from cacheblend_cli.model.tokenizer_json import for_the_middle
 if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate
 
-_BYTE = re.compile(r"<0x[0-9A-Fa-f+]{2}>")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:

@@ -37,10 +37,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
         queries = q[:, own].transpose(0, 1).float() * params.scale
         span, columns = (0, 0), values
         for tile in reversed(tiles):  # the largest first: what is freed of one has room for the next
-            logits = _product(queries[:, tile.rows].flatten(0, 1), keys[tile.first : tile.last]).unflatten(
-                0, (group, -1)
-            )
-            logits = _capped(logits, params)
+            logits = _product(queries[:, tile.rows].flatten(0, 1), keys[tile.first : tile.last])
+            logits = _capped(logits, params).unflatten(0, (group, -1))
             logits[..., tile.clear - tile.first :] += tile.bias
             shares = _softmax(logits, None if params.sinks is None else params.sinks[own]).to(q.dtype)
             if span != (tile.first, tile.last):

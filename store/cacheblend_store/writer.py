@@ -189,8 +189,8 @@ class StoreWriter:
     # documents
 
     def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
-        """Replace the records, and remove those whose keys are in `removed`; the chunks that went with the old ones. A chunk that moved from
-        one of these documents to another stays."""
+        """Replace the records, and remove those whose keys are in `removed`; the chunks that went with the old ones. A chunk
+        that moved from one of these documents to another stays."""
         dropped = list[bytes]()
         for record in records:
             key = record.key

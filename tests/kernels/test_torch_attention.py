@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cacheblend_kernels import AttentionParams
+from cacheblend_kernels.torch_attention import KEY_STEP, TILE_ROWS
 from cacheblend_kernels.torch_backend import TorchBackend
 from cases import assert_close, attention_case, attention_reference, scattered
 
@@ -19,6 +20,20 @@ def test_prefill(window: int | None, cap: float | None, sinks: torch.Tensor | No
     case = attention_case([positions], [90], heads=(4, 2), head_dim=32, contiguous=True)
     out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(None, None, None), (300, None, None), *CASES])
+@pytest.mark.parametrize("every", [False, True])
+def test_prefill_in_tiles(
+    window: int | None, cap: float | None, sinks: torch.Tensor | None, every: bool, dtype: torch.dtype
+) -> None:
+    """Of several tiles each, over several steps of keys; with a window the later ones do not begin at the first key."""
+    num_keys = 3 * KEY_STEP - 8
+    positions = list(range(num_keys)) if every else scattered(2 * TILE_ROWS + 9, num_keys)
+    case = attention_case([positions], [num_keys], head_dim=16, dtype=dtype)
+    out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
+    assert_close(out, attention_reference(case, 0.2, window, cap, sinks), dtype)
 
 
 @pytest.mark.parametrize(("window", "cap", "sinks"), CASES)
