@@ -58,12 +58,15 @@ class StoreWriter:
         self._txn.put(key, value, db=self._dbs[database])
 
     def delete(self, database: str, key: bytes) -> bool:
+        """Whether it was there."""
         self._check(database, key)
+        if self._txn.get(key, db=self._dbs[database]) is None:
+            return False
+        self._pages.check_beside(database, key)
         return bool(self._txn.delete(key, db=self._dbs[database]))
 
     def _check(self, database: str, key: bytes) -> None:
-        """The pages that LMDB will walk to write a record, and those of its old value, which it frees."""
-        self._pages.check_writable(database, key)
+        """The pages that LMDB will walk to a record, and those of its old value, which writing frees."""
         self._pages.get(database, key)
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
@@ -223,8 +226,8 @@ class StoreWriter:
 
     def is_referred(self, key: bytes) -> bool:
         """Whether a document refers to the chunk."""
-        self._check("refs", key)
-        self._check("refs", key + b"\xff" * 16)
+        self._pages.check_beside("refs", key)  # a cursor goes on to the next leaf
+        self._pages.check_beside("refs", key + b"\xff" * 16)
         cursor = self._txn.cursor(db=self._dbs["refs"])
         return bool(cursor.set_range(key)) and bytes(cursor.key()[:KEY_BYTES]) == key
 

@@ -58,7 +58,7 @@ def _walk(pages: PageReader, tree: Tree, found: dict[str, list[int]]) -> None:
             todo += page.children
             continue
         found["leaf"].append(pgno)
-        for node in page.nodes:
+        for node in map(page.node, range(len(page.keys))):
             if node.flags & 1:
                 count = (15 + node.size) // pages.meta.page_size + 1
                 found["value"] += range(node.pgno, node.pgno + count)

@@ -77,8 +77,18 @@ class Branch(NamedTuple):
 
 
 class Leaf(NamedTuple):
+    """A page of records, checked; its nodes are made when they are asked for, which few of a page's are."""
+
     keys: list[bytes]
-    nodes: list[Node]
+    pointers: tuple[int, ...]
+    data: bytes
+
+    def node(self, at: int) -> Node:
+        low, high, flags, key_size = _NODE.unpack_from(self.data, self.pointers[at])
+        body, size = self.pointers[at] + _NODE.size + key_size, low | high << 16
+        if flags == _BIG:
+            return Node(self.keys[at], size, b"", _NUMBER.unpack_from(self.data, body)[0], flags)
+        return Node(self.keys[at], size, self.data[body : body + size], 0, flags)
 
 
 def parse_meta(page: bytes) -> Meta | None:
@@ -118,34 +128,29 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
     pointers = struct.unpack_from(f"<{count}H", data, HEADER)
     if min(pointers) < upper or max(pointers) + _NODE.size > size:
         raise ValueError("a node lies outside of it")
-    places, keys, children, nodes = [], list[bytes](), list[int](), list[Node]()
+    ends, keys, named_pages = list[int](), list[bytes](), list[int]()
     for at in pointers:
         low, high, node_flags, key_size = _NODE.unpack_from(data, at)
-        body, first = at + _NODE.size + key_size, 2
+        body = end = at + _NODE.size + key_size
         if is_branch:
-            first, end = low | high << 16 | node_flags << 32, body
-            children.append(first)
+            named_pages.append(low | high << 16 | node_flags << 32)
         else:
-            num_bytes, big = low | high << 16, node_flags == _BIG
-            end = body + (_NUMBER.size if big else num_bytes)
+            end += _NUMBER.size if node_flags == _BIG else low | high << 16
             if end > size or not 1 <= key_size <= 511 or node_flags not in (0, _BIG, _SUBTREE):
                 raise ValueError("a node of it is damaged")
-            if big:
-                (first,) = _NUMBER.unpack_from(data, body)
-            inline = b"" if big else data[body:end]
-            nodes.append(Node(data[at + _NODE.size : body], num_bytes, inline, first if big else 0, node_flags))
-        if not 2 <= first < num_pages:
-            raise ValueError("a node names a page that is not there")
+            if node_flags == _BIG:
+                named_pages += _NUMBER.unpack_from(data, body)
         keys.append(data[at + _NODE.size : body])
-        places.append((at, end))
-    places.sort()
-    if [start for start, _ in places] + [size] != [upper, *(end + (end & 1) for _, end in places)]:
+        ends.append(end + (end & 1))
+    if named_pages and not 2 <= min(named_pages) <= max(named_pages) < num_pages:
+        raise ValueError("a node names a page that is not there")
+    if [*sorted(pointers), size] != [upper, *sorted(ends)]:
         raise ValueError("its nodes overlap or leave a gap")  # which LMDB relies on when it moves them
     named = keys[1:] if is_branch else keys
     order = [key[::-1] for key in named] if integer_keys else named
-    if any(a >= b for a, b in itertools.pairwise(order)):
+    if order != sorted(set(order)):
         raise ValueError("its keys are out of order")
-    return Branch([b"", *named], children) if is_branch else Leaf(keys, nodes)
+    return Branch([b"", *named], named_pages) if is_branch else Leaf(keys, pointers, data)
 
 
 def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:

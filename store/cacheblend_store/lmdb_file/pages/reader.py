@@ -63,8 +63,9 @@ class PageReader:
         at = bisect_right(leaf.keys, key) - 1
         if at < 0 or leaf.keys[at] != key:
             return None
-        self.check_extent(leaf.nodes[at])
-        return leaf.nodes[at]
+        node = leaf.node(at)
+        self.check_extent(node)
+        return node
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
         """All nodes of a database from `start` on, in key order. skip_damaged: pages that do not read, and what is below
@@ -88,7 +89,7 @@ class PageReader:
                 return
             raise
         if isinstance(page, Leaf):
-            yield from (node for node in page.nodes if node.key >= start or tree is self.meta.free)
+            yield from (page.node(at) for at, key in enumerate(page.keys) if key >= start or tree is self.meta.free)
             return
         for at in range(page.at(start), len(page.children)):
             below = page.children[at], page.bounds(at, bounds)
@@ -131,8 +132,9 @@ class PageReader:
 
     # what LMDB will walk when it writes
 
-    def check_writable(self, database: str, key: bytes) -> None:
-        """The path to `key` and, on every level, the two pages on each side, which LMDB merges with or borrows from."""
+    def check_beside(self, database: str, key: bytes) -> None:
+        """On every level of the path to `key`, the two pages on each side: where LMDB takes a record away, it merges with
+        them or borrows from them. `get` checks the path itself, which is all that putting a record walks."""
         tree = self.tree(database)
         if tree and tree.root != NO_PAGE:
             self._leaf_of(tree, key, near=2)
