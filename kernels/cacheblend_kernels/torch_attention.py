@@ -12,6 +12,9 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionParams
 
 TILE_ROWS, PRODUCT_ROWS = 128, 448  # most rows of a tile, and of a product: a tile's rows for each head of a group
+LOGITS = 7 << 20
+"""Most of a product: 28 MiB. The C library gets what takes more than 32 from the system each time anew, page by page, which
+takes six times as long as the product."""
 KEY_STEP = 256
 """A tile's keys begin and end at multiples of it. oneDNN compiles a product for each shape (.8 ms), and keeps few of them."""
 ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
@@ -26,7 +29,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
     takes half to three quarters of SDPA's time.
     """
     (num_keys, num_kv_heads, head_dim), group = k.shape, q.shape[1] // k.shape[1]
-    tiles = list(_tiles(positions, max(1, min(TILE_ROWS, PRODUCT_ROWS // group)), params.sliding_window))
+    tiles = list(_tiles(positions, group, params.sliding_window))
     last = tiles[-1].last
     num_keys = min(num_keys, last)
     keys, values = (torch.zeros(last, head_dim, dtype=dtype, device=q.device) for dtype in (torch.float32, q.dtype))
@@ -72,17 +75,21 @@ class _Tile:
     bias: Tensor
 
 
-def _tiles(positions: Tensor, num_rows: int, window: int | None) -> Iterator[_Tile]:
-    host = positions.tolist()
-    for start in range(0, len(host), num_rows):
-        rows = slice(start, min(start + num_rows, len(host)))
+def _tiles(positions: Tensor, group: int, window: int | None) -> Iterator[_Tile]:
+    """group: query heads of a KV head."""
+    host, start = positions.tolist(), 0
+    while start < len(host):
         first = 0 if window is None else max(0, host[start] - window + 1) // KEY_STEP * KEY_STEP
+        stop = min(start + max(1, min(TILE_ROWS, PRODUCT_ROWS // group)), len(host))
+        fitting = LOGITS // group // (host[stop - 1] + 1 - first)
+        rows = slice(start, min(stop, start + max(1, fitting)))
         clear = host[start] + 1 if window is None else first
         last = -(-(host[rows.stop - 1] + 1) // KEY_STEP) * KEY_STEP
         key, row = torch.arange(clear, last, device=positions.device), positions[rows, None]
         hidden = key > row if window is None else (key > row) | (key <= row - window)
         bias = torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, float("-inf"))
         yield _Tile(rows, first, clear, last, bias)
+        start = rows.stop
 
 
 def _capped(logits: Tensor, params: AttentionParams) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cacheblend_kernels import AttentionParams
+from cacheblend_kernels import AttentionParams, torch_attention
 from cacheblend_kernels.torch_attention import KEY_STEP, TILE_ROWS
 from cacheblend_kernels.torch_backend import TorchBackend
 from cases import assert_close, attention_case, attention_reference, scattered
@@ -34,6 +34,29 @@ def test_prefill_in_tiles(
     case = attention_case([positions], [num_keys], head_dim=16, dtype=dtype)
     out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window, cap, sinks))
     assert_close(out, attention_reference(case, 0.2, window, cap, sinks), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("most", [1, 2000, 40000])
+def test_a_product_over_many_keys_has_few_rows(
+    window: int | None, most: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tiles grow narrower as their keys grow, down to a row; each row is in one of them."""
+    monkeypatch.setattr(torch_attention, "LOGITS", most)
+    num_keys = 3 * KEY_STEP - 8
+    case = attention_case([scattered(150, num_keys)], [num_keys], head_dim=16)
+    seen = list[tuple[int, int]]()
+    product = torch_attention._product
+
+    def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.append((x.shape[0], w.shape[0]))
+        return product(x, w)
+
+    monkeypatch.setattr(torch_attention, "_product", counted)
+    out = TorchBackend().prefill_attention(case.q, case.cache, case.meta, AttentionParams(0.2, window))
+    assert_close(out, attention_reference(case, 0.2, window, None, None), torch.float32)
+    group = case.q.shape[1] // case.cache.k.shape[2]
+    assert all(rows == group or rows * (keys - KEY_STEP) <= most for rows, keys in seen[::2])
 
 
 @pytest.mark.parametrize(("window", "cap", "sinks"), CASES)
