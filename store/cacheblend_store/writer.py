@@ -33,6 +33,7 @@ class StoreWriter:
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
         self.state = self._before = read_state(self.get, pages)
+        self._own = set[tuple[str, bytes]]()  # what this transaction put
 
     def finish(self) -> None:
         """Write the counters when they changed."""
@@ -55,7 +56,13 @@ class StoreWriter:
 
     def put(self, database: str, key: bytes, value: Blob) -> None:
         self._check(database, key)
+        if (
+            database,
+            key,
+        ) in self._own:  # put over, it would keep its pages, even where there are too many of them then
+            self.delete(database, key)
         self._txn.put(key, value, db=self._dbs[database])
+        self._own.add((database, key))
 
     def delete(self, database: str, key: bytes) -> bool:
         """Whether it was there."""

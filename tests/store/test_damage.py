@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from bare_store import bare_writing
-from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat, salvage, verify
+from cacheblend_store import ChunkStore, StoreCorrupt, StoreError, StoreFormat, compact, salvage, verify
+from cacheblend_store.lmdb_file.pages.layout import Branch
 from children import Ended, outcomes
 from page_map import page_map, pages_by_level
 from small_chunks import Contents, Operation, key_of, make_chunk, read_chunk
@@ -63,18 +64,22 @@ def _use(path: Path, contents: Contents, then: str) -> dict[str, int]:
         detected = True
     seen["detected" if detected else "harmless"] += 1
     if then == "write":
-        _write(path)
+        _write(path, contents)
     if then != "nothing":
         _repair(path, contents, seen)
     return seen
 
 
-def _write(path: Path) -> None:
-    """Put and remove; an error may say why not."""
+def _write(path: Path, contents: Contents) -> None:
+    """Put and remove, what is there too, and compact; an error may say why not."""
+    old = sorted(contents.chunks.items())[::2]
     try:
         with ChunkStore.open(path, mode="write", lock_timeout=2) as store:
             store.put_chunks([make_chunk(seed, 9) for seed in NEW])
             store.remove_chunks(map(key_of, NEW))
+            store.remove_chunks(key_of(seed) for seed, _ in old)
+            store.put_chunks([make_chunk(*chunk) for chunk in old])
+            compact(store)
     except StoreError:
         pass
 
@@ -283,4 +288,78 @@ def test_a_damaged_store_of_another_format_is_left_as_it_is(tmp_path: Path, whol
     before = (path / "data.mdb").read_bytes()
     with pytest.raises(StoreFormat, match="has format 1"):
         salvage(path)
+    assert (path / "data.mdb").read_bytes() == before
+
+
+def _flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        [byte] = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes((byte ^ 1 << bit,)))
+
+
+def test_a_value_that_claims_more_pages_takes_none_of_its_neighbours(tmp_path: Path) -> None:
+    """Who frees it frees as many pages as it says, and the next commits would write over what lies there."""
+    path = tmp_path / "store"
+    seeds = range(2, 62, 3)  # of several pages each
+    with ChunkStore.open(path, mode="write") as store:
+        store.put_chunks([make_chunk(seed) for seed in seeds])
+        with store.read() as reader:
+            [node, *_] = (node for node in reader.pages.nodes("blobs", key_of(2)) if node.big)
+            page_size = reader.pages.meta.page_size
+    _flip(path / "data.mdb", node.pgno * page_size + 12, 4)  # sixteen more
+    with ChunkStore.open(path, mode="write") as store:
+        with pytest.raises(StoreCorrupt):
+            store.remove_chunks([key_of(2)])
+        for seed in range(102, 132, 3):
+            store.put_chunk(*make_chunk(seed))
+        with store.read() as reader:
+            for seed in seeds[1:]:
+                manifest = reader.manifest(key_of(seed))
+                assert manifest is not None
+                assert read_chunk(reader, manifest) == (seed, 0)
+
+
+def test_taking_chunks_away_walks_no_page_that_was_not_checked(tmp_path: Path, deep: tuple[Path, range]) -> None:
+    """All chunks below one branch go, so LMDB takes pages from the next one, whose first leaf is damaged."""
+    (whole, seeds), path = deep, tmp_path / "store"
+    shutil.copytree(whole, path)
+    levels, page_size = pages_by_level(path / "data.mdb", "chunks")
+    with ChunkStore.open(path) as store, store.read() as reader:
+        tree = reader.pages.tree("chunks")
+        assert tree is not None
+        root, branch = reader.pages.page_at(tree.root, tree), reader.pages.page_at(levels[1][1], tree)
+        assert isinstance(root, Branch)
+        assert isinstance(branch, Branch)
+        gone, leaf = [key for key in map(key_of, seeds) if key < root.keys[1]], branch.children[0]
+    _flip(path / "data.mdb", leaf * page_size + 16, 0)  # where its first node is
+
+    def work(item: None) -> dict[str, int]:
+        with ChunkStore.open(path, mode="write") as store, pytest.raises(StoreCorrupt):
+            store.remove_chunks(sorted(gone))
+        return {}
+
+    [(_, outcome)] = outcomes(work, [None], timeout=60)
+    assert not isinstance(outcome, Ended), str(outcome)[:500]
+    with ChunkStore.open(path) as store, store.read() as reader:
+        assert all(reader.manifest(key) for key in gone)
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_damaged_store_is_not_compacted(tmp_path: Path, whole: tuple[Path, Contents], bit: int) -> None:
+    """LMDB would copy what a damaged pointer leads to, or end in a signal."""
+    path = tmp_path / "store"
+    shutil.copytree(whole[0], path)
+    levels, page_size = pages_by_level(path / "data.mdb", "blobs")
+    _flip(path / "data.mdb", levels[-1][0] * page_size + 16 + (bit == 7), bit)
+    before = (path / "data.mdb").read_bytes()
+
+    def work(item: None) -> dict[str, int]:
+        with ChunkStore.open(path, mode="write") as store, pytest.raises(StoreCorrupt):
+            compact(store)
+        return {}
+
+    [(_, outcome)] = outcomes(work, [None], timeout=60)
+    assert not isinstance(outcome, Ended), str(outcome)[:500]
     assert (path / "data.mdb").read_bytes() == before

@@ -15,6 +15,7 @@ import lmdb
 
 from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA, MAKING, check_space, sync_file
+from cacheblend_store.lmdb_file.pages.commits import snapshot
 from cacheblend_store.lmdb_file.pages.reader import DATABASES
 from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, translated
 
@@ -69,8 +70,12 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 
 
 def compact_copy(store: Path, folder: Path) -> None:
-    """The store's data.mdb without its free pages, into an empty directory. For a store that nobody has open."""
-    with translated(store):
+    """The store's data.mdb without its free pages, into an empty directory. For a store that nobody has open. Raises
+    StoreCorrupt: LMDB believes every page that it copies, so all are checked before."""
+    with (store / DATA).open("rb", buffering=0) as file, translated(store):
+        pages = snapshot(file.fileno(), store)
+        assert pages is not None, "the newest commit is always there"
+        pages.check()
         source = open_lmdb(store)
         try:
             source.copy(str(folder), compact=True)

@@ -13,7 +13,7 @@ MAX_DEPTH = 32
 PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
-_BIG, _SUBTREE = 1, 2  # node flags
+_BIG, SUBTREE = 1, 2  # node flags
 _INTEGER_KEYS = 8  # the free list's flags
 _NODE = struct.Struct("<HHHH")
 _PAGE = struct.Struct("<QHHHH")
@@ -109,7 +109,7 @@ def parse_meta(page: bytes) -> Meta | None:
 
 def parse_tree(node: Node) -> Tree:
     """The tree of a named database."""
-    if node.flags != _SUBTREE or node.size != _TREE.size:
+    if node.flags != SUBTREE or node.size != _TREE.size:
         raise ValueError("it is no record of a database")
     tree = _tree(node.inline, 0)
     if tree.flags != 0 or tree.depth > MAX_DEPTH or (tree.root == NO_PAGE) != (tree.entries == 0):
@@ -136,7 +136,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
             named_pages.append(low | high << 16 | node_flags << 32)
         else:
             end += _NUMBER.size if node_flags == _BIG else low | high << 16
-            if end > size or not 1 <= key_size <= 511 or node_flags not in (0, _BIG, _SUBTREE):
+            if end > size or not 1 <= key_size <= 511 or node_flags not in (0, _BIG, SUBTREE):
                 raise ValueError("a node of it is damaged")
             if node_flags == _BIG:
                 named_pages += _NUMBER.unpack_from(data, body)
@@ -154,10 +154,10 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
 
 
 def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:
-    """header: of the first overflow page of a big value."""
+    """header: of the first overflow page of a big value. Who lets go of the value frees as many pages as that says."""
     pgno, _, flags, low, high = _PAGE.unpack(header)
     pages, wanted = low | high << 16, (HEADER - 1 + node.size) // page_size + 1
-    if pgno != node.pgno or flags != _OVERFLOW or pages < wanted or node.pgno + pages > num_pages:
+    if pgno != node.pgno or flags != _OVERFLOW or pages != wanted or node.pgno + pages > num_pages:
         raise ValueError("it does not begin the value it should")
 
 

@@ -14,6 +14,7 @@ from cacheblend_store.lmdb_file.pages.layout import (
     HEADER,
     MAX_DEPTH,
     NO_PAGE,
+    SUBTREE,
     Bounds,
     Branch,
     Leaf,
@@ -133,11 +134,37 @@ class PageReader:
     # what LMDB will walk when it writes
 
     def check_beside(self, database: str, key: bytes) -> None:
-        """On every level of the path to `key`, the two pages on each side: where LMDB takes a record away, it merges with
-        them or borrows from them. `get` checks the path itself, which is all that putting a record walks."""
+        """On every level of the path to `key`, the two pages on each side, whichever branches they are below: where LMDB
+        takes a record away, it merges with them or borrows from them, and branches that it merges bring their pages
+        together; a cursor goes on to the next of them. `get` checks the path itself, which is all that putting a record
+        walks."""
         tree = self.tree(database)
-        if tree and tree.root != NO_PAGE:
-            self._leaf_of(tree, key, near=2)
+        if tree is None or tree.root == NO_PAGE:
+            return
+        self._leaf_of(tree, key)
+        row, at = [(tree.root, Bounds())], 0  # the pages of a level, and which of them is on the path
+        for _ in range(tree.depth):
+            below = list[tuple[int, Bounds]]()
+            path = 0
+            for number, (pgno, bounds) in enumerate(row):
+                page = self._page_within(pgno, tree, bounds)
+                if isinstance(page, Branch):
+                    here = page.at(key)  # the last one of a page before the path, the first one of a page behind it
+                    near = range(max(0, here - 2), min(here + 3, len(page.children)))
+                    path = len(below) + near.index(here) if number == at else path
+                    below += ((page.children[i], page.bounds(i, bounds)) for i in near)
+            row, at = below[max(0, path - 2) : path + 3], min(path, 2)
+
+    def check(self) -> None:
+        """Every page of every tree, and where every big value lies: before LMDB walks them all."""
+        for node in self.nodes_in(self.meta.main):
+            tree = self.tree(node.key.decode(errors="replace"))
+            for inner in self.nodes_in(tree) if tree else ():
+                self.check_extent(inner)
+                if inner.flags == SUBTREE:
+                    raise self._bad(tree.root if tree else 0, "a record of it passes for a tree")
+        for _ in self.free_pages():
+            pass
 
     def free_pages(self) -> Iterator[tuple[int, ...]]:
         """Each record of the list of free pages, from which a write takes its pages."""
@@ -173,8 +200,8 @@ class PageReader:
             self._pages[pgno] = page
         return page
 
-    def _leaf_of(self, tree: Tree, key: bytes, near: int = 0) -> Leaf:
-        """The leaf that holds the key if the tree does. near: so many pages on each side of the path are checked, too."""
+    def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:
+        """The leaf that holds the key if the tree does."""
         pgno, bounds = tree.root, Bounds()
         for depth in range(1, MAX_DEPTH + 1):
             page = self._page_within(pgno, tree, bounds)
@@ -183,8 +210,6 @@ class PageReader:
                     raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
                 return page
             at = page.at(key)
-            for beside in range(max(0, at - near), min(at + near + 1, len(page.children))):
-                self._page_within(page.children[beside], tree, page.bounds(beside, bounds))
             pgno, bounds = page.children[at], page.bounds(at, bounds)
         raise self._bad(pgno, "the tree is deeper than any tree")
 
