@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from platformdirs import user_config_path, user_data_path
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import NotFoundError, UsageError
 
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
@@ -212,7 +212,10 @@ def config_files() -> list[Path]:
     """The user's file and the project's, the latter stronger: the nearest cacheblend.toml from the working directory up
     to the root of its repository or the home directory."""
     files = [user_config_path("cacheblend") / "config.toml"]
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise NotFoundError("the directory that this was started in is gone", "cd to one that is there") from None
     for folder in (here, *here.parents):
         if (folder / FILE).is_file():
             return [*files, folder / FILE]

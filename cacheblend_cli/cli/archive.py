@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +65,11 @@ def export(
 
     from cacheblend_cli.corpus.places import portable
 
-    with options.open_store(settings, write=False) as kv_store, output.progress("export") as bar:
+    with (
+        options.open_store(settings, write=False) as kv_store,
+        output.progress("export") as bar,
+        _of_file(path, "written"),
+    ):
         keys = _choose(kv_store, chunks, source, model)
         ids = [key.hex() for key in keys or {m.key for m in kv_store.chunks()}] if quiet else []
         made_with = ArchiveOptions(secret, settings.salt, portable)
@@ -118,6 +125,7 @@ def import_(
         on_interrupt("the chunks that were taken stay; the same command takes the rest"),
         options.open_store(settings, write=True) as kv_store,
         output.progress("import") as bar,
+        _of_file(path, "read"),
     ):
 
         def on_chunk(chunk: ImportedChunk, done: int, total: int) -> None:
@@ -137,6 +145,17 @@ def import_(
             f"{report.chunks['rejected']} chunks were rejected", "get the archive again; the others were taken"
         )
         raise typer.Exit(int(ExitCode.STORE))
+
+
+@contextmanager
+def _of_file(path: Path, what: str) -> Iterator[None]:
+    """What the system says of the archive is the user's to mend. A full disk is told elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        raise UsageError(f"{path} cannot be {what}: {error.strerror}", "check the path and its permissions") from error
 
 
 def _read_key(path: Path | None) -> bytes | None:

@@ -11,6 +11,7 @@ from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answering import Answered, Answering
 from cacheblend_cli.cli.answers import Streams, Told, changed, show_answer, show_plan
 from cacheblend_cli.cli.batch import Results, run_batch
+from cacheblend_cli.cli.batch import told as told_of
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.pages import answer_page
@@ -102,15 +103,15 @@ def ask(
     sources: list[str] = []
     codes: list[int] = []
 
-    def show(item: Asked, told: Told, extra: dict[str, str]) -> None:
+    def show(item: Asked, told: Told, extra: dict[str, Any]) -> None:
+        show_answer(told, output, json=json, explain=explain, extra=extra)
         if html:
             write_text(html, answer_page(item.question, told.answer, told.tokens), "choose another place for --html")
-        show_answer(told, output, json=json, explain=explain, extra=extra)
         sources.extend(chunk.source for chunk in told.answer.chunks)
         codes.append(changed(told.answer))
 
     def show_one(item: Answered) -> dict[str, Any]:
-        extra = {"question": item.asked.question}
+        extra = told_of(item.asked)
         assert item.found is not None
         if not isinstance(item.found, Told):
             show_plan(item.found, output, json=json, extra=extra)

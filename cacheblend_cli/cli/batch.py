@@ -16,6 +16,9 @@ from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import ExitCode, UsageError
 
+_Key = tuple[str, tuple[str, ...] | None]
+"""A question and the chunks that were named for it."""
+
 
 class Results:
     """Where --resume keeps the answers of a batch: JSON lines in the order of the questions.
@@ -24,14 +27,15 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._answered: Counter[str] = Counter()
+        self._answered: Counter[_Key] = Counter()
         whole = 0
-        for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            self._answered[_question_of(line, path)] += 1
         try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                self._answered[_answered_by(line, path)] += 1
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = path.open("ab")
             self._stream.truncate(whole)
@@ -42,8 +46,9 @@ class Results:
         """Those of the questions that the file does not answer. One that is asked twice is answered twice."""
         answered, found = Counter(self._answered), []
         for item in asked:
-            if answered[item.question] > 0:
-                answered[item.question] -= 1
+            key = (item.question, item.chunks)
+            if answered[key] > 0:
+                answered[key] -= 1
             else:
                 found.append(item)
         return found
@@ -56,12 +61,19 @@ class Results:
         self._stream.close()
 
 
-def _question_of(line: bytes, path: Path) -> str:
+def told(asked: Asked) -> dict[str, Any]:
+    """What a record of the answer says of what was asked."""
+    return {"question": asked.question} | ({} if asked.chunks is None else {"asked_chunks": list(asked.chunks)})
+
+
+def _answered_by(line: bytes, path: Path) -> _Key:
+    """What the record in the line answers. The same question over other chunks is another one."""
     try:
-        question = json.loads(line)["question"]
+        record = json.loads(line)
+        question, chunks = record["question"], record.get("asked_chunks")
         if isinstance(question, str):
-            return question
-    except (ValueError, KeyError, TypeError):
+            return question, None if chunks is None else tuple(chunks)
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise UsageError(f"{path} holds something else than answers of a batch", "name another file for --resume")
 
@@ -88,7 +100,7 @@ def run_batch(
                     results.add(record)
         elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
             if as_json:
-                output.json({"question": item.asked.question, "error": getattr(item.error, "message", "")})
+                output.json({**told(item.asked), "error": getattr(item.error, "message", "")})
             failed.append(report(item.error, output))
         else:
             raise item.error

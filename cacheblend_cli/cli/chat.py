@@ -87,8 +87,9 @@ def chat(
         failed = 0
         for line in _lines(interactive):
             if line.startswith("/"):
-                if not _commanded(line, talk, answering, output):
+                if line.split()[0] in ("/quit", "/exit"):
                     break
+                failed = _commanded(line, talk, answering, output) or failed
                 continue
             try:
                 _turn(line, talk, answering, output)
@@ -133,15 +134,13 @@ def _answered(question: str, talk: Conversation, answering: Answering, streams: 
             named = tuple(chunk.id for chunk in talk.last.chunks)
 
 
-def _commanded(line: str, talk: Conversation, answering: Answering, output: Output) -> bool:
-    """False to end."""
-    if line.split()[0] in ("/quit", "/exit"):
-        return False
+def _commanded(line: str, talk: Conversation, answering: Answering, output: Output) -> int:
+    """The exit code of what it failed of, 0 where it did not."""
     try:
         _do(line, talk, answering, output)
     except CacheBlendError as error:
-        report(error, output)
-    return True
+        return report(error, output)
+    return 0
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -175,17 +174,20 @@ def _reader() -> Callable[[], str]:
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
     except ImportError:
         return lambda: input("> ")
     from platformdirs import user_state_path
 
-    folder = user_state_path("cacheblend")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file = folder / "chat_history"
-    file.touch(mode=0o600)
+    file = user_state_path("cacheblend") / "chat_history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+        history: FileHistory | InMemoryHistory = FileHistory(str(file))
+    except OSError:  # as in a read-only home
+        history = InMemoryHistory()
     session: PromptSession[Any] = PromptSession(
-        history=FileHistory(str(file)),
+        history=history,
         completer=WordCompleter(list(COMMANDS), sentence=True),
         complete_while_typing=False,
         reserve_space_for_menu=0,

@@ -65,6 +65,8 @@ _FOREIGN = {  # by name, so that nothing is imported to tell
 
 def _foreign(error: BaseException) -> tuple[ExitCode, str] | None:
     """Code and hint for an error of torch or Python that a user can mend."""
+    if str(error) == "Could not determine home directory.":
+        return ExitCode.USAGE, "set HOME, or write the path without ~"
     names = [kind.__name__ for kind in type(error).__mro__]
     if "RuntimeError" in names and str(error).startswith(("CUDA error", "CUDA driver error")):
         names.insert(0, "AcceleratorError")

@@ -101,8 +101,24 @@ def run(arguments: list[str] | None = None) -> int:
 
 def main() -> None:
     """The entry point."""
+    open_closed()
+    have_a_home()
     spin_shortly()
     sys.exit(run())
+
+
+def open_closed() -> None:
+    """Of the three streams those that whoever started this has closed are empty: else the next file that is opened, which may
+    be the store's, would have the number that messages go to."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def have_a_home() -> None:
+    """An account that has none, as in a container that runs as a number, has one where nothing is and nothing can be made."""
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = "/nonexistent"
 
 
 def spin_shortly(environment: MutableMapping[str, str] = os.environ) -> None:

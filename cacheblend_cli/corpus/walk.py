@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def _walk(
     except OSError as error:
         raise UsageError(f"cannot list {folder}: {error.strerror}", "check its permissions") from error
     for entry in entries:
-        is_folder = entry.is_dir()
+        is_folder = os.path.isdir(entry)  # Path.is_dir raises where this user may not look
         end = "/" if is_folder else ""
         if entry.name.startswith(".") or rules.ignore(f"{real / entry.name}{end}"):
             continue
@@ -43,10 +44,10 @@ def _walk(
             continue
         if not is_folder:
             yield entry, unwanted(entry, selection)
-        elif entry.is_symlink() and not selection.follow:
+        elif os.path.islink(entry) and not selection.follow:
             yield entry, NoDocument("a link to a folder: name it, or --follow", "linked folders", by_rule=True)
         else:
-            inside = entry.resolve() if entry.is_symlink() else real / entry.name
+            inside = entry.resolve() if os.path.islink(entry) else real / entry.name
             yield from _walk(entry, inside, f"{below}{entry.name}/", rules, (*parents, real), selection)
 
 

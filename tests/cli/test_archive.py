@@ -119,3 +119,9 @@ def test_the_manifest_is_for_other_tools_too(cli: Cli, stored: list[str], tmp_pa
     documents = [r["record"] for r in lines if r["type"] == "document"]
     assert {d["source"] for d in documents} == {"docs/alpha.md", "docs/beta.md"}
     assert {key for d in documents for key, *_ in d["chunks"]} == {chunks[name]["key"] for name in stored}
+
+
+def test_an_archive_that_cannot_be_written_is_the_users_to_mend(cli: Cli, stored: list[str]) -> None:
+    result = cli("chunks", "export", "x" * 250)  # the file beside it has a longer name
+    assert result.code == 2
+    assert "cannot be written" in result.err

@@ -87,3 +87,16 @@ def test_what_resume_is_not_for(cli: Cli, questions: list[dict[str, Any]], tmp_p
     assert "something else" in refused.err
     assert (tmp_path / "notes.txt").read_text() == "my notes\n"
     assert cli("ask", "one?", "--resume", "x.jsonl").code == 2
+
+
+def test_the_same_question_over_other_chunks_is_another_one(
+    cli: Cli, questions: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Of three the second fails; asked again, it is that one which is answered, and not the third once more."""
+    rows = [{"question": "what is this?", "chunks": q["chunks"]} for q in questions[:3]]
+    write(tmp_path, [rows[0], {**rows[1], "chunks": ["ffffffffffff"]}, rows[2]])
+    assert cli(*ASK, "--resume", "out.jsonl").code == 3
+    write(tmp_path, rows)
+    again = cli(*ASK, "--resume", "out.jsonl")
+    assert [r["asked_chunks"] for r in again.records] == [rows[1]["chunks"]]
+    assert cli(*ASK, "--resume", "out.jsonl").records == []

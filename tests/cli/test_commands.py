@@ -402,3 +402,10 @@ def test_control_characters_are_shown_on_a_terminal_only() -> None:
     pipe = io.StringIO()
     Output(pipe, io.StringIO()).text("\x1b[31m")
     assert pipe.getvalue() == "\x1b[31m\n"
+
+
+def test_an_answer_is_not_lost_with_its_page(cli: Cli, stored: list[str]) -> None:
+    result = cli("ask", "alpha?", "--chunks", stored[0], "--max-tokens", "2", "--json", "--html", "nowhere/a.html")
+    assert result.code == 2
+    assert "nowhere/a.html cannot be written" in result.err
+    assert result.records[0]["generated_tokens"] == 2

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from cacheblend_cli.cli.exits import report
+from cacheblend_cli.cli.main import run
 from cacheblend_cli.cli.output import Output
 
 
@@ -23,3 +29,35 @@ def test_what_a_device_says(error: Exception, code: int, said: str, capsys: pyte
     assert said in shown.err
     assert "Traceback" not in shown.err
     assert shown.out == ""
+
+
+def test_closed_streams_are_empty_ones(tmp_path: Path) -> None:
+    """Else the first file that is opened would have the number that messages go to."""
+    cacheblend = f"{sys.executable} -c 'from cacheblend_cli.cli.main import main; main()'"
+    for command, code in (("ask - <&-", 2), ("config show >&-", 0), ("chunks ls --store nowhere 2>&-", 3)):
+        done = subprocess.run(["bash", "-c", f"{cacheblend} {command}"], cwd=tmp_path, capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert b"fault" not in done.stderr
+
+
+def test_a_directory_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    assert run(["chunks", "ls"]) == 3
+    assert "is gone" in capsys.readouterr().err
+
+
+def test_an_account_without_a_home(tmp_path: Path) -> None:
+    """As in a container that runs as a number: settings are read, and a store has to be named."""
+    bare = {k: v for k, v in os.environ.items() if not k.startswith(("HOME", "XDG_", "CACHEBLEND_"))}
+    code = "import pwd; pwd.getpwuid = {}.__getitem__\nfrom cacheblend_cli.cli.main import main; main()"
+    for arguments, status in ((["config", "show"], 0), (["chunks", "ls"], 3), (["chunks", "ls", "--store", "~x/y"], 2)):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=bare, capture_output=True, timeout=60)
+        assert done.returncode == status, done.stderr
+        assert b"fault" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

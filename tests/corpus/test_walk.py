@@ -126,3 +126,11 @@ def test_a_broken_rule_is_no_rule(here: Path) -> None:
     write(here / "a.md", "a\n")
     write(here / "b.md", "b\n")
     assert taken(".") == ["a.md"]
+
+
+def test_a_link_that_cannot_be_followed_is_passed_over(here: Path) -> None:
+    """As one into a directory that this user may not enter: the others are read all the same."""
+    write(here / "docs/a.md", "a\n")
+    (here / "docs/b.md").symlink_to("x" * 300)
+    assert taken("docs") == ["docs/a.md"]
+    assert passed_over("docs") == {"docs/b.md": "unreadable"}
