@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from platformdirs import user_config_path, user_data_path
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.text_files import check_text
 
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
@@ -278,6 +279,8 @@ def _convert(name: str, value: Any, place: str) -> Any:
         hint = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
         hint += f" or {_WORDS[name]}" if name in _WORDS else ""
         raise UsageError(f"{shown} is {value!r}, and {hint} is wanted", "see: cacheblend config show") from None
+    if kind is str and name not in PATHS:
+        check_text(value, shown)
     if kind is int and converted > (most := _MOST.get(name, 2**63 - 1)):
         raise UsageError(f"{shown} is {value!r}, and {most} is the most", "see: cacheblend config show")
     if name in _LEAST and converted < _LEAST[name]:

@@ -35,3 +35,11 @@ def write_text(path: Path, text: str, hint: str, *, new: bool = False) -> None:
             stream.write(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", hint) from error
+
+
+def check_text(text: str, name: str) -> None:
+    """Raises UsageError for what a tokenizer does not take: bytes of an argument that are no UTF-8, half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is no UTF-8 at character {error.start + 1}", "convert it: iconv -t utf-8") from None

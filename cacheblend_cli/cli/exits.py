@@ -59,6 +59,7 @@ _LESS = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device
 _FOREIGN = {  # by name, so that nothing is imported to tell
     "OutOfMemoryError": (ExitCode.DEVICE, _LESS),
     "MemoryError": (ExitCode.DEVICE, _LESS),
+    "PermissionError": (ExitCode.USAGE, "check its permissions, or name another"),
     "AcceleratorError": (ExitCode.DEVICE, "see what cacheblend doctor says of the GPU, or use --device cpu"),
 }
 
@@ -74,6 +75,8 @@ def _foreign(error: BaseException) -> tuple[ExitCode, str] | None:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.text_files import decode_text, read_text
+from cacheblend_cli.text_files import check_text, decode_text, read_text
 
 _EXAMPLE = 'write it as an argument: cacheblend ask "Who leads billing?"'
 _LINE = 'each line is {"question": "...", "chunks": ["ID", ...]}, chunks being optional'
@@ -42,6 +42,7 @@ def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> 
         question = read_stdin("the question").strip()
     if question is not None and not question.strip():
         raise UsageError("the question is empty", _EXAMPLE)
+    check_text(question or "", "the question")
     named = None if chunks is None else read_ids(chunks)
     if question is not None:
         return [Asked(question, named)]
@@ -100,6 +101,7 @@ def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> Asked:
     question = row.get("question") if isinstance(row, dict) else None
     if not isinstance(question, str) or not question.strip():
         raise UsageError(f"{place} has no question", _LINE)
+    check_text(question, f"the question of {place}")
     named = row.get("chunks")
     if named is None:
         return Asked(question, chunks)

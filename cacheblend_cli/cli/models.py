@@ -11,7 +11,7 @@ import typer
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
-from cacheblend_cli.errors import CacheBlendError, ExitCode
+from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def ls(
     from cacheblend_cli.model.on_disk import kind_of, models_on_disk
 
     output = Output()
+    if not folder.is_dir():
+        raise NotFoundError(f"no such folder: {folder}", "name the one that the models are in")
     found = [(name, _size(path), kind_of(path)) for name, path in models_on_disk(folder)]
     if json:
         for name, size, kind in found:

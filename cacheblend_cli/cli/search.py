@@ -11,6 +11,7 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import look_warm
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
+from cacheblend_cli.text_files import check_text
 
 
 @options.with_settings(*grouped("search", but=["order"]), "store", top_k="How many chunks.")
@@ -34,6 +35,7 @@ def search(
     output = Output(quiet=quiet)
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
+    check_text(query, "the query")
     with options.open_store(settings, write=False) as kv_store:
         scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
         warm = None if local else look_warm(settings, query, scope, output.note)

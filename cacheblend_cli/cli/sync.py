@@ -117,20 +117,21 @@ class _Syncing:
     def paths(self, given: list[str] | None) -> list[str]:
         """Those, or what the store remembers and is still on disk. Raises NotFoundError where that is nothing."""
         from cacheblend_cli.corpus.documents import check_paths
+        from cacheblend_cli.corpus.places import on_disk
 
         if given:
             check_paths(given)
             return given
         with options.open_store(self._settings, write=False) as store:
-            known = self._engine.roots(store, self._settings.salt)
-        found = [path for path in known if os.path.lexists(path)]
-        for path in sorted({*known} - {*found}):
+            known = set(self._engine.roots(store, self._settings.salt))
+        found = {name: path for name in known if (path := on_disk(name)) is not None}
+        for path in sorted(known - found.keys()):
             self._output.warn(f"{path} is no more; chunks rm --source {path} removes its chunks")
         if not found:
             raise NotFoundError(
                 f"the store remembers no path for {self._engine.model.name}", "cacheblend precompute docs/"
             )
-        return found
+        return sorted(found.values())
 
     def sync(self, paths: list[str]) -> PrecomputeReport:
         from cacheblend_cli.api import Paths, PrecomputeOptions

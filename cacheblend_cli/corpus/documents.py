@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from cacheblend_cli.corpus.walk import too_large, unwanted, walk
 from cacheblend_cli.errors import NotFoundError
 
 MAX_BYTES = 256 << 20
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,13 @@ def _convert(file: Path) -> Converted:
 
 
 def _ended(converted: Converted) -> Converted:
-    """With a line end at its end. Raises NoDocument for what has no text."""
+    """With a line end at its end, and in the place of a half of a character, which JSON can hold and no tokenizer takes, the
+    sign for one that is unknown. Raises NoDocument for what has no text."""
     if not converted.text.strip():
         raise NoDocument("empty")
-    return converted if converted.text.endswith("\n") else replace(converted, text=converted.text + "\n")
+    text = converted.text if converted.text.endswith("\n") else converted.text + "\n"
+    title = _HALF.sub("\ufffd", converted.layout.title)
+    return replace(converted, text=_HALF.sub("\ufffd", text), layout=replace(converted.layout, title=title))
 
 
 def _bytes(file: Path) -> bytes:

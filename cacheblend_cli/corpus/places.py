@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_cli.settings import FILE
@@ -43,12 +44,16 @@ def is_stdin(name: str) -> bool:
     return name.endswith(_STDIN)
 
 
+def on_disk(name: str) -> str | None:
+    """The path of a document or directory of that name, None where there is nothing."""
+    with suppress(ValueError):
+        return next(filter(os.path.lexists, (name, os.fsdecode(_unescaped(name)))), None)
+    return None
+
+
 def is_on_disk(name: str) -> bool:
     """Whether there is anything at the document's path."""
-    try:
-        return os.path.lexists(name) or os.path.lexists(_unescaped(name))
-    except ValueError:
-        return False
+    return on_disk(name) is not None
 
 
 def is_below(name: str, folder: str) -> bool:

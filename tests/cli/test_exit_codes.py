@@ -20,10 +20,11 @@ from cacheblend_cli.cli.output import Output
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "fewer chunks"),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), 5, "cacheblend doctor"),
+        (PermissionError(13, "Permission denied", "model.safetensors"), 2, "model.safetensors: Permission denied"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1, "a fault of cacheblend"),
     ],
 )
-def test_what_a_device_says(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_others_say(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert report(error, Output()) == code
     shown = capsys.readouterr()
     assert said in shown.err

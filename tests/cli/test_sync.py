@@ -108,3 +108,12 @@ def test_what_fails_is_tried_again(cli: Cli) -> None:
     runs.clear()
     follow([set(), set()], lambda: (runs.append("run"), PrecomputeReport())[1], Output(quiet=True), "docs")
     assert len(runs) == 2, "what changed before the watching began is found"
+
+
+def test_sync_finds_a_folder_whose_name_is_no_utf8(cli: Cli, docs: Path) -> None:
+    strange = docs.rename(docs.parent / "docs\udcff")
+    assert cli("precompute", str(strange)).code == 0
+    (strange / "gamma.md").write_text("gamma and more\n")
+    result = cli("sync", "--json")
+    assert "no more" not in result.err
+    assert result.records[0]["new"] == 1

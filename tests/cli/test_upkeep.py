@@ -293,3 +293,10 @@ def test_an_answer_is_not_lost_with_the_kv_it_computed(
     assert asked.code == 0, asked.err
     assert [c["status"] for c in asked.records[0]["chunks"]] == ["exact", "computed"]
     assert "the KV of 1 computed chunk could not be stored: the disk is full" in asked.err
+
+
+def test_what_has_no_kv_is_counted_as_chunks_are(cli: Cli, stored: list[str]) -> None:
+    """Without the prefix, which is no chunk that is listed."""
+    cli("chunks", "prune", "--to-size", "0")
+    [facts] = cli("chunks", "stats", "--json").records
+    assert facts["chunks"] == facts["without_kv"] == len(stored)

@@ -172,3 +172,12 @@ def test_a_file_that_is_as_it_was_is_not_converted_again(here: Path, monkeypatch
     (here / "a.html").write_text("<p>six</p>")
     assert texts() == ["six\n", "two\n"]
     assert converted == ["a.html", "b.html", "a.html"]
+
+
+def test_half_of_a_character_costs_no_document(here: Path) -> None:
+    """JSON can hold it, and tokenizers take none: one such line would end the run over a folder."""
+    (here / "a.jsonl").write_text('{"title": "\\ud83d", "text": "one \\ud800 two \\ud83d\\ude00"}\n')
+    [document] = read_documents(["a.jsonl"])
+    assert isinstance(document, Document)
+    assert "one \ufffd two \U0001f600" in document.text
+    assert document.digest

@@ -28,7 +28,7 @@ class StoreStats:
     """live_bytes: of all blobs. used_bytes: of the pages with chunks' records and blobs. free_bytes: of pages of the file
     that are free to be used again.
 
-    damaged, without_kv: records that do not read, and those of chunks that have no KV now. models: by
+    damaged, without_kv: records that do not read, and those of chunks, but of no prefix, that have no KV now. models: by
     (model name, fingerprint, codec), their chunks without prompts' prefixes, which are apart.
     """
 
@@ -65,7 +65,7 @@ def stats(store: ChunkStore) -> StoreStats:
         )
         for manifest in reader.manifests():
             num_read += 1
-            found.without_kv += not manifest.has_kv
+            found.without_kv += not manifest.has_kv and manifest.context != "prefix"
             who = (manifest.model_name, manifest.model, manifest.codec)
             amount = found.prefixes if manifest.context == "prefix" else found.models.setdefault(who, Amount())
             amount.add(manifest.num_tokens, manifest.num_bytes)
