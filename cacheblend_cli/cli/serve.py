@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,15 +87,18 @@ def serve(
     from cacheblend_cli.server.guard import LOOPBACK
     from cacheblend_cli.server.host import Host
     from cacheblend_cli.server.place import make_folder, socket_of
-    from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
+    from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix, remover
     from cacheblend_cli.server.warm import WarmSocket
 
     sampling = sampling_of(resolved)
-    with options.open_store(settings, write=True) as store:
+    with options.open_store(settings, write=True) as store, ExitStack() as held:
         warm = socket_of(settings)
         make_folder(warm.parent)
-        warm_socket = bind_unix(warm)
-        public = bind_tcp(host, port) if unix_socket is None else bind_unix(unix_socket)
+        warm_socket = held.enter_context(bind_unix(warm))
+        held.callback(remover(warm))
+        public = held.enter_context(bind_tcp(host, port) if unix_socket is None else bind_unix(unix_socket))
+        if unix_socket is not None:
+            held.callback(remover(unix_socket))
         address = public.getsockname()
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
@@ -117,9 +121,6 @@ def serve(
             serving.run([public])
         finally:
             service.close(0.0)
-            warm.unlink(missing_ok=True)
-            if unix_socket is not None:
-                unix_socket.unlink(missing_ok=True)
 
 
 def _check_installed() -> None:

@@ -20,7 +20,13 @@ _NAME = "engine-"
 def socket_of(settings: Settings) -> Path:
     """The socket of an engine of this version over the settings' store, with their model and the rest that an engine has."""
     told = {name: getattr(settings, name) for name in grouped("prompt", "model", "machine", "memory")}
-    told |= {"model": _model(settings.model), "prompt": _content(settings.prompt), "version": [__version__, PROTOCOL]}
+    lora = os.path.realpath(Path(settings.lora).expanduser()) if settings.lora else ""
+    told |= {
+        "model": _model(settings.model),
+        "lora": lora,
+        "prompt": _content(settings.prompt),
+        "version": [__version__, PROTOCOL],
+    }
     digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
     return folder_of(settings) / f"{_NAME}{digest}.sock"
 

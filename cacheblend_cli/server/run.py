@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,12 +24,15 @@ _LOOK_S = 0.25
 
 
 def bind_tcp(name: str, port: int) -> socket.socket:
-    """Raises UsageError when the address cannot be had."""
+    """It listens from now on, so that nobody else gets the address: who connects waits until it is served.
+
+    Raises UsageError when the address cannot be had."""
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((name, port))
+        bound.listen()
     except OSError as error:
         bound.close()
         raise UsageError(
@@ -39,7 +42,7 @@ def bind_tcp(name: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A socket that only this user may use (0600). One that was left behind is replaced.
+    """A socket that only this user may use (0600), which listens from now on. One that was left behind is replaced.
 
     Raises UsageError when somebody listens there, or nothing can be made there.
     """
@@ -54,6 +57,7 @@ def bind_unix(path: Path) -> socket.socket:
             raise OSError(0, "something else is there")
         new.unlink(missing_ok=True)
         bound.bind(os.fspath(new))
+        bound.listen()
         new.rename(path)
     except OSError as error:
         bound.close()
@@ -65,11 +69,30 @@ def bind_unix(path: Path) -> socket.socket:
     return bound
 
 
+def remover(path: Path) -> Callable[[], None]:
+    """What removes the socket that is at the path now. One that a later server has put there stays: the earlier one may
+    still finish answers when it begins."""
+
+    def there() -> tuple[int, int] | None:
+        with suppress(OSError):
+            info = path.lstat()
+            return info.st_ino, info.st_ctime_ns
+        return None
+
+    own = there()
+
+    def remove() -> None:
+        if there() == own:
+            path.unlink(missing_ok=True)
+
+    return remove
+
+
 class Serving:
     """idle_exit_s: end when nobody has asked for so long, 0 never. grace_s: what answers have to finish when it ends."""
 
     def __init__(self, app: Starlette, host: Host, warm: WarmSocket, *, grace_s: float, idle_exit_s: float) -> None:
-        self._host, self._warm, self._grace_s, self._idle_exit_s = host, warm, grace_s, idle_exit_s
+        self._host, self._warm, self._idle_exit_s = host, warm, idle_exit_s
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -78,7 +101,7 @@ class Serving:
             server_header=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
-        self._server = _Server(config, host)
+        self._server = _Server(config, host, warm, grace_s)
         warm.on_stop = self._server.end
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
@@ -90,7 +113,6 @@ class Serving:
         await self._warm.start()
         try:
             await self._server.serve(sockets=list(sockets))
-            await self._warm.stop(self._grace_s)
         finally:
             watch.cancel()
 
@@ -103,13 +125,21 @@ class Serving:
 class _Server(uvicorn.Server):
     """Ends at SIGINT and SIGTERM, and returns; a second SIGINT waits for no answer."""
 
-    def __init__(self, config: uvicorn.Config, host: Host) -> None:
+    def __init__(self, config: uvicorn.Config, host: Host, warm: WarmSocket, grace_s: float) -> None:
         super().__init__(config)
-        self._host = host
+        self._host, self._warm, self._grace_s = host, warm, grace_s
 
     def end(self) -> None:
         self._host.draining = True
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Both ends at once take no more, and what they have is waited for together."""
+        warm = asyncio.create_task(self._warm.stop(self._grace_s))
+        await super().shutdown(sockets)
+        while not (warm.done() or self.force_exit):
+            await asyncio.wait([warm], timeout=_LOOK_S)
+        warm.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)

@@ -50,10 +50,12 @@ class WarmSocket:
         self._path.unlink(missing_ok=True)
         if self._server is not None:
             self._server.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace_s)
-        for task in list(self._tasks):
-            task.cancel()
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=grace_s)
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

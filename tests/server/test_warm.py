@@ -18,8 +18,10 @@ import pytest
 from asking import PAGES, Cli, Said
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server import place
 from cacheblend_cli.server.background import ask_status
+from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
 from cacheblend_cli.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +178,7 @@ def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monke
         "dtype": "bfloat16",
         "kv_pool_dtype": "float8_e4m3",
         "threads": 3,
+        "lora": "adapter",
     }
     same = {
         "ratio": 0.5,
@@ -187,8 +190,49 @@ def test_another_model_prompt_or_version_is_another_engine(tmp_path: Path, monke
     }
     assert all(place.socket_of(replace(settings, **{name: value})) != ours for name, value in other.items())
     assert all(place.socket_of(replace(settings, **{name: value})) == ours for name, value in same.items())
+    adapted = replace(settings, lora="adapter")
+    there = place.socket_of(adapted)
+    monkeypatch.chdir(tmp_path)
+    assert place.socket_of(adapted) != there  # another directory of that name
+    assert place.socket_of(replace(settings, lora=str(tmp_path / "adapter"))) == place.socket_of(adapted)
     monkeypatch.setattr(place, "__version__", "99")
     assert place.socket_of(settings) != ours
+
+
+def test_an_address_is_taken_while_the_model_loads(tmp_path: Path) -> None:
+    """An engine begins to answer only then. Another one that is started meanwhile does not take its place."""
+    with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(tmp_path / "s.sock"):
+        with pytest.raises(UsageError, match="cannot listen"):
+            bind_tcp("127.0.0.1", tcp.getsockname()[1])
+        with pytest.raises(UsageError, match="already"):
+            bind_unix(tmp_path / "s.sock")
+
+
+def test_a_server_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    with bind_unix(path):
+        first = remover(path)
+    with bind_unix(path):
+        second = remover(path)
+        first()
+        assert path.is_socket()
+        second()
+    assert not path.exists()
+
+
+def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server: Any) -> None:
+    """Also while another client's answer is finished."""
+    path = place.socket_of(server.host.settings)
+    body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 800, "stream": True, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.end()
+        while path.exists():
+            pass
+        assert server.host.service.stats().running == 1
+        assert "by the engine" not in cli(*ASK).last
+        server.host.service.close()
 
 
 def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
