@@ -44,12 +44,12 @@ class BlockManager:
         """Of a prompt and its answer, at most."""
         return (self._total - self._reserve) * self.pool.block_size
 
-    def can_allocate(self, num_tokens: int, room: int, found: Found) -> Allocation:
-        """Whether a prompt of num_tokens can begin: now, later or, with an answer of `room`, never."""
+    def can_allocate(self, num_tokens: int, room: int, found: Found, behind: int = 1) -> Allocation:
+        """Whether a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `room`, never."""
         size = self.pool.blocks_for
         if size(num_tokens + room) > self._total - self._reserve:
             return Allocation.NEVER
-        return Allocation.OK if self._taken(num_tokens + 1, found.hit) <= self._free else Allocation.LATER
+        return Allocation.OK if self._taken(num_tokens + behind, found.hit) <= self._free else Allocation.LATER
 
     @property
     def _free(self) -> int:
@@ -63,11 +63,11 @@ class BlockManager:
         new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
         return allocator.can_append(new)
 
-    def find(self, plan: PromptPlan, origin: Origin) -> Found:
+    def find(self, plan: PromptPlan, origin: Origin, behind: int = 1) -> Found:
         """What of the prompt is hot. Exact KV serves every prompt up to what this one blends, or all of it; blended KV serves
-        one of the same origin, if all that is blended is there."""
+        one of the same origin, if all that is blended is there. behind: as for `can_allocate`."""
         found = self._find(plan, origin)
-        if self._taken(plan.num_tokens + 1, found.hit) <= self.pool.allocator.num_free:
+        if self._taken(plan.num_tokens + behind, found.hit) <= self.pool.allocator.num_free:
             return found
         return Found(Hit(), origin)  # with a copy of a block that is used in part it may take one more than without
 

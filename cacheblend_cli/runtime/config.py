@@ -97,8 +97,8 @@ class BlendConfig:
                 f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
             )
         for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
-            if count < 1:
-                raise UsageError(f"--{name} {count} is not 1 or more", "see: cacheblend ask --help")
+            if not 1 <= count < 2**63:
+                raise UsageError(f"--{name} {count} is not 1 or more, or too large", "see: cacheblend ask --help")
         if self.correction != "none" and self.correction not in CORRECTIONS:
             raise UsageError(f"unknown correction {self.correction!r}", f"known: {', '.join(CORRECTIONS)}, none")
         layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
@@ -119,6 +119,11 @@ class BlendConfig:
             checks=parse_checks(settings.gradual),
             probe_layers=parse_layers(settings.probe_layers),
         )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the selector drafts some of the answer behind the prompt."""
+        return any(part.partition(":")[0] == "draft" for part in self.selector.split("+"))
 
     def effective_ratio(self) -> float:
         """The ratio of the last check: what is recomputed in most layers."""

@@ -63,11 +63,13 @@ class BatchRunner(EagerRunner):
     """Eager, over batches filled up to a multiple of STEADY_ROWS rows: else an answer would depend on how many others are made
     beside it.
 
-    The pool must outlive the runner, which keeps a spare block of it for the rows that see nothing."""
+    The pool must outlive the runner, which keeps spare blocks of it for the rows that see nothing: SPARE slots."""
+
+    SPARE = STEADY_ROWS - 1
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         super().__init__(decoder, pool)
-        self._spare = pool.allocator.allocate(1)[0]
+        self._spare = pool.allocator.allocate(pool.blocks_for(self.SPARE))[0]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:

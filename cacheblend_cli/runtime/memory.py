@@ -185,7 +185,8 @@ def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
     if tokens is None:
         fits = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / bytes_per_token(decoder))
         tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
-    pool = KVPool.of(decoder, -(-tokens // block_size) + 1, block_size)  # and the spare block of the runner
+    spare = -(-BatchRunner.SPARE // block_size)
+    pool = KVPool.of(decoder, -(-tokens // block_size) + spare, block_size)
     return DeviceMemory(pool, BatchRunner(decoder, pool))
 
 

@@ -72,4 +72,4 @@ class Scheduler:
         if running and (taken + run.num_answers > self.max_sequences or len(prefilling) > self.ahead):
             return False
         found = run.find(self.blocks)
-        return self.blocks.can_allocate(run.num_tokens, run.room, found) is Allocation.OK
+        return self.blocks.can_allocate(run.num_tokens, run.room, found, run.behind) is Allocation.OK

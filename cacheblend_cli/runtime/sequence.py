@@ -112,7 +112,7 @@ class Run:
         """What of its prompt is hot: nothing, where what each token predicts is wanted."""
         if self.request.sampling.prompt_logprobs is not None:
             return Found(Hit(), self.origin)
-        return blocks.find(self.request.plan, self.origin)
+        return blocks.find(self.request.plan, self.origin, self.behind)
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -128,6 +128,17 @@ class Run:
     def num_tokens(self) -> int:
         """Of the prompt."""
         return self.request.plan.num_tokens
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of the answer that the selector drafts, as many as for one who asks alone."""
+        blend = self.request.blend
+        return min(blend.draft_tokens, self.room) if blend.drafts else 0
+
+    @property
+    def behind(self) -> int:
+        """Tokens behind the prompt that there have to be blocks for when it begins: of the draft, or the answer's first."""
+        return max(1, self.drafted)
 
     @property
     def unfinished(self) -> Iterator[Sequence]:

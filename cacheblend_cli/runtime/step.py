@@ -116,7 +116,7 @@ class Stepper:
             run.ticket.begun = True
             self._tell(run.ticket, Started())
         try:
-            sequence.paged = self.blocks.allocate(run.num_tokens, run.room, found.hit)
+            sequence.paged = self.blocks.allocate(run.num_tokens + run.drafted, run.room - run.drafted, found.hit)
             run.prefilling = Prefilling(self._runtime, run.request, sequence.paged, hot, run.origin.is_exact)
             run.prefilling.__enter__()
         except BadChunk as bad:

@@ -104,6 +104,35 @@ def test_side_by_side_is_as_ask_alone(house: House) -> None:
     assert [ids_of(listener) for listener in listeners] == [[alone.generated_ids]] * 5
 
 
+def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
+    """Wherever in a block the prompt ends, though an engine gives a prompt no more blocks than it fills."""
+    bench = Bench(house, Limits(hot=False))
+    ends = set()
+    for count in range(1, 40):
+        question = house.question("a" * count, max_tokens=9)
+        question = replace(question, blend=BlendConfig(ratio=0.2, selector="draft", correction="none"))
+        listener, _ = bench.arrive(question)
+        bench.run()
+        [answer], alone = listener.done().answers, house.engine.ask(house.store, question)
+        assert answer.chosen == alone.chosen
+        ends.add(alone.prompt_tokens % 16)
+        if len(ends) == 16:
+            break
+    assert len(ends) > 10
+
+
+def test_blocks_of_one_token_are_nobody_elses(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A batch is filled up with rows that write somewhere, too."""
+    with open_house(tmp_path_factory.mktemp("one"), block_size=1, num_hidden_layers=2) as house:
+        question = house.question(logprobs=0)
+        alone = house.engine.ask(house.store, question)
+        bench = Bench(house, Limits(hot=False, pool_tokens=1024))
+        listener, _ = bench.arrive(question)
+        bench.run()
+        [answer] = listener.done().answers
+        assert [p.logprob for p in answer.logprobs] == pytest.approx([p.logprob for p in alone.logprobs], abs=1e-4)
+
+
 def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(house: House) -> None:
     bench = Bench(house, replace(TINY, max_rows=32, pool_tokens=4096))
     short, _ = bench.arrive(Question("who?", [], BlendConfig(mode="full"), replace(SAMPLING, max_tokens=60)))
