@@ -198,7 +198,8 @@ def _job_of(runtime: Runtime, store: ChunkStore | None, resolved: Resolved, aske
         keys = [chunk.key for chunk in planned] + [store.resolve(name) for name in asked.chunks]
         if asked.search:
             lookup = Lookup.of(replace(settings, top_k=asked.search))
-            keys += with_chunks(runtime, store, question, lookup).keys
+            found = with_chunks(runtime, store, question, lookup, keys)
+            keys, question = keys + list(found.keys), replace(question, notes=found.notes)
     auto = settings.ratio == "auto"
     return Job(replace(question, keys=list(dict.fromkeys(keys))), verify=asked.verify, auto=auto)
 

@@ -146,13 +146,16 @@ SELECTORS: dict[str, Callable[[int], Selector]] = {
 }
 
 
+_DIGITS = 9  # of a COUNT
+
+
 def make_selector(name: str, seed: int = 0) -> Selector:
     """The selector of that name, or a combination such as `first:4+query`. Raises UsageError."""
     *heads, last = name.split("+")
     parts = []
     for head in heads:
         policy, _, count = head.partition(":")
-        if not count.isdecimal() or policy in ("all", "none"):
+        if not count.isdecimal() or len(count) > _DIGITS or policy in ("all", "none"):
             raise UsageError(f"{head!r} in the selector {name!r} is not NAME:COUNT", "for example first:4+query")
         parts.append((_named(policy, seed), int(count)))
     if parts and last in ("all", "none"):

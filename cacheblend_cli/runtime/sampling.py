@@ -16,6 +16,9 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.runtime.grammar import Grammar
 from cacheblend_cli.settings import Resolved, of_settings
 
+MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
+LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as greedy
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -65,10 +68,16 @@ class SamplingParams:
             (all(self.stop), "a stop string is not empty"),
             (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
             (1 <= self.n <= 64, "n is from 1 to 64"),
+            (all(abs(x) < MOST for x in self._added), f"temperature and penalties are numbers below {MOST:,}"),
+            (all(bias < MOST for _, bias in self.logit_bias), f"a logit_bias is a number below {MOST:,}"),
             (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
         ):
             if not ok:
                 raise UsageError(what, "see cacheblend ask --help")
+
+    @property
+    def _added(self) -> tuple[float, ...]:
+        return self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
     @property
     def has_form(self) -> bool:
@@ -149,9 +158,9 @@ class Sampler:
         forced: take this token instead. With a grammar the token is waited for."""
         penalised = logits if self._penalties is None else self._penalties.applied(logits)
         if self._bias:
-            ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
             if not 0 <= min(self._bias[0]) <= max(self._bias[0]) < len(logits):
                 raise UsageError("logit_bias names a token that is not there", f"tokens are 0 to {len(logits) - 1}")
+            ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
             penalised = penalised.index_add(0, ids, values.to(penalised.dtype))
         if self.grammar is not None:
             penalised = self.grammar.allowed(penalised)
@@ -206,7 +215,7 @@ class Penalties:
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities [vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one survives."""
-    logits = logits / params.temperature
+    logits = logits / max(params.temperature, LEAST_TEMPERATURE)
     if params.top_k:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[-1]
         logits = logits.masked_fill(logits < kth, float("-inf"))

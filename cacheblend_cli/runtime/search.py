@@ -14,8 +14,10 @@ from cacheblend_cli.runtime.request import Question, chunk_of, collection_of, su
 from cacheblend_cli.runtime.runtime import Runtime
 
 
-def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup) -> Question:
-    """The question with the best chunks for it.
+def with_chunks(
+    runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup, before: Sequence[bytes] = ()
+) -> Question:
+    """The question with the best chunks for it. before: chunks that are to stand before these.
 
     Raises NotFoundError, which says why, when there are none: nothing of this model, or nothing in the scope.
     """
@@ -27,23 +29,29 @@ def with_chunks(runtime: Runtime, store: ChunkStore, question: Question, lookup:
         if search(store, query, Lookup(1), collections):
             raise found_elsewhere()
         raise nothing_found(store, runtime.collection(question.salt, wording=question.wording), collections)
-    question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]))
+    question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]), before)
     return replace(question, keys=in_order(runtime, store, hits, question, lookup.order))
 
 
-def fitting(runtime: Runtime, store: ChunkStore, question: Question) -> Question:
-    """The question with those of its chunks, in their order, that fit the model's context together with the answer, and a
-    note of how many that leaves out. The first one stays when none fits, to be refused as a chunk that was named is."""
+def fitting(runtime: Runtime, store: ChunkStore, question: Question, before: Sequence[bytes] = ()) -> Question:
+    """The question with those of its chunks, in their order, that fit the model's context together with the answer and the
+    chunks `before` them, and a note of how many that leaves out. Where it has no others, the first one stays when none fits,
+    to be refused as a chunk that was named is."""
     room = runtime.room(question.sampling)
+
+    def size(key: bytes) -> int:
+        manifest = chunk_of(store, key)
+        return manifest.num_tokens if manifest else 0
+
     used = len(runtime.template_of(question.wording).prefix_ids) + len(suffix_of(runtime, question))
+    used += sum(map(size, before))
     kept: list[bytes] = []
     for key in question.keys:
-        manifest = chunk_of(store, key)
-        size = manifest.num_tokens if manifest else 0
-        if runtime.fits(used + size, room):
-            used += size
+        if runtime.fits(used + size(key), room):
+            used += size(key)
             kept.append(key)
-    kept = kept or list(question.keys[:1])
+    if not (kept or before):
+        kept = list(question.keys[:1])
     left = len(question.keys) - len(kept)
     if not left:
         return question

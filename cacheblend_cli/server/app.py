@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -24,7 +25,7 @@ from cacheblend_cli import __version__
 from cacheblend_cli.runtime.jobs import Done, Event
 from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.server import documents
-from cacheblend_cli.server.asking import Asking, Prepared, Wanted, first_of, prepare, sampling_of
+from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, first_of, prepare, sampling_of
 from cacheblend_cli.server.bodies import Asked, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error, bad
@@ -49,7 +50,7 @@ def make_app(host: Host) -> Starlette:
             try:
                 return await answer(request, host)
             except Exception as error:
-                return _told(_logged(error))
+                return _told(_logged(error, host))
 
         return Route(path, guarded, methods=[method])
 
@@ -134,9 +135,8 @@ async def _complete(request: Request, host: Host) -> Response:
 def _reply(host: Host, body: Asked, *, chat: bool) -> Reply:
     usage = bool(body.stream_options and body.stream_options.include_usage)
     echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
-    return Reply(
-        chat, host.model, host.runtime.model.tokenizer, usage=usage, explain=body.explain, echo=echo, silent=silent
-    )
+    own = partial(Reply, chat, host.model, host.runtime.model.tokenizer, host.public)
+    return own(usage=usage, explain=body.explain, echo=echo, silent=silent)
 
 
 async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wanted]) -> Response:
@@ -147,7 +147,9 @@ async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wan
     with ExitStack() as stack:
         asking = stack.enter_context(Asking(host, prepared[0].job))
         first = await _unless_left(request, asking.next())  # what is refused has a status of its own
-        return EventStream(_written(reply, _from(first, asking), prepared[0]), stack.pop_all())
+        if isinstance(first, Done):
+            checked(first)
+        return EventStream(_written(host, reply, _from(first, asking), prepared[0]), stack.pop_all())
 
 
 async def _ends(host: Host, prepared: list[Prepared]) -> list[Done]:
@@ -162,13 +164,13 @@ async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
         yield event
 
 
-async def _written(reply: Reply, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[bytes]:
+async def _written(host: Host, reply: Reply, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[bytes]:
     """Server-sent events. What fails after the beginning is told in the stream."""
     try:
         async for record in reply.stream(events, prepared):
             yield _event(record)
     except Exception as error:
-        yield _event(_logged(error).body)
+        yield _event(_logged(error, host).body)
     yield b"data: [DONE]\n\n"
 
 
@@ -193,8 +195,12 @@ async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
     done = await first_of(work, _left(request.receive))
     if done is None:
-        raise ApiError(499, "the client has left")
+        raise _gone()
     return done
+
+
+def _gone() -> ApiError:
+    return ApiError(499, "the client has left")
 
 
 async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
@@ -247,10 +253,11 @@ async def in_engine(host: Host, work: Callable[[Runtime], T]) -> T:
     return await asyncio.wrap_future(host.service.run(work))
 
 
-def _logged(error: Exception) -> ApiError:
+def _logged(error: Exception, host: Host) -> ApiError:
     told = as_api_error(error)
     if told.status >= 500 and not isinstance(error, ApiError):
         logger.error("a request failed: %s", getattr(error, "message", error), exc_info=told.status == 500)
+    told.message = host.public(told.message)
     return told
 
 
@@ -267,10 +274,12 @@ async def _json(request: Request) -> Any:
     """The body. Raises ApiError for what is no JSON: a browser sends that to another site without asking it."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body is application/json")
-    try:
-        return json.loads(await request.body())
+    try:  # no half of a surrogate pair, no NaN, nothing nested too deep to be looked at: that is no JSON to it
+        return from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise bad(f"the body is no JSON: {error}") from error
+    except ClientDisconnect as error:
+        raise _gone() from error
 
 
 def _check_model(host: Host, body: Asked) -> None:

@@ -90,11 +90,13 @@ def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
         k = body.search.k or settings.top_k
         lookup = replace(Lookup.of(replace(settings, top_k=k)), query=body.search.query or "")
         try:
-            keys += with_chunks(runtime, host.store, replace(question, wording=None), lookup).keys
+            found_there = with_chunks(runtime, host.store, replace(question, wording=None), lookup, keys)
         except NotFoundError as error:
             raise ApiError(
                 404, "no stored chunk has a word of the query", param="search", code="nothing_found"
             ) from error
+        keys += found_there.keys
+        question = replace(question, notes=found_there.notes)
     keys = list(dict.fromkeys(keys))
     origins = tuple(found.get(key) or _origin(host, key) for key in keys)
     job = Job(

@@ -45,6 +45,10 @@ class Host:
         name = self.runtime.model.name
         return PurePath(name).name or name
 
+    def public(self, text: str) -> str:
+        """What is told over the wire of a message: the model is called by its name there, the store by none."""
+        return text.replace(self.runtime.model.name, self.model).replace(str(self.store.path), "its place")
+
     @property
     def idle_s(self) -> float:
         """Seconds since the last request ended; 0 while one is answered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -19,12 +19,13 @@ from cacheblend_cli.server.asking import Prepared, checked
 
 @dataclass(frozen=True)
 class Reply:
-    """How the answers to one request are written. chat: as messages, else as text. usage: in a stream, too. explain: tell
-    what became of every token. echo: the prompt stands before the text; silent: nothing behind it."""
+    """How the answers to one request are written. chat: as messages, else as text. public: what is told of a note. usage: in a
+    stream, too. explain: tell what became of every token. echo: the prompt stands before the text; silent: nothing behind it."""
 
     chat: bool
     model: str
     tokenizer: Tokenizer
+    public: Callable[[str], str]
     usage: bool = False
     explain: bool = False
     echo: bool = False
@@ -103,12 +104,15 @@ class Reply:
         timing = {name: value for name, value in told["timing"].items() if name not in ("process_s", "model_load_s")}
         names = (
             "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
-            "recompute_fraction", "kv_bytes_loaded", "notes",
+            "recompute_fraction", "kv_bytes_loaded",
         )  # fmt: skip
         estimated = {} if prepared.full_ttft_s is None else {"full_ttft_s": round(prepared.full_ttft_s, 6)}
-        rest: dict[str, Any] = {name: told[name] for name in ("hot_tokens", "verify", "layers", "auto") if name in told}
+        rest: dict[str, Any] = {
+            name: told[name] for name in ("hot_tokens", "verify", "risk", "layers", "auto") if name in told
+        }
         return {
             **{name: told[name] for name in names},
+            "notes": [self.public(note) for note in told["notes"]],
             "chunks": chunks,
             "timing": timing,
             "ended": done.ended,

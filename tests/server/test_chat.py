@@ -196,6 +196,46 @@ def test_what_cannot_be_done_is_refused(server: Any, field: str, value: Any) -> 
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temperature": "NaN"},
+        {"temperature": "1e999"},
+        {"presence_penalty": "1e39"},
+        {"frequency_penalty": "-1e39"},
+        {"logit_bias": '{"5": 1e39}'},
+        {"logit_bias": '{"99999999999999999999": 1}'},
+        {"max_tokens": "9" * 4300},
+        {"messages": '[{"role": "user", "content": "half \\ud800 a pair"}]'},
+        {"\\ud800": "1"},
+        {"metadata": "[" * 100_000 + "]" * 100_000},
+        {"blend": '{"block": 100000000000000000000}'},
+        {"blend": '{"selector": "first:99999999999999999999+query"}'},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_no_engine_can_count_with_is_refused(server: Any, changed: dict[str, str]) -> None:
+    """JSON of its own: clients do not write such bodies by themselves."""
+    fields = {
+        "messages": '[{"role": "user", "content": "who?"}]',
+        "max_tokens": "2",
+        "documents": json.dumps(PAGES),
+        **changed,
+    }
+    body = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+    reply = server.client.post(
+        "/v1/chat/completions", content=body.encode(), headers={"Content-Type": "application/json"}
+    )
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_time_that_was_over_before_is_told_as_such(server: Any) -> None:
+    for stream in (False, True):
+        reply = server.ask(timeout_s=1e-9, stream=stream)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
+
+
 def test_answers_have_a_form(server: Any) -> None:
     pytest.importorskip("llguidance")
     schema = {"enum": ["ja", "nein"]}  # a random model fills all room that a form leaves it with white space
@@ -236,6 +276,20 @@ def test_too_long_is_told_in_numbers(server: Any) -> None:
         error = reply.json()["error"]
         assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
         assert "1024" in error["message"]
+        assert "/" not in error["message"]  # the model's directory
+
+
+def test_what_is_found_has_to_fit_beside_what_was_sent(server: Any) -> None:
+    text = "Mara leads billing in Bergen. " * 8
+    for i in range(9):
+        server.client.put(f"/v1/documents/{i}", json={"text": f"Page {i}. {text}"})
+    sent = [{"text": "Jonas keeps a parrot at home near the harbor. " * 45}]
+    alone = server.ask(documents=sent).json()
+    assert alone["usage"]["prompt_tokens"] > 400
+    both = server.ask(documents=sent, search={"query": "billing", "k": 30}).json()
+    assert len(both["blend"]["chunks"]) > len(alone["blend"]["chunks"])
+    [note] = [note for note in both["blend"]["notes"] if "left out" in note]
+    assert "/" not in note
 
 
 def test_stored_chunks_are_named_and_searched(server: Any) -> None:
