@@ -77,6 +77,12 @@ class Service:
         """End the job in the next step: it tells Done, with what was said. Of a finished one nothing happens."""
         ticket.cancelled = True
 
+    def cancel_all(self) -> None:
+        """As `cancel`, of every job that is there."""
+        with self._changed:
+            for ticket in self._live:
+                ticket.cancelled = True
+
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
         """Have `work` done in the engine's thread, between two steps. Raises QueueFull when the service closes."""
         future: Future[T] = Future()
@@ -98,9 +104,7 @@ class Service:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(grace_s)
-        with self._changed:
-            for ticket in self._live:
-                ticket.cancelled = True
+        self.cancel_all()
         self._thread.join()
 
     @property

@@ -191,7 +191,8 @@ class Asking:
 
         def tell(event: Event) -> None:
             if not isinstance(event, Started):
-                loop.call_soon_threadsafe(queue.put_nowait, event)
+                with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
+                    loop.call_soon_threadsafe(queue.put_nowait, event)
 
         self._ticket = host.service.submit(job, tell)
         self._ended = False

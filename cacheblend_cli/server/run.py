@@ -21,6 +21,7 @@ from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.warm import WarmSocket
 
 _LOOK_S = 0.25
+_TOLD_S = 3  # for those whose answers are cancelled to hear of it
 
 
 def bind_tcp(name: str, port: int) -> socket.socket:
@@ -99,7 +100,7 @@ class Serving:
             log_config=None,  # its own closes every handler there is: absl's takes stderr with it
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+            timeout_graceful_shutdown=round(grace_s) + _TOLD_S,
         )
         self._server = _Server(config, host, warm, grace_s)
         warm.on_stop = self._server.end
@@ -134,9 +135,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Both ends at once take no more, and what they have is waited for together."""
+        """Both ends at once take no more, and what they have is waited for together. What is cancelled then is told so."""
         warm = asyncio.create_task(self._warm.stop(self._grace_s))
+        late = asyncio.get_running_loop().call_later(self._grace_s, self._host.service.cancel_all)
         await super().shutdown(sockets)
+        late.cancel()
         while not (warm.done() or self.force_exit):
             await asyncio.wait([warm], timeout=_LOOK_S)
         warm.cancel()

@@ -119,6 +119,8 @@ class WarmSocket:
                     await tell({"event": "text", "text": event.text})
                 elif isinstance(event, Reasoning):
                     await tell({"event": "reasoning", "text": event.text})
+                elif isinstance(event, Done) and event.ended == "cancelled":
+                    return  # the engine ends: to who asks it is lost
                 elif isinstance(event, Done):
                     told = await self._ended(event.answers[0], job.question, inquiry.manner)
                     await tell({"event": "done", "end": True, **told})

@@ -73,7 +73,12 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
     running: list[tuple[Callable[[], None], threading.Thread, Service, ChunkStore, httpx.Client]] = []
 
     def run(
-        keys: tuple[str, ...] = (), limits: Limits | None = None, *, idle_exit_s: float = 0, **of_host: Any
+        keys: tuple[str, ...] = (),
+        limits: Limits | None = None,
+        *,
+        idle_exit_s: float = 0,
+        grace_s: float = 5,
+        **of_host: Any,
     ) -> Server:
         number = len(running)
         store = ChunkStore.open(tmp_path / f"store{number}", mode="write")
@@ -91,7 +96,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
             make_app(host),
             host,
             WarmSocket(host, bind_unix(warm_path), warm_path, url),
-            grace_s=5,
+            grace_s=grace_s,
             idle_exit_s=idle_exit_s,
         )
         loop = asyncio.new_event_loop()

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from asking import PAGES, Cli, Said
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.inquiry import Inquiry
 from cacheblend_cli.server import place
 from cacheblend_cli.server.background import ask_status
+from cacheblend_cli.server.client import Connection, EngineLost
 from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
-from cacheblend_cli.settings import Settings
+from cacheblend_cli.settings import Settings, resolve
 
 ROOT = Path(__file__).parents[2]
 ASK = ("ask", "who leads billing? Jonas")
@@ -220,6 +223,27 @@ def test_a_server_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) ->
     assert not path.exists()
 
 
+def test_what_is_not_answered_when_a_server_ends_is_told_so(
+    start: Any, cli: Cli, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(grace_s=0)
+    body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 900, "ignore_eos": True}
+    resolved, connection = resolve({"max_tokens": 900}), Connection.to(place.socket_of(server.host.settings))
+    assert connection is not None
+    with ThreadPoolExecutor(2) as pool, connection:
+        whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
+        streamed = pool.submit(server.client.post, "/v1/chat/completions", json=body | {"stream": True})
+        events = connection.request({"op": "ask", **Inquiry("who?", (), resolved).wire})
+        while server.host.service.stats().running < 3:
+            pass
+        server.end()
+        assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopping")
+        assert [part in streamed.result().text for part in ('"stopping"', "[DONE]")] == [True, True]
+        with pytest.raises(EngineLost):
+            list(events)
+    assert "Traceback" not in caplog.text
+
+
 def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server: Any) -> None:
     """Also while another client's answer is finished."""
     path = place.socket_of(server.host.settings)
@@ -247,10 +271,6 @@ def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
-    from cacheblend_cli.inquiry import Inquiry
-    from cacheblend_cli.server.client import Connection
-    from cacheblend_cli.settings import resolve
-
     resolved = resolve({"max_tokens": 800, "temperature": 3.0, "seed": 1})
     connection = Connection.to(place.socket_of(server.host.settings))
     assert connection is not None
