@@ -97,8 +97,8 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
         rows = x.float()
-        # rounded as it is multiplied with below: at most 127.3 of it are in a row
-        scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(self.dtype)
+        # rounded as it is multiplied with below: at most 127.3 of it are in a row. Not to float16, which has no such small ones
+        scale = rows.abs().amax(1, keepdim=True).clamp_min_(LEAST).div_(127).to(self._from)
         whole = (rows / scale).add_(128.5).to(torch.uint8)  # 128 is zero; what is behind the point is cut off
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
             whole, 1.0, 128, self.weight, self._scales, self._zeros, None, 1.0, 0, self._from, "none", [], ""

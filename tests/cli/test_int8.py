@@ -52,6 +52,15 @@ def test_the_ends_of_the_range() -> None:
     assert torch.allclose(out, x, rtol=5e-3, atol=5e-3)
 
 
+@needs_vnni
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_small_rows_are_as_exact_as_others(dtype: torch.dtype) -> None:
+    """A row's scale is far smaller than what is in it, and float16 has few numbers there."""
+    x = (torch.logspace(-6, -3, 40)[:, None] * torch.linspace(-1, 1, 32)).to(dtype)
+    error = (Int8Linear(torch.eye(32).to(dtype))(x) - x).double().abs().amax(1)
+    assert (error <= 0.01 * x.double().abs().amax(1) + 1e-7).all()
+
+
 def test_what_cannot_be() -> None:
     with pytest.raises(UsageError, match="unknown weight dtype 'int3'"):
         check_weight_dtype("int3", CPU)
