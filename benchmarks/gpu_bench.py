@@ -93,7 +93,7 @@ class Bench:
         self.collection = self.runtime.collection()
         self.suffix = draw(scenario.suffix)
         self.chunks = {n: self._chunks(n, draw) for n in sorted(scenario.lengths)}
-        self.store = ChunkStore.open(folder / f"{model.name}-store", mode="write")
+        self.store = ChunkStore.open(folder / f"{model.name}-store", mode="write", force=True)
         self.runners = self._runners()
         self._twin: Any = None
 

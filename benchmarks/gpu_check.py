@@ -1,9 +1,9 @@
 """Everything that only a GPU can tell, in three stages of less than ten minutes each.
 
-    python benchmarks/gpu_check.py [--stages 1,2,3] [--resume] [--wheels FOLDER] [--store-dir /dev/shm] [--out STEM]
+    python benchmarks/gpu_check.py [--stages 1,2,3] [--resume [--again]] [--wheels FOLDER] [--store-dir FOLDER] [--out STEM]
     python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
 
-The machine needs Python, torch and triton; wheels of what else is missing (lmdb, xformers, platformdirs, ...) are installed
+The machine needs what LARGE and NEEDED name; wheels of what it lacks (lmdb, msgspec, platformdirs; xformers, if wanted) are installed
 from FOLDER into a temporary one.
 
 1. The ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape from
@@ -12,26 +12,31 @@ from FOLDER into a temporary one.
    already, transformers, then the rest.
 3. Each kernel's speed beside its ceiling, and tiles and splits of prefill attention beside SDPA by cuDNN and by flash.
 
-Each step is a process of its own (`gpu_steps.py`); this one never touches the GPU. A process that raises, dies or hangs is
-followed by another that goes on at the next case. Every row is in STEM.jsonl as soon as it is there; STEM.json and STEM.md are
-made of it after every step, by default in benchmarks/results/. What a stage's --budget has no time for is left out and said.
---resume goes on where a run with the same STEM stopped.
+Each step is a process of its own (`gpu_steps.py`); this one never touches the GPU. A process that dies, hangs or cannot use the
+GPU any more is followed by another that goes on at the next case. Every row is in STEM.jsonl as soon as it is there; STEM.json
+and STEM.md are made of it after every step, by default in benchmarks/results/. What a stage's --budget has no time for is left
+out and said. --resume goes on where a run with the same STEM stopped; with --again, what failed or gave wrong numbers has
+another turn.
 
-Exit code: 0, or 1 when a number is wrong or a step failed.
+Exit code: 0; 1 when a number is wrong or a step failed; 2 when a package is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,7 +48,12 @@ from gpu_steps import HOPELESS, RESTART, Step, stage_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = Path(__file__).with_name("gpu_steps.py")
+NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "xxhash", "lmdb", "msgspec", "platformdirs")
+LARGE = ("torch", "transformers", "triton")  # looked for, and imported by those alone who use them
 GRACE_S = 20.0  # beyond a stage's budget, for the case that runs when it ends
+SLOW_START_S = 240.0  # up to a step's first line: a model, its warm-up, which compiles, and its store come before it
+NO_TIME = "no time was left"
+STORE_BYTES = 8 << 30
 
 
 def main() -> int:
@@ -51,14 +61,21 @@ def main() -> int:
     stem = out_stem(arguments)
     stem.parent.mkdir(parents=True, exist_ok=True)
     log = Log(stem.with_name(stem.name + ".jsonl"))
-    if arguments.resume:
-        log.reopen()
-    else:
-        log.path.unlink(missing_ok=True)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=arguments.store_dir) as folder:
-        if arguments.wheels is not None:
-            install(arguments.wheels, Path(folder) / "site")
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=store_dir(arguments)))
+        if arguments.wheels is not None:  # not in a tmpfs: nothing may be run from some
+            install(arguments.wheels, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-site-"))))
+        if lacking := missing(arguments.device):
+            print(
+                f"error: what does not import: {', '.join(lacking)}; bring wheels of them: --wheels FOLDER",
+                file=sys.stderr,
+            )
+            return 2
+        if arguments.resume:
+            log.reopen(again=arguments.again)
+        else:
+            log.path.unlink(missing_ok=True)
         for stage in arguments.stages:
             budget = Budget(arguments.budget)
             steps = stage_steps(stage, arguments.tiny, processes_of(arguments))
@@ -72,7 +89,10 @@ def main() -> int:
                 )
                 with ThreadPoolExecutor(len(together)) as threads:
                     list(threads.map(lambda step: follow(step, arguments, log, budget, Path(folder)), together))  # noqa: B023
-                write(log, stem, arguments.tiny, time.monotonic() - started)
+                try:
+                    write(log, stem, arguments.tiny, time.monotonic() - started)
+                except Exception:  # the rows are in the log, and the next steps have more of them
+                    traceback.print_exc()
     return summary(write(log, stem, arguments.tiny, time.monotonic() - started), stem)
 
 
@@ -82,9 +102,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
     parser.add_argument("--stages", type=stages, default=(1, 2, 3), help="which, for example 1,3 (all)")
     parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out stopped")
+    parser.add_argument("--again", action="store_true", help="with --resume: what failed or was wrong, too")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
-    parser.add_argument("--store-dir", type=Path, help="where temporary files and the store go; a tmpfs is best")
-    parser.add_argument("--budget", type=float, default=550.0, help="seconds a stage (550)")
+    parser.add_argument("--store-dir", type=Path, help="where the store goes (memory, where a GPU machine has enough)")
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds a stage (500)")
     parser.add_argument("--processes", type=int, help="for the kernel checks (half the cores, 8 at most)")
     parser.add_argument("--out", type=Path, help="stem of the files that are written")
     return parser.parse_args()
@@ -107,6 +128,25 @@ def install(wheels: Path, target: Path) -> None:
     sys.path.insert(0, str(target))
 
 
+def missing(device: str) -> list[str]:
+    """Packages that steps would fail without: better known before the time runs."""
+    found = [name for name in LARGE[: 3 if device.startswith("cuda") else 2] if importlib.util.find_spec(name) is None]
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            found.append(f"{name} ({error})")
+    return found
+
+
+def store_dir(arguments: argparse.Namespace) -> Path | None:
+    """Where temporary files go: to memory, where that is asked for or there is enough of it; else where the system has them."""
+    memory = Path("/dev/shm")
+    if arguments.store_dir is not None or arguments.device == "cpu":
+        return arguments.store_dir
+    return memory if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > STORE_BYTES else None
+
+
 def processes_of(arguments: argparse.Namespace) -> int:
     return int(arguments.processes or max(1, min(8, (os.cpu_count() or 1) // 2)))
 
@@ -115,7 +155,7 @@ def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, 
     """Run a step to its end, in as many processes as it takes: each new one stands behind at least one case more."""
     while True:
         if budget.left <= 0:
-            log.write(step.name, "", "skipped", message="no time was left")
+            log.write(step.name, "", "skipped", message=NO_TIME)
             return
         before = len(log.over(step.name))
         command = [
@@ -131,35 +171,44 @@ def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, 
         command += ["--folder", str(folder), "--seconds", f"{budget.left:.1f}"] + ["--tiny"] * arguments.tiny
         code, ended = run_child(command, log.path, step.quiet_s, budget.left + GRACE_S)
         unfinished = log.started(step.name) if code else []
+        event = "skipped" if ended == NO_TIME else "fault"
         for case in unfinished:
-            log.write(step.name, case, "fault", message=ended or f"the process ended with {code}")
+            log.write(step.name, case, event, message=ended or f"the process ended with {code}")
         if code and not unfinished and code not in (RESTART, HOPELESS) and before == len(log.over(step.name)):
-            log.write(step.name, "", "fault", message=ended or f"the process ended with {code} before its first case")
+            log.write(step.name, "", event, message=ended or f"the process ended with {code} before its first case")
         if not code or before == len(log.over(step.name)):
             return
 
 
 def run_child(command: list[str], log: Path, quiet_s: float, seconds: float) -> tuple[int, str]:
-    """(exit code, why it was ended or ""). It is ended after `seconds`, or after quiet_s in which the log did not grow."""
+    """(exit code, why it was ended or ""). It is ended after `seconds`, or after quiet_s in which the log did not grow; up to
+    its first line after SLOW_START_S."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
-    deadline, size, heard = time.monotonic() + seconds, -1, time.monotonic()
+    deadline, size, heard = time.monotonic() + seconds, size_of(log), time.monotonic()
+    patience = max(quiet_s, SLOW_START_S)
     try:
         while True:
             try:
                 return child.wait(0.2), ""
             except subprocess.TimeoutExpired:
-                now, grown = time.monotonic(), log.stat().st_size if log.exists() else 0
+                now, grown = time.monotonic(), size_of(log)
             if grown != size:
-                size, heard = grown, now
+                size, heard, patience = grown, now, quiet_s
             if now > deadline:
-                return -9, "no time was left"
-            if now - heard > quiet_s:
-                return -9, f"nothing came for {quiet_s:.0f} s"
+                return -9, NO_TIME
+            if now - heard > patience:
+                return -9, f"nothing came for {patience:.0f} s"
     finally:
-        if child.poll() is None:  # and whatever it started
-            os.killpg(child.pid, signal.SIGKILL)
+        if child.poll() is None:
+            child.send_signal(signal.SIGUSR1)  # where does it stand?
+            time.sleep(1)
+            os.killpg(child.pid, signal.SIGKILL)  # and whatever it started
             child.wait()
+
+
+def size_of(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
 
 
 def out_stem(arguments: argparse.Namespace) -> Path:

@@ -68,7 +68,9 @@ def row_error(got: Tensor, want: Tensor) -> float:
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
-    names = ("torch", "triton", "xformers") if device.type == "cuda" else ("torch",)
+    names = (
+        ("triton", "torch", "xformers") if device.type == "cuda" else ("torch",)
+    )  # what nobody has seen run comes first
     found = []
     for name in names:
         try:

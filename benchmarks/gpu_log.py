@@ -47,12 +47,21 @@ class Log:
         over, starts = self.over(step), (line for line in self.lines() if line["event"] == "start")
         return list(dict.fromkeys(s["case"] for s in starts if s["step"] == step and s["case"] not in over))
 
-    def reopen(self) -> None:
-        """For a run that goes on: only what is done or failed stays. What was cut off or left out gets its turn again."""
+    def reopen(self, again: bool = False) -> None:
+        """For a run that goes on: only what is done or failed stays. What was cut off or left out gets its turn again; again: what
+        failed or gave wrong numbers, too."""
         lines = self.lines()
-        ended = {(n["step"], n["case"]) for n in lines if n["event"] in ("done", "fault") and n["case"]}
+        events = ("done",) if again else ("done", "fault")
+        ended = {(n["step"], n["case"]) for n in lines if n["event"] in events and n["case"]}
+        if again:
+            ended -= {(n["step"], n["case"]) for n in lines if n["event"] == "row" and is_wrong(n["row"])}
         kept = [json.dumps(n) + "\n" for n in lines if (n["step"], n["case"]) in ended and n["event"] != "skipped"]
         self.path.write_text("".join(kept), encoding="utf-8")
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether it tells of a number that is off, or of what raised."""
+    return not row.get("ok", True) or "message" in row
 
 
 def rows_of(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:

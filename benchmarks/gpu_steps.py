@@ -2,17 +2,19 @@
 
     python benchmarks/gpu_steps.py --step "kernel checks 1/4" --device cuda --log STEM.jsonl --folder /dev/shm/x --seconds 300
 
-A step is a row of cases. What is over already (`gpu_log.py`) is not run again. A case that raises may have left a CUDA context
-in which nothing runs any more, so the process ends with RESTART and another goes on behind that case.
+A step is a row of cases. What is over already (`gpu_log.py`) is not run again. Where a case that raises has left a CUDA context
+in which nothing runs any more, the process ends with RESTART and another goes on behind that case.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import traceback
@@ -33,7 +35,8 @@ Cases = Iterator[tuple[str, Callable[[], Rows]]]  # (name, what runs it)
 
 @dataclass(frozen=True)
 class Step:
-    """quiet_s: after so long without a line the process is taken to hang. together: runs beside those of the same name."""
+    """quiet_s: after so long without a line, once there was one, the process is taken to hang. together: runs beside those of
+    the same name."""
 
     name: str
     quiet_s: float = 120.0
@@ -47,7 +50,7 @@ def stage_steps(stage: int, tiny: bool, processes: int) -> list[Step]:
         checks = [Step(f"kernel checks {part + 1}/{processes}", together="checks") for part in range(processes)]
         return [ceilings, *checks, Step("tiny" if tiny else "llama-3.2-1b"), Step("compute-sanitizer")]
     if stage == 2:
-        return [ceilings, Step("tiny, every case" if tiny else "llama-3.1-8b", 180.0)]
+        return [ceilings, Step("tiny, every case" if tiny else "llama-3.1-8b")]
     return [ceilings, Step("kernel speeds"), Step("sweep")]
 
 
@@ -74,6 +77,14 @@ class Context:
             import torch
 
             torch.cuda.synchronize(self.device)
+
+    def works(self) -> bool:
+        """Whether the next case can run in this process."""
+        try:
+            self.synchronize()
+        except Exception:
+            return False
+        return True
 
 
 def cases_of(context: Context) -> Cases:
@@ -146,8 +157,12 @@ def speed_cases(context: Context) -> Cases:
         context.synchronize()
 
     for family in FAMILIES:
-        for work in works(family, context.device, context.tiny):
-            yield f"{work.kernel} {work.case}", partial(run, work)
+        try:
+            for work in works(family, context.device, context.tiny):
+                yield f"{work.kernel} {work.case}", partial(run, work)
+        except Exception as error:  # its inputs: other families have theirs
+            traceback.print_exc()
+            context.log.write(context.step, "", "fault", message=f"{family}: {type(error).__name__}: {error}")
 
 
 def sweep_cases(context: Context) -> Cases:
@@ -188,7 +203,7 @@ def sanitizer_cases(context: Context) -> Cases:
 
 
 def run_step(context: Context) -> int:
-    """Exit code: 0, RESTART behind a case that raised, HOPELESS when the step's own preparation did."""
+    """Exit code: 0, RESTART behind a case that left nothing to run in, HOPELESS when the step's own preparation did."""
     log, step, over, case = context.log, context.step, context.log.over(context.step), ""
     try:
         for case, run in cases_of(context):
@@ -201,10 +216,12 @@ def run_step(context: Context) -> int:
             try:
                 for part, row in run():
                     log.write(step, case, "row", part=part, row=row)
-            except Exception as error:  # told, and a new process goes on behind it
+            except Exception as error:  # told, and the next case has its turn
                 traceback.print_exc()
                 log.write(step, case, "fault", message=f"{type(error).__name__}: {error}")
-                return RESTART
+                if not context.works():
+                    return RESTART
+                continue
             for what in context.budget.take_skipped():
                 log.write(step, what, "skipped", message="no time was left")
             log.write(step, case, "done")
@@ -213,6 +230,12 @@ def run_step(context: Context) -> int:
         log.write(step, "", "fault", message=f"{type(error).__name__}: {error}")
         return HOPELESS
     return 0
+
+
+def stands() -> None:
+    """From now on this process says where it stands when it dies of a fault or is about to be ended (see `run_child`)."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
 
 
 def main() -> int:
@@ -224,6 +247,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     arguments = parser.parse_args()
+    stands()
     sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "store", "kernels")]
     import torch
 

@@ -97,9 +97,10 @@ class Regression:
                 size = len(tokens).bit_length(), count.bit_length()
                 of_size.setdefault(size, []).append((tokens[~there], tokens[there]))
         width = 2 * prompt.pool.layers[0].k.shape[2:].numel()
+        numbers = GPU_NUMBERS_AT_ONCE if every.positions.is_cuda else NUMBERS_AT_ONCE
         self._parts = []
         for (bits, _), chunks in of_size.items():
-            at_once = max(1, NUMBERS_AT_ONCE // (width << bits))
+            at_once = max(1, numbers // (width << bits))
             for start in range(0, len(chunks), at_once):
                 self._parts.append(_Part.of(prompt, every, number, chunks[start : start + at_once]))
 
@@ -185,7 +186,15 @@ class _Part:
 def _solved(a: Tensor, b: Tensor) -> Tensor:
     """a^-1 b, a positive definite: fp32 [C, M, M] and [C, M, width]. Not by LU (solve, inv_ex), though that is faster: MKL's of
     a batch fails or hangs where there are several threads and M is some two hundred."""
-    return torch.cholesky_solve(b, torch.linalg.cholesky_ex(a).L)
+    lower = torch.linalg.cholesky_ex(a).L
+    return _by_triangles(lower, b) if b.is_cuda else torch.cholesky_solve(b, lower)
+
+
+def _by_triangles(lower: Tensor, b: Tensor) -> Tensor:
+    """(lower lower^T)^-1 b. For a GPU: `cholesky_solve` of a batch is MAGMA's in torch up to 2.11, which takes memory from the
+    driver and waits for the device each time."""
+    half = torch.linalg.solve_triangular(lower, b, upper=False)
+    return torch.linalg.solve_triangular(lower.mT, half, upper=True)
 
 
 def _noise(change: Tensor, share: Tensor) -> Tensor:
@@ -197,8 +206,9 @@ def _noise(change: Tensor, share: Tensor) -> Tensor:
     return NOISE * (size / mean.clamp_min(1e-30)).clamp_min_(LEAST_NOISE)
 
 
-NUMBERS_AT_ONCE = 1 << 22
-"""Of K and V in a part of more than one chunk: 16 MiB in fp32, and a handful of tensors as large beside them."""
+NUMBERS_AT_ONCE, GPU_NUMBERS_AT_ONCE = 1 << 22, 1 << 24
+"""Of K and V in a part of more than one chunk: 16 MiB in fp32, and a handful of tensors as large beside them. On a GPU, where each
+part costs some thirty launches a layer, 64 MiB."""
 
 CHUNK, NEAR, LENGTHS, NOISE, LEAST_NOISE = 2.0, 0.3, (8.0, 30.0), 0.5, 0.1
 """How much two tokens' changes are alike: of one chunk, near each other (falling with these lengths, tokens), against 1 for

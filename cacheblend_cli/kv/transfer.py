@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -86,6 +87,14 @@ class HostTransfer:
         return self._last - self._started, self._stall_s
 
 
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """To copy and to write on, for good: PyTorch hands out the same 32 in turn, and what another thread queues on the one that a
+    graph is captured on ends in the graph. The write goes before the blocks of a layer that is computed: the next layer needs
+    it soon."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+
+
 class CudaTransfer:
     """A copy stream, and a stream that dequantises, rotates and writes into the pool behind it; an event a layer.
 
@@ -97,8 +106,7 @@ class CudaTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # the write into the pool goes before the blocks of a layer that is computed: the next layer needs it soon
-        self._copy, self._place = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+        self._copy, self._place = _streams(device)
         self._compute = torch.cuda.current_stream(device)
         self._sending = threading.Lock()
         self._host: list[Tensor] = []

@@ -95,7 +95,7 @@ def load_model(
     except KernelError as error:
         raise DeviceError(error.message, error.hint) from error
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # streams, events and graphs that name no device are this one's
+        make_current(device)
         check_room(spec, compute_dtype, device, torch.cuda.mem_get_info(device)[0])
     if spec.generic and precision.weights != "auto":
         raise UsageError(
@@ -170,6 +170,12 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def make_current(device: torch.device) -> None:
+    """For the thread that calls it: streams, events and graphs that name no device are this one's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.model.loading import make_current
 from cacheblend_cli.runtime.answer import Answer
 from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, OnEvent, ServiceStats, Ticket
 from cacheblend_cli.runtime.runtime import Runtime
@@ -112,6 +113,7 @@ class Service:
         return sum(not ticket.begun for ticket in self._live)
 
     def _loop(self) -> None:
+        make_current(self._runtime.decoder.device)
         while self._wait():
             self._take_in()
             try:

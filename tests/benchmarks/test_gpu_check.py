@@ -7,15 +7,19 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cacheblend_cli.blend.policy import LayerReport, Status
 
@@ -24,6 +28,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu_check  # noqa: E402
 import gpu_kernels  # noqa: E402
+import gpu_steps  # noqa: E402
 from gpu_budget import Budget  # noqa: E402
 from gpu_cost import Ceilings, Work, matmul_params, prefill_floor, probe_floor  # noqa: E402
 from gpu_end_to_end import PLAIN, _blend  # noqa: E402
@@ -37,17 +42,30 @@ from cacheblend_cli.model.families import spec_from_config  # noqa: E402
 from cacheblend_cli.runtime.config import BlendConfig  # noqa: E402
 
 
-def run(out: Path, *more: str) -> tuple[int, dict[str, Any], str, str]:
-    """Exit code, the JSON, stdout, stderr."""
+def run(out: Path, *more: str, lacking: Sequence[str] = ()) -> tuple[int, dict[str, Any], str, str]:
+    """Exit code, the JSON, stdout, stderr. lacking: packages that do not import there."""
+    site = out.with_name("site")
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({lacking!r}))\n")
     command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     return done.returncode, json.loads(out.with_suffix(".json").read_text()), done.stdout, done.stderr
 
 
+def not_needed() -> list[str]:
+    """Modules of the packages that the tool depends on and the check says it does without."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[^\w-]", package)[0].replace("-", "_") for package in packages}
+    return sorted(names - {*gpu_check.NEEDED, *gpu_check.LARGE, "huggingface_hub"})
+
+
 def test_the_first_two_stages_run_on_a_cpu(tmp_path: Path) -> None:
+    """With no package but those that are looked for."""
     more = ("--stages", "1,2", "--store-dir", str(tmp_path), "--processes", "1")
-    code, result, stdout, stderr = run(tmp_path / "all", *more)
+    code, result, stdout, stderr = run(tmp_path / "all", *more, lacking=not_needed())
     assert (code, result["faults"]) == (0, []), stderr
     assert result["skipped"] == [f"compute-sanitizer, {tool}: no GPU" for tool in ("memcheck", "racecheck")]
     assert stdout.strip() == (tmp_path / "all.md").read_text().strip()
@@ -107,57 +125,68 @@ def rows(case):
     yield "kernels", {{"kernel": "k", "case": case, "seconds": 1.0}}
     if case == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    if case == "raises":
+    if case in ("raises", "spoils"):
         raise RuntimeError("CUDA error: misaligned address")
     if case == "hangs":
         time.sleep(600)
 
+class Context(gpu_steps.Context):
+    def synchronize(self):
+        if self.log.lines()[-1]["case"] == "spoils":
+            raise RuntimeError("CUDA error: misaligned address")
+
 def cases(context):
     with open(context.folder / "processes", "a") as file:
         print(os.getpid(), file=file)
-    for case in ("first", "dies", "raises", "hangs", "last"):
+    for case in {cases!r}:
         yield case, lambda case=case: rows(case)
     if (context.folder / "broken").exists():
         raise RuntimeError("no memory for the next inputs")
 
+gpu_steps.stands()
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 gpu_steps.cases_of = cases
 log, folder = Log(Path(arguments["--log"])), Path(arguments["--folder"])
-sys.exit(gpu_steps.run_step(gpu_steps.Context(arguments["--step"], None, True, folder, log, Budget(60))))
+sys.exit(gpu_steps.run_step(Context(arguments["--step"], None, True, folder, log, Budget(60))))
 """
+
+CASES = ("first", "dies", "raises", "spoils", "hangs", "last")
 
 
 @pytest.fixture
-def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
+def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Runs a step whose cases go wrong in every way; what the log then holds."""
-    (tmp_path / "steps.py").write_text(CHILD.format(benchmarks=str(ROOT / "benchmarks")))
+    (tmp_path / "steps.py").write_text(CHILD.format(benchmarks=str(ROOT / "benchmarks"), cases=CASES))
     monkeypatch.setattr(gpu_check, "STEPS", tmp_path / "steps.py")
     log = Log(tmp_path / "log.jsonl")
     arguments = argparse.Namespace(device="cpu", tiny=False)
 
-    def follow() -> list[dict[str, Any]]:
-        gpu_check.follow(Step("step", quiet_s=2.0), arguments, log, Budget(60), tmp_path)
+    def follow(seconds: float = 60) -> list[dict[str, Any]]:
+        gpu_check.follow(Step("step", quiet_s=2.0), arguments, log, Budget(seconds), tmp_path)
         return log.lines()
 
     return follow
 
 
 def test_a_case_that_raises_dies_or_hangs_leaves_the_next_its_turn(
-    followed: Callable[[], list[dict[str, Any]]], tmp_path: Path
+    followed: Callable[..., list[dict[str, Any]]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = assemble(followed(), tiny=True)
-    assert [row["case"] for row in result["kernels"]] == ["first", "dies", "raises", "hangs", "last"]
+    assert [row["case"] for row in result["kernels"]] == list(CASES)
     assert result["faults"] == [
         "step, dies: the process ended with -9",
-        "step, raises: RuntimeError: CUDA error: misaligned address",
+        *(f"step, {case}: RuntimeError: CUDA error: misaligned address" for case in ("raises", "spoils")),
         "step, hangs: nothing came for 2 s",
     ]
-    assert len((tmp_path / "processes").read_text().split()) == 4  # a new one behind each of the three
+    assert (
+        len((tmp_path / "processes").read_text().split()) == 4
+    )  # what raises and leaves a device that works needs no new one
+    assert "in rows" in capfd.readouterr().err.rpartition("Current thread")[2]  # where the one that hung stood
 
 
-def test_a_preparation_that_fails_ends_the_step(followed: Callable[[], list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_preparation_that_fails_ends_the_step(followed: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     log = Log(tmp_path / "log.jsonl")
-    for case in ("first", "dies", "raises", "hangs", "last"):
+    for case in CASES:
         log.write("step", case, "done")
     (tmp_path / "broken").touch()
     assert assemble(followed(), tiny=True)["faults"] == ["step: RuntimeError: no memory for the next inputs"]
@@ -165,10 +194,16 @@ def test_a_preparation_that_fails_ends_the_step(followed: Callable[[], list[dict
 
 
 def test_what_was_cut_off_or_left_out_is_done_again(
-    followed: Callable[[], list[dict[str, Any]]], tmp_path: Path
+    followed: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     log = Log(tmp_path / "log.jsonl")
-    for case, end in (("first", "done"), ("dies", "fault"), ("raises", "done"), ("hangs", "skipped")):
+    for case, end in (
+        ("first", "done"),
+        ("dies", "fault"),
+        ("raises", "done"),
+        ("spoils", "done"),
+        ("hangs", "skipped"),
+    ):
         log.write("step", case, "start")
         log.write("step", case, "row", part="kernels", row={"kernel": "old", "case": case})
         log.write("step", case, end, message="")
@@ -177,10 +212,89 @@ def test_what_was_cut_off_or_left_out_is_done_again(
     with open(log.path, "a") as file:
         file.write('{"step": "step", "case": "la')
     log.reopen()
-    assert log.over("step") == {"first", "dies", "raises"}
+    assert log.over("step") == {"first", "dies", "raises", "spoils"}
     result = assemble(followed(), tiny=True)
     kernels = {row["case"]: row["kernel"] for row in result["kernels"]}
-    assert kernels == {"first": "old", "dies": "old", "raises": "old", "hangs": "k", "last": "k"}
+    assert kernels == {"first": "old", "dies": "old", "raises": "old", "spoils": "old", "hangs": "k", "last": "k"}
+
+
+def test_a_case_that_had_no_time_left_has_its_turn_in_a_run_that_goes_on(
+    followed: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "GRACE_S", 0.0)
+    log = Log(tmp_path / "log.jsonl")
+    for case in CASES[:4]:
+        log.write("step", case, "done")
+    result = assemble(followed(1.0), tiny=True)
+    assert (result["faults"], result["skipped"][0]) == ([], "step, hangs: no time was left")
+    log.reopen()
+    assert log.over("step") == set(CASES[:4])
+
+
+def test_what_failed_or_was_wrong_has_another_turn_where_that_is_asked_for(tmp_path: Path) -> None:
+    rows = {
+        "right": {"ok": True},
+        "wrong": {"ok": False},
+        "raised": {"message": "RuntimeError"},
+        "speed": {"seconds": 1.0},
+    }
+    log = Log(tmp_path / "log.jsonl")
+    for case, row in rows.items():
+        log.write("step", case, "row", part="checks", row=row)
+        log.write("step", case, "done")
+    log.write("step", "failed", "fault", message="RuntimeError")
+    log.reopen()
+    assert log.over("step") == {*rows, "failed"}
+    log.reopen(again=True)
+    assert log.over("step") == {"right", "speed"}
+
+
+def test_inputs_that_cannot_be_made_cost_their_family_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = gpu_kernels.works
+
+    def works(family: str, *more: Any) -> Any:
+        if family == gpu_kernels.FAMILIES[1]:
+            raise RuntimeError("out of memory")
+        return made(family, *more)
+
+    monkeypatch.setattr(gpu_kernels, "works", works)
+    log = Log(tmp_path / "log.jsonl")
+    context = gpu_steps.Context("kernel speeds", torch.device("cpu"), True, tmp_path, log, Budget(60))
+    names = [name for name, _ in gpu_steps.speed_cases(context)]
+    assert any(name.startswith("act_and_mul") for name in names)
+    assert assemble(log.lines(), tiny=True)["faults"] == [
+        "kernel speeds: decode_attention: RuntimeError: out of memory"
+    ]
+
+
+def test_a_package_that_is_missing_ends_it_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "some.jsonl").write_text("of an earlier run\n")
+    monkeypatch.setattr(gpu_check, "NEEDED", ("xxhash", "no_such_package"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--tiny", "--out", str(tmp_path / "some")])
+    assert gpu_check.main() == 2
+    assert "no_such_package (No module" in capsys.readouterr().err
+    assert (tmp_path / "some.jsonl").read_text() == "of an earlier run\n"
+
+
+def test_a_report_that_cannot_be_made_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[str] = []
+    reports = iter((RuntimeError("no such row"), {"checks": []}, {"checks": []}))
+
+    def write(*of_it: Any) -> dict[str, Any]:
+        if isinstance(report := next(reports), Exception):
+            raise report
+        return report
+
+    monkeypatch.setattr(gpu_check, "stage_steps", lambda *of_it: [Step("first"), Step("second")])
+    monkeypatch.setattr(gpu_check, "follow", lambda step, *more: followed.append(step.name))
+    monkeypatch.setattr(gpu_check, "write", write)
+    monkeypatch.setattr(gpu_check, "summary", lambda *of_it: 0)
+    argv = ["gpu_check.py", "--device", "cpu", "--tiny", "--stages", "1", "--out", str(tmp_path / "some")]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert gpu_check.main() == 0
+    assert followed == ["first", "second"]
 
 
 def test_a_resumed_run_measures_nothing_twice(tmp_path: Path) -> None:

@@ -380,11 +380,12 @@ def test_chunks_are_solved_together_as_each_alone_on_several_threads() -> None:
     a, threads = x @ x.mT / 190 + torch.eye(190), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = corrections._solved(a, b)
+        together, on_a_gpu = corrections._solved(a, b), corrections._by_triangles(torch.linalg.cholesky(a), b)
     finally:
         torch.set_num_threads(threads)
-    for one, own, found in zip(a.double(), b.double(), together, strict=True):
-        torch.testing.assert_close(found.double(), torch.linalg.solve(one, own), rtol=0, atol=1e-4)
+    for one, own, *found in zip(a.double(), b.double(), together, on_a_gpu, strict=True):
+        for solution in found:
+            torch.testing.assert_close(solution.double(), torch.linalg.solve(one, own), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn"])

@@ -92,3 +92,12 @@ def test_a_wait_that_is_missing_is_found_out(of: type, forgotten: str, monkeypat
             except Disorder:
                 return
     pytest.fail(f"without {forgotten} nothing went wrong")
+
+
+def test_prompts_take_no_new_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 32, and graphs are captured on one of them."""
+    cuda = FakeCuda(0)
+    cuda.install(monkeypatch)
+    for _ in range(3):
+        load(cuda)
+    assert len(cuda.streams) == 1 + 2

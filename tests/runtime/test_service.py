@@ -174,3 +174,14 @@ def test_closing_lets_what_runs_finish_or_cancels_it(house: House) -> None:
     assert listeners[0].first_text.wait(WAIT_S)
     hasty.close()
     assert [listener.done().ended for listener in listeners] == ["cancelled"] * 3
+
+
+def test_the_engines_thread_makes_the_device_its_own(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is current is so for one thread, and events and graphs that name none are the current one's."""
+    made: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        "cacheblend_cli.runtime.service.make_current",
+        lambda device: made.append((threading.current_thread().name, device)),
+    )
+    Service(house.engine.runtime, house.store).close()
+    assert made == [("cacheblend-engine", house.engine.model.decoder.device)]

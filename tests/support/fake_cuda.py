@@ -6,10 +6,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+
+from cacheblend_cli.kv import transfer
 
 
 class FakeCuda:
@@ -24,6 +27,7 @@ class FakeCuda:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: FakeStream(self))
+        monkeypatch.setattr(transfer, "_streams", cache(transfer._streams.__wrapped__))  # none of another test's
         monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
