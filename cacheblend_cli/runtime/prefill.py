@@ -128,7 +128,7 @@ class Prefilling:
     @torch.inference_mode()
     def whole(self, output_positions: Callable[[PromptPlan], Tensor] | None = None) -> Prefilled:
         """Compute it in one go. output_positions: where logits are wanted, the last by default."""
-        positions = output_positions(self._plan) if output_positions else None
+        positions = output_positions(self._plan).to(self._decoder.device) if output_positions else None
         start = time.perf_counter()
         prompt = Prompt(self._decoder, self._plan, self.sequence, self._loader)
         result = blended_prefill(prompt, self._policy, positions)

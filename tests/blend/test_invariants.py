@@ -234,3 +234,21 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
     assert (planned.cached_tokens, planned.exact_tokens) == (answer.cached_tokens, answer.exact_tokens)
     assert planned.kv_bytes == answer.kv_bytes_loaded
     assert (planned.exact_tokens == 0) == (type_ != "linear")
+
+
+class Elsewhere:
+    """Positions that are not where the model is: made on the host, and the model on a GPU."""
+
+    def __init__(self, *positions: int) -> None:
+        self._positions = torch.tensor(positions)
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        return self._positions.to(device)
+
+
+def test_where_logits_are_wanted_may_be_said_on_the_host(llama: Setup) -> None:
+    full = BlendConfig(mode="full")
+    here, elsewhere = (
+        llama.logits(llama.keys[:1], full, lambda _, at=at: at) for at in (torch.tensor([2, 5]), Elsewhere(2, 5))
+    )
+    assert torch.equal(here, elsewhere)
