@@ -45,8 +45,8 @@ class StoreWriter:
         self.state = replace(self.state, max_bytes=max_bytes)
 
     def changed(self) -> None:
-        """Something was added or removed: the generation rises."""
-        self.state = replace(self.state, generation=self._before.generation + 1)
+        """Something was added or removed: the generation rises, to one that no other copy of the store has had."""
+        self.state = replace(self.state, generation=max(self._before.generation + 1, time.time_ns()))
 
     def get(self, database: str, key: bytes) -> bytes | None:
         """A copy of a value."""

@@ -78,3 +78,18 @@ def test_search_by_words_computes_no_vectors(cli: Cli, pages: Path, tmp_path: Pa
     assert cli("search", "parrot", "-q").code == 0
     with sqlite3.connect(tmp_path / "store" / "search.sqlite3") as db:
         assert db.execute("SELECT count(*) FROM vectors").fetchone() == (0,)
+
+
+def test_a_store_that_was_put_back_is_searched_anew(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    """It is changed as often as it was before: what tells that the index is of another store is not how often."""
+    data, note = tmp_path / "store" / "data.mdb", docs / "note.md"
+    cli("precompute", "docs")
+    kept = data.read_bytes()
+    note.write_text("zeppelins fly\n")
+    cli("precompute", "docs")
+    assert cli("search", "zeppelins", "--search", "words").code == 0
+    data.write_bytes(kept)
+    note.write_text("submarines dive\n")
+    cli("precompute", "docs")
+    assert cli("search", "zeppelins", "--search", "words").code == 3
+    assert cli("search", "submarines", "--search", "words").code == 0
