@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
@@ -275,7 +276,7 @@ async def _json(request: Request) -> Any:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body is application/json")
     try:  # no half of a surrogate pair, no NaN, nothing nested too deep to be looked at: that is no JSON to it
-        return from_json(await request.body(), allow_inf_nan=False)
+        return from_json((await request.body()).removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise bad(f"the body is no JSON: {error}") from error
     except ClientDisconnect as error:

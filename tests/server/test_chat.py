@@ -230,6 +230,12 @@ def test_what_no_engine_can_count_with_is_refused(server: Any, changed: dict[str
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_may_begin_with_a_mark_of_its_bytes_order(server: Any) -> None:
+    body = b'\xef\xbb\xbf{"messages": [{"role": "user", "content": "who?"}], "max_tokens": 1}'
+    reply = server.client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 200
+
+
 def test_a_time_that_was_over_before_is_told_as_such(server: Any) -> None:
     for stream in (False, True):
         reply = server.ask(timeout_s=1e-9, stream=stream)
