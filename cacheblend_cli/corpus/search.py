@@ -7,7 +7,7 @@ import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -269,18 +269,25 @@ def look(
     check_context(settings.context)
     lookup = Lookup.of(settings, scope, say)
     hits = search(store, query, lookup)
-    if not hits and search(store, query, Lookup(1)):
-        raise found_elsewhere()
     if not hits:
-        raise NotFoundError(f"no stored chunk matches {query!r}", "try other words, or precompute more documents")
+        raise found_elsewhere(store, query, lookup) or NotFoundError(
+            f"no stored chunk matches {query!r}", "try other words, or precompute more documents"
+        )
     return Found(hits, lookup.by)
 
 
-def found_elsewhere() -> NotFoundError:
-    """For a search whose scope has nothing, while the rest of the store has something."""
-    return NotFoundError(
-        "none of these documents has a word of it, and others in the store do", "search them too: --all"
-    )
+def found_elsewhere(
+    store: ChunkStore, query: str, lookup: Lookup, collections: Sequence[str] | None = None
+) -> NotFoundError | None:
+    """For a search that found nothing: what it left out. None where there is nothing in the rest of the store either."""
+    if lookup.min_score and (hits := search(store, query, replace(lookup, min_score=0.0), collections)):
+        best = f"the best hit has a score of {hits[0].score:.4g}, and {lookup.min_score:g} is asked for"
+        return NotFoundError(best, "lower --min-score; cacheblend search shows the scores")
+    if search(store, query, Lookup(1), collections):
+        return NotFoundError(
+            "none of these documents has a word of it, and others in the store do", "search them too: --all"
+        )
+    return None
 
 
 def check_context(name: str) -> None:

@@ -26,9 +26,8 @@ def with_chunks(
     query = lookup.query or question.text
     hits = search(store, query, lookup, collections)
     if not hits:
-        if search(store, query, Lookup(1), collections):
-            raise found_elsewhere()
-        raise nothing_found(store, runtime.collection(question.salt, wording=question.wording), collections)
+        own = runtime.collection(question.salt, wording=question.wording)
+        raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, collections)
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]), before)
     return replace(question, keys=in_order(runtime, store, hits, question, lookup.order))
 

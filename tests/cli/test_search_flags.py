@@ -93,3 +93,11 @@ def test_a_store_that_was_put_back_is_searched_anew(cli: Cli, docs: Path, tmp_pa
     cli("precompute", "docs")
     assert cli("search", "zeppelins", "--search", "words").code == 3
     assert cli("search", "submarines", "--search", "words").code == 0
+
+
+@pytest.mark.parametrize("command", ["search", "ask"])
+def test_hits_below_the_least_score_are_no_hits_elsewhere(cli: Cli, stored: list[str], command: str) -> None:
+    result = cli(command, "alpha", "--min-score", "999")
+    assert result.code == 3
+    assert "--min-score" in result.err
+    assert "--all" not in result.err
