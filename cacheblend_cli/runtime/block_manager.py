@@ -114,9 +114,10 @@ class BlockManager:
         """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
         return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.pool.block_size
 
-    def can_swap_in(self, num_tokens: int, gone: int = 0) -> bool:
-        """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more."""
-        return self.pool.blocks_for(num_tokens + 1) - gone <= self._free
+    def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
+        """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
+        were swapped out, which may be more than it needs: there was a draft behind its prompt."""
+        return max(self.pool.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:
         """Nobody holds a block: free + hot + used = total, and used are the spare ones. Raises AssertionError: our own bug."""

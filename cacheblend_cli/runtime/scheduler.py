@@ -41,7 +41,7 @@ class Scheduler:
 
     def schedule(self) -> list[Sequence]:
         """Who goes on: one whose prompt is prefilled further, or all that get a token. Nobody: there is nothing to do."""
-        while (swapped := self.those(Status.SWAPPED)) and self.blocks.can_swap_in(swapped[0].kv_len, swapped[0].gone):
+        while (swapped := self.those(Status.SWAPPED)) and self._may_return(swapped[0]):
             swapped[0].swap_in(self.blocks.pool)
         while not swapped and (waiting := self.those(Status.WAITING)) and self._may_begin(waiting[0]):
             self.begin(waiting[0])
@@ -64,6 +64,9 @@ class Scheduler:
             sequence.run.start_again()
         else:
             sequence.swap_out()
+
+    def _may_return(self, sequence: Sequence) -> bool:
+        return self.blocks.can_swap_in(sequence.kv_len, sequence.gone, sequence.held)
 
     def _may_begin(self, sequence: Sequence) -> bool:
         run, running = sequence.run, self.those(Status.RUNNING)

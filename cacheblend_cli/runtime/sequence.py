@@ -64,6 +64,11 @@ class Sequence:
         """Blocks that it does not want back when it is swapped in."""
         return 0 if self.swapped is None else self.swapped.gone
 
+    @property
+    def held(self) -> int:
+        """Blocks that were swapped out."""
+        return 0 if self.swapped is None else self.swapped.num_blocks
+
     def swap_out(self) -> None:
         """Its KV leaves the pool for the host's memory, until it is swapped in."""
         assert self.paged is not None

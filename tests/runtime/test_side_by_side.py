@@ -121,6 +121,29 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
     assert len(ends) > 10
 
 
+def test_what_was_drafted_behind_comes_back_with_its_blocks(house: House) -> None:
+    """Preempted with more blocks than its tokens fill, it waits until there are as many."""
+    size, blend = 16, BlendConfig(ratio=0.2, selector="draft", correction="none")
+    for count in range(1, 40):
+        question = replace(house.question("a" * count, max_tokens=9), blend=blend)
+        alone = house.engine.ask(house.store, question)
+        if alone.prompt_tokens % size == size - 4:
+            break
+    bench = Bench(house, replace(TINY, max_rows=512))
+    listener, _ = bench.arrive(question)
+    bench.step()
+    [sequence] = bench.stepper.scheduler.those(Status.RUNNING)
+    bench.stepper.scheduler.preempt(sequence)
+    pool = bench.stepper.blocks.pool
+    fewest = pool.blocks_for(sequence.kv_len + 1)
+    others = pool.new_sequence((pool.allocator.num_free - fewest) * size)
+    bench.step()
+    assert sequence.status is Status.SWAPPED
+    others.release()
+    bench.run()
+    assert ids_of(listener) == [alone.generated_ids]
+
+
 def test_blocks_of_one_token_are_nobody_elses(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A batch is filled up with rows that write somewhere, too."""
     with open_house(tmp_path_factory.mktemp("one"), block_size=1, num_hidden_layers=2) as house:
