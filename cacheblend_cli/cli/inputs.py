@@ -47,7 +47,10 @@ def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> 
     if question is not None:
         return [Asked(question, named)]
     assert batch is not None
-    return list(_batch(batch, named))
+    asked = list(_batch(batch, named))
+    if not asked:
+        raise UsageError(f"there is no question in {batch}", "did the command that writes them find anything?")
+    return asked
 
 
 def read_ids(text: str) -> tuple[str, ...]:

@@ -133,3 +133,9 @@ def test_a_batch_that_is_not_there(tmp_path: Path) -> None:
         read_asked(None, None, tmp_path / "none")
     with pytest.raises(UsageError, match="both"):
         read_asked("q", None, tmp_path / "none")
+
+
+def test_a_batch_without_a_question_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match="no question"):
+        read_asked(None, None, tmp_path / "q.jsonl")
