@@ -56,13 +56,11 @@ class StoreWriter:
 
     def put(self, database: str, key: bytes, value: Blob) -> None:
         self._check(database, key)
-        if (
-            database,
-            key,
-        ) in self._own:  # put over, it would keep its pages, even where there are too many of them then
+        own = database, key
+        if own in self._own:  # put over, it would keep its pages, even where there are too many of them then
             self.delete(database, key)
         self._txn.put(key, value, db=self._dbs[database])
-        self._own.add((database, key))
+        self._own.add(own)
 
     def delete(self, database: str, key: bytes) -> bool:
         """Whether it was there."""
