@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import MutableMapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +21,6 @@ STEADY_ROWS = 4
 """From so many rows on a CPU's product of a row is the same to the bit, however many there are (oneDNN's and MKL's; of one to
 three rows the sums are made in another order)."""
 LEAST = 1e-12  # of a row's largest value: rows of zeros stay zeros
-PACKED_AT_ONCE = 4  # of int8 weights: so many are held twice for a while
 NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cache in float32
 
 
@@ -69,8 +65,6 @@ class Int8Linear:
     Products and sums are whole numbers, so a row's result depends on no other row. (Dynamic W8A8: LLM.int8(), arXiv
     2208.07339, without its outliers; ZeroQuant's token-wise activations, arXiv 2206.01861.) weight: [out, in] of any
     float dtype, bias: [out] or None; `dtype`: of what comes out. On a CPU with VNNI alone: others saturate.
-
-    oneDNN lays int8 weights out with one thread (3 ns a weight), so several are laid out side by side while the next are read.
     """
 
     packed = True
@@ -84,15 +78,9 @@ class Int8Linear:
             rows = part.float()
             scale.copy_(rows.abs().amax(1).clamp_min_(LEAST).div_(127))
             ints.copy_((rows / scale[:, None]).round_())
-        _ROOM.acquire()
-        self._packing = _packers(torch.get_num_threads()).submit(_packed, whole)
+        self.weight = torch.ops.onednn.qlinear_prepack(whole, None)
         self._scales, self._zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
         self.num_bytes = whole.numel() + scales.numel() * 4 + (0 if bias is None else bias.numel() * bias.itemsize)
-
-    @cached_property
-    def weight(self) -> Tensor:
-        """What oneDNN made of it."""
-        return self._packing.result()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in] -> [num_rows, out]."""
@@ -105,22 +93,6 @@ class Int8Linear:
         )
         out = out.mul_(scale).to(self.dtype)
         return out if self._bias is None else out.add_(self._bias)
-
-
-_ROOM = threading.BoundedSemaphore(PACKED_AT_ONCE)
-
-
-@cache
-def _packers(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, "pack")
-
-
-def _packed(whole: Tensor) -> Tensor:
-    try:
-        packed: Tensor = torch.ops.onednn.qlinear_prepack(whole, None)
-        return packed
-    finally:
-        _ROOM.release()
 
 
 def check_weight_dtype(name: str, device: torch.device) -> None:
