@@ -68,9 +68,8 @@ def row_error(got: Tensor, want: Tensor) -> float:
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
-    names = (
-        ("triton", "torch", "xformers") if device.type == "cuda" else ("torch",)
-    )  # what nobody has seen run comes first
+    # what nobody has seen run comes first
+    names = ("triton", "torch", "xformers") if device.type == "cuda" else ("torch",)
     found = []
     for name in names:
         try:

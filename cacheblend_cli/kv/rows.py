@@ -88,7 +88,7 @@ def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Seq
 
 
 def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
-    """Rows of decoding, and `count` more that see nothing and write to the spare block and those behind it (of at least so many slots)."""
+    """Rows of decoding, and `count` more that see nothing and write to the slots from block `spare` on."""
     if not count:
         return rows
     none = torch.zeros(count, dtype=torch.int64, device=decoder.device)

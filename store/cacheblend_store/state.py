@@ -24,8 +24,8 @@ Get = Callable[[str, bytes], bytes | memoryview | None]
 class State:
     """Counters, exact as of the transaction that reads them, and the quota.
 
-    generation: rises by the clock, with every commit that adds or removes chunks or documents. live_bytes: of all blobs. max_bytes: the
-    quota, which bounds live_bytes (0: none).
+    generation: rises by the clock, with every commit that adds or removes chunks or documents. live_bytes: of all blobs.
+    max_bytes: the quota, which bounds live_bytes (0: none).
     """
 
     generation: int = 0
