@@ -53,9 +53,10 @@ def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
 
 
 def product_speeds(spec: ModelSpec) -> ProductSpeeds:
-    """Measured in some 0.1 s when it is first asked for on this machine, with this torch and this shape, then remembered."""
+    """Measured in some 0.1 s when it is first asked for on this machine, with this torch and this shape, then remembered: for any
+    number of threads, else what is stored with some would be of another dtype than what is asked with others."""
     shape = spec.hidden_size, spec.intermediate_size
-    machine = cpu_name(), os.cpu_count(), torch.get_num_threads(), torch.__version__
+    machine = cpu_name(), os.cpu_count(), torch.__version__
     path = user_cache.place("products", FORMAT, *machine, *shape)
     with suppress(ValueError, TypeError):
         return ProductSpeeds(**json.loads(user_cache.recall(path)))
