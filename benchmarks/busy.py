@@ -57,11 +57,11 @@ def child() -> dict[str, list[float]]:
     import torch
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+    from cacheblend_cli.engine.runtime import Runtime
     from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, ordinary_ids, random_ids
     from cacheblend_cli.model.loading import Precision, load_model, resolve_model
     from cacheblend_cli.model.named import SMOLLM2
-    from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-    from cacheblend_cli.runtime.runtime import Runtime
 
     blend = BlendConfig(ratio=0.15)
     model = load_model(resolve_model(SMOLLM2), SMOLLM2, torch.device("cpu"), Precision("bfloat16"), "auto")

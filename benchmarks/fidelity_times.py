@@ -14,12 +14,12 @@ from typing import Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Engine
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import FULL
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.settings import Setting
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 
 def first_tokens(

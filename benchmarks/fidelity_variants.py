@@ -19,14 +19,14 @@ from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.prefill import ChunkKV
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import DecoderLayer
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Request
-from cacheblend_cli.runtime.runtime import Runtime
 
 
 @contextmanager

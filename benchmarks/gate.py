@@ -25,18 +25,18 @@ from contexts import hardware
 from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
+from cacheblend_cli.engine.decode import DecodeRunner
+from cacheblend_cli.engine.fidelity import teacher_forced
+from cacheblend_cli.engine.generate import Continuation, generate
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, Request, resolve
+from cacheblend_cli.engine.risk import fit_risk, signals_of
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.risk import answer_risks
 from cacheblend_cli.evaluation.samples import Context, Sample, read_samples
 from cacheblend_cli.kv.pool import PagedSequence
-from cacheblend_cli.runtime.decode import DecodeRunner
-from cacheblend_cli.runtime.fidelity import teacher_forced
-from cacheblend_cli.runtime.generate import Continuation, generate
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, Request, resolve
-from cacheblend_cli.runtime.risk import fit_risk, signals_of
-from cacheblend_cli.runtime.runtime import Runtime
 
 ROOT = Path(__file__).parent.parent
 OUT, PAGE = ROOT / "benchmarks/results/gate.json", ROOT / "docs/gate.md"

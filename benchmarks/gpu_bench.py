@@ -24,15 +24,15 @@ from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
+from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-from cacheblend_cli.runtime.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
-from cacheblend_cli.runtime.memory import DeviceMemory
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Request
-from cacheblend_cli.runtime.runtime import Runtime
 
 PREFIX_TOKENS = 16
 BLOCK_SIZE = 64

@@ -35,9 +35,9 @@ from prefill import hardware  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question  # noqa: E402
+from cacheblend_cli.engine.prefill import prefill  # noqa: E402
+from cacheblend_cli.engine.request import resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
-from cacheblend_cli.runtime.prefill import prefill  # noqa: E402
-from cacheblend_cli.runtime.request import resolve  # noqa: E402
 
 TOKENS = 480
 SHAPE: dict[str, Any] = {

@@ -20,7 +20,7 @@ from cacheblend_store import ChunkStore
 from cacheblend_cli.api import Engine, EngineConfig, Lookup, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.corpus.search import ORDERS
 from cacheblend_cli.demo import handbook_dir
-from cacheblend_cli.runtime.config import AskOptions
+from cacheblend_cli.engine.config import AskOptions
 
 
 def measure(

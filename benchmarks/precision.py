@@ -23,15 +23,15 @@ from cacheblend_store import ChunkStore
 from prefill import CHUNK_TOKENS, CHUNKS, SUFFIX_TOKENS, hardware, write_checkpoint
 
 from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, in_turn, ordinary_ids, random_ids
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.model.loading import Precision, load_model, resolve_model
 from cacheblend_cli.model.named import SMOLLM2
-from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import Question, resolve
-from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "precision.json"

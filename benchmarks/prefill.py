@@ -28,6 +28,8 @@ from cacheblend_store import ChunkStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend_cli.demo import model_dir
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.speed import (
     FirstToken,
     Layout,
@@ -39,8 +41,6 @@ from cacheblend_cli.evaluation.speed import (
     random_ids,
 )
 from cacheblend_cli.model.loading import Precision, load_model
-from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-from cacheblend_cli.runtime.runtime import Runtime
 
 ROOT = Path(__file__).parent.parent
 CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32

@@ -24,6 +24,9 @@ from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import BlendSteps
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.settings import Prefill, Setting
 from cacheblend_cli.kv import forward
 from cacheblend_cli.kv.forward import LayerStep, Observer, run_layers
@@ -32,9 +35,6 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Request
-from cacheblend_cli.runtime.runtime import Runtime
 
 DIGEST = 0.15  # of each chunk's tokens, that QCFuse's question sees
 CONTEXT = 0.5  # of the other chunks' tokens, that a row repaired by RelaxKV sees

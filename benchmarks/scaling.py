@@ -111,10 +111,10 @@ def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
     import torch
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+    from cacheblend_cli.engine.runtime import Runtime
     from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
     from cacheblend_cli.model.loading import Precision, load_model
-    from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-    from cacheblend_cli.runtime.runtime import Runtime
 
     runtime = Runtime(load_model(model, "bench", torch.device("cpu"), Precision("bfloat16"), "auto"), EngineConfig())
     generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(runtime.model)

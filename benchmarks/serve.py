@@ -32,10 +32,10 @@ from cacheblend_store import ChunkStore
 from prefill import hardware, write_checkpoint
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.runtime.config import AskOptions
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits
-from cacheblend_cli.runtime.request import resolve
-from cacheblend_cli.runtime.service import Service
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.config import AskOptions
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits
+from cacheblend_cli.engine.request import resolve
 
 ROOT = Path(__file__).parent.parent
 WORDS = (
@@ -217,7 +217,7 @@ Ask = Callable[[Question, Callable[[], Question | None]], None]
 
 def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
     """What a load is answered in. load: calls what it is given with questions, and what is asked after each."""
-    service = Service(bench.engine.runtime, bench.store, limits)
+    service = AsyncEngine(bench.engine.runtime, bench.store, limits)
     ended: queue.SimpleQueue[tuple[Event, float]] = queue.SimpleQueue()
     begun = []
 
@@ -254,7 +254,7 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
     }
 
 
-def all_of(service: Service, asked: list[Question]) -> list[Answer]:
+def all_of(service: AsyncEngine, asked: list[Question]) -> list[Answer]:
     """Answers of questions that are asked at once."""
     over: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
 
@@ -269,7 +269,7 @@ def all_of(service: Service, asked: list[Question]) -> list[Answer]:
 
 def repeated(bench: Bench, seconds: float) -> list[Case]:
     """The time to the first token of another question over the same chunks, beside --mode reuse."""
-    service = Service(bench.engine.runtime, bench.store, bench.limits())
+    service = AsyncEngine(bench.engine.runtime, bench.store, bench.limits())
     each = bench.ttft_s["blend"] + 2 * bench.ttft_s["reuse"] + bench.token_s * bench.arguments.answer_tokens
     count = max(2, min(8, int(seconds / each)))
     reuse, again = [], []
@@ -288,7 +288,7 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
 
 def decode(bench: Bench, seconds: float) -> list[Case]:
     """Tokens a second of one answer and of eight. Their prompts are hot, and short answers are taken off longer ones."""
-    service = Service(bench.engine.runtime, bench.store, bench.limits())
+    service = AsyncEngine(bench.engine.runtime, bench.store, bench.limits())
     speeds = []
     for count in (1, 8):
         took = []

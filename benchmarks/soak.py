@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes 20 [--model handbook] [--out benchmarks/results/soak.md]
 
-Ends with an error when a job fails that should not, a block is lost, or resident memory grows after the first quarter of the time by
+OutputProcessor with an error when a job fails that should not, a block is lost, or resident memory grows after the first quarter of the time by
 more than a tenth.
 """
 
@@ -25,9 +25,9 @@ from prefill import hardware
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
 from cacheblend_cli.errors import QueueFull
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
-from cacheblend_cli.runtime.service import Service
 
 POOL_TOKENS = 2500
 
@@ -54,7 +54,7 @@ def main() -> None:
 def soak(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """What is told of it, and its figures. Raises SystemExit with what went wrong."""
     rng, keys = random.Random(5), [m.key for m in store.chunks()]
-    service = Service(
+    service = AsyncEngine(
         engine.runtime, store, Limits(max_waiting=40, max_sequences=12, max_rows=128, pool_tokens=POOL_TOKENS)
     )
     ended: Counter[str] = Counter()

@@ -19,6 +19,10 @@ from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.decoder import Decoder
@@ -27,10 +31,6 @@ from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import Request
-from cacheblend_cli.runtime.runtime import Runtime
 
 TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
 CPU = torch.device("cpu")

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.search import Lookup
+from cacheblend_cli.engine.answer import Answer, ChunkUse, TokenUse
+from cacheblend_cli.engine.ask import ask
+from cacheblend_cli.engine.config import DEFAULT_OPTIONS, AskOptions, BlendConfig, EngineConfig
+from cacheblend_cli.engine.generate import NOBODY, Listener
+from cacheblend_cli.engine.jobs import Job
+from cacheblend_cli.engine.plan import AskPlan, plan
+from cacheblend_cli.engine.request import Question, chunk_of, resolve
+from cacheblend_cli.engine.runtime import Runtime, Say
+from cacheblend_cli.engine.sampling import SamplingParams, as_the_model, sampling_of
+from cacheblend_cli.engine.search import with_chunks
 from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
-from cacheblend_cli.runtime.answer import Answer, ChunkUse, TokenUse
-from cacheblend_cli.runtime.ask import ask
-from cacheblend_cli.runtime.config import DEFAULT_OPTIONS, AskOptions, BlendConfig, EngineConfig
-from cacheblend_cli.runtime.generate import NOBODY, Listener
-from cacheblend_cli.runtime.jobs import Job
-from cacheblend_cli.runtime.plan import AskPlan, plan
-from cacheblend_cli.runtime.request import Question, chunk_of, resolve
-from cacheblend_cli.runtime.runtime import Runtime, Say
-from cacheblend_cli.runtime.sampling import SamplingParams, as_the_model, sampling_of
-from cacheblend_cli.runtime.search import with_chunks
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.paths import Paths
@@ -93,9 +93,9 @@ class Engine:
 
     def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
         """The paths that the store remembers for this model and salt, as real ones."""
-        from cacheblend_cli.collect.roots import Roots
+        from cacheblend_cli.collect.source_settings import SourceSettings
 
-        return Roots(self.runtime.collection(salt), store).paths
+        return SourceSettings(self.runtime.collection(salt), store).paths
 
     def recheck(
         self,

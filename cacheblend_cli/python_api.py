@@ -14,15 +14,15 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli import api
 from cacheblend_cli.corpus.search import Lookup
+from cacheblend_cli.engine.answer import Answer
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text
+from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import as_the_model, sampling_of
+from cacheblend_cli.engine.search import with_chunks
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.config import BlendConfig, EngineConfig
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text
-from cacheblend_cli.runtime.request import Question
-from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.sampling import as_the_model, sampling_of
-from cacheblend_cli.runtime.search import with_chunks
-from cacheblend_cli.runtime.service import Service
 from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import DEFAULTS, Resolved, of_settings
@@ -61,7 +61,7 @@ class Engine:
 
     def __init__(self, loaded: api.Engine, resolved: Resolved, limits: Limits | None = None) -> None:
         self._loaded, self._resolved, self._limits = loaded, resolved, limits
-        self._service: Service | None = None
+        self._service: AsyncEngine | None = None
         self._store: ChunkStore | None = None
 
     @classmethod
@@ -97,7 +97,7 @@ class Engine:
         if self._service is None or store is not self._store:
             self.close()
             self._store = store
-            self._service = Service(self._loaded.runtime, store, self._limits)
+            self._service = AsyncEngine(self._loaded.runtime, store, self._limits)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[Added]:
         """Store documents, (id, text) each, in place of what was stored under the same ids; their KV is computed now.
@@ -163,7 +163,7 @@ class Engine:
         finally:
             await asyncio.to_thread(pieces.close)  # type: ignore[attr-defined]
 
-    def _run(self) -> Service:
+    def _run(self) -> AsyncEngine:
         if self._service is None:
             self.use(self._store)
         assert self._service is not None

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.runtime.jobs import Job
-    from cacheblend_cli.runtime.service import Service
+    from cacheblend_cli.engine.async_engine import AsyncEngine
+    from cacheblend_cli.engine.jobs import Job
 
 
 class LocalEngine:
@@ -32,18 +32,18 @@ class LocalEngine:
     def __init__(self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore) -> None:
         """Load it. What is wrong with the settings is said before. Raises UsageError, NotFoundError, DeviceError."""
         options.import_engine()
-        from cacheblend_cli.runtime.config import BlendConfig
-        from cacheblend_cli.runtime.sampling import sampling_of
+        from cacheblend_cli.engine.config import BlendConfig
+        from cacheblend_cli.engine.sampling import sampling_of
 
         BlendConfig.of(resolved.settings)
         sampling_of(resolved, **manner.sampled)
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
-        self._service: Service | None = None
+        self._service: AsyncEngine | None = None
         self._say = cache(output.note)  # once, of however many questions
 
     def begin(self, inquiry: Inquiry) -> End:
         """Have it asked: beside others, after `serve`, else when its answer is waited for."""
-        from cacheblend_cli.runtime.generate import Listener
+        from cacheblend_cli.engine.generate import Listener
 
         if self._service is not None:
             job = self._service.run(lambda runtime: self._job(inquiry)).result()
@@ -66,11 +66,11 @@ class LocalEngine:
 
         What an answer is does not depend on those beside it: no KV that was blended for one question serves another.
         """
-        from cacheblend_cli.runtime.jobs import Limits
-        from cacheblend_cli.runtime.service import Service
+        from cacheblend_cli.engine.async_engine import AsyncEngine
+        from cacheblend_cli.engine.jobs import Limits
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency, hot_blended=False)
-        self._service = Service(self._engine.runtime, self._store, limits)
+        self._service = AsyncEngine(self._engine.runtime, self._store, limits)
 
     def close(self) -> None:
         if self._service is not None:

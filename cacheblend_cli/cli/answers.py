@@ -24,8 +24,8 @@ _MARKS = {
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.runtime.answer import ChunkUse, Confirmation, Risk, TokenUse
-    from cacheblend_cli.runtime.controller import AutoReport
+    from cacheblend_cli.engine.answer import ChunkUse, Confirmation, Risk, TokenUse
+    from cacheblend_cli.engine.controller import AutoReport
 
 
 class Streams:

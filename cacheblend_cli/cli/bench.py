@@ -46,10 +46,10 @@ def bench(
     """
     output = Output()
     from cacheblend_cli.blend.selectors import make_selector
+    from cacheblend_cli.engine.config import BlendConfig
     from cacheblend_cli.evaluation.bench import bench as measure
     from cacheblend_cli.evaluation.bench import layout_of
     from cacheblend_cli.evaluation.settings import grid
-    from cacheblend_cli.runtime.config import BlendConfig
 
     blend = replace(BlendConfig.of(settings), checks=())  # the ratio is what is named here
     for name in selector or ():

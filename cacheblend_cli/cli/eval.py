@@ -89,6 +89,8 @@ def evaluate(
     path = _record_path(out, resume)
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.collect.settings import CollectSettings
+    from cacheblend_cli.engine.config import BlendConfig
+    from cacheblend_cli.engine.controller import AutoPrefill
     from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
     from cacheblend_cli.evaluation.plot import check_plot
@@ -96,8 +98,6 @@ def evaluate(
     from cacheblend_cli.evaluation.records import RecordFile
     from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.evaluation.summary import summarise
-    from cacheblend_cli.runtime.config import BlendConfig
-    from cacheblend_cli.runtime.controller import AutoPrefill
 
     if plot is not None:
         check_plot(plot)
@@ -155,8 +155,8 @@ def evaluate(
 
 def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
     """Fit each setting that blends at a ratio of its own, and keep that for `ask`."""
+    from cacheblend_cli.engine.risk import RiskFile, fit_risk
     from cacheblend_cli.evaluation.risk import captured, halves, tokens_of
-    from cacheblend_cli.runtime.risk import RiskFile, fit_risk
 
     for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
         answers = tokens_of(results.by_label[setting.label])

@@ -11,7 +11,7 @@ from cacheblend_cli.cli.output import visible
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer
-    from cacheblend_cli.runtime.answer import ChunkUse, TokenUse
+    from cacheblend_cli.engine.answer import ChunkUse, TokenUse
 
 KINDS = {
     "exact": "from the store, exact here",

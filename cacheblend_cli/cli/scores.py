@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.cli.output import Output
 
 if TYPE_CHECKING:
+    from cacheblend_cli.engine.controller import AutoReport
     from cacheblend_cli.evaluation.bootstrap import Interval
     from cacheblend_cli.evaluation.summary import Summary
-    from cacheblend_cli.runtime.controller import AutoReport
 
 
 def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> None:

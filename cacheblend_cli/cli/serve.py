@@ -81,13 +81,13 @@ def serve(
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
-    from cacheblend_cli.runtime.sampling import as_the_model, sampling_of
-    from cacheblend_cli.runtime.service import Limits, Service
+    from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
+    from cacheblend_cli.engine.sampling import as_the_model, sampling_of
     from cacheblend_cli.server.app import make_app
-    from cacheblend_cli.server.guard import LOOPBACK
-    from cacheblend_cli.server.host import Host
+    from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.place import make_folder, socket_of
     from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix, remover
+    from cacheblend_cli.server.state import ServerState
     from cacheblend_cli.server.warm import WarmSocket
 
     sampling = sampling_of(resolved)
@@ -104,10 +104,10 @@ def serve(
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
         engine = options.load_engine(settings, output)
         sampling = as_the_model(sampling, resolved, engine.model)
-        service = Service(engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine))
+        service = AsyncEngine(engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine))
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None
-            serving_host = Host(
+            serving_host = ServerState(
                 service, store, settings, sampling, engine.runtime, keyring, names, max_body=max_body << 20
             )
             serving = Serving(

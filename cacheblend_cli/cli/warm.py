@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.answers import End, Streams, Told
+from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.inquiry import Inquiry
-from cacheblend_cli.runtime.clock import since_process_start
 from cacheblend_cli.server.client import Connection, EngineLost, lost, named
 from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
 from cacheblend_cli.settings import Resolved, Settings

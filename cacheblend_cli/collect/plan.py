@@ -10,8 +10,8 @@ from typing import Any
 from cacheblend_store import Amount, ChunkStore, DocumentRecord
 
 from cacheblend_cli.collect.collector import PlannedChunk
+from cacheblend_cli.collect.corpus_diff import CorpusDiff
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.survey import Survey
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
 from cacheblend_cli.corpus.cutting import Cut, cut_document
@@ -82,7 +82,7 @@ def plan_documents(
 
 
 def plan_parts(
-    store: ChunkStore | None, survey: Survey, given: Mapping[str, Any], on_cut: Callable[[Document, int], None]
+    store: ChunkStore | None, survey: CorpusDiff, given: Mapping[str, Any], on_cut: Callable[[Document, int], None]
 ) -> list[Part]:
     """The documents that are cut and collected in one way together, in order. given: settings that were asked for; the
     others are those a document had. on_cut: told how many characters of a document are cut."""
@@ -108,7 +108,7 @@ def plan_parts(
 
 
 def compare(
-    store: ChunkStore | None, survey: Survey, parts: Sequence[Part], keep: Set[bytes], *, force: bool = False
+    store: ChunkStore | None, survey: CorpusDiff, parts: Sequence[Part], keep: Set[bytes], *, force: bool = False
 ) -> Difference:
     """What storing the parts changes. keep: keys of the chunks that are to have KV. force: all of these are computed."""
     found, planned = Difference(), set[bytes]()
@@ -146,7 +146,7 @@ def _stored(store: ChunkStore, parts: Sequence[Part], keep: Set[bytes]) -> set[b
         return {k for k in keys if (reader.has_kv(k) if k in keep else reader.undamaged(k) is not None)}
 
 
-def _changes(record: DocumentRecord, survey: Survey, part: Part) -> list[tuple[str, str]]:
+def _changes(record: DocumentRecord, survey: CorpusDiff, part: Part) -> list[tuple[str, str]]:
     """In which settings a document's part differs from how it is stored: the flag as stored, and as now."""
     was: dict[str, Any] = {
         "overlap": 0,
@@ -174,7 +174,7 @@ def _told(value: Any) -> Any:
     return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
 
 
-def _leaving(survey: Survey, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:
+def _leaving(survey: CorpusDiff, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:
     """The records that are replaced or removed, by their keys in the store."""
     places = {(p.collection.id, d.source, p.settings.context) for p in parts for d, _ in p.planned}
     ending = {record.place for record in survey.gone.values()}

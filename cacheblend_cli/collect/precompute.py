@@ -11,13 +11,13 @@ from typing import Any, Literal
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
+from cacheblend_cli.collect.corpus_diff import CorpusDiff, survey
 from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Difference, Part, Planned, compare, plan_parts
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.collect.survey import Survey, survey
 from cacheblend_cli.corpus.documents import Document, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
@@ -185,7 +185,7 @@ class _Run:
     """One precompute, once it is known what the documents' chunks are. keep: keys of those that are to have KV."""
 
     def __init__(
-        self, found: Survey, store: ChunkStore, keep: Set[bytes], on_event: OnEvent, report: PrecomputeReport
+        self, found: CorpusDiff, store: ChunkStore, keep: Set[bytes], on_event: OnEvent, report: PrecomputeReport
     ) -> None:
         self._found, self._store, self._keep = found, store, keep
         self._on_event, self._report = on_event, report

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
 ROOTS = "root"
-"""The kind of the store's memos of document roots, see collect/roots.py."""
+"""The kind of the store's memos of document roots, see collect/source_settings.py."""
 _MAGIC = re.compile(r"[*?\[]")
 
 

@@ -60,7 +60,7 @@ class Lookup:
 
     min_score: hits below it do not count (see Hit). expand: so many chunks before and after each hit come with it. context:
     of a document that is stored in several, which one counts, see corpus/contexts.py. order: in which a question gets what is
-    found, see runtime/search.py: in_order. query: what to look for, "" for the question.
+    found, see engine/search.py: in_order. query: what to look for, "" for the question.
     """
 
     k: int = 5

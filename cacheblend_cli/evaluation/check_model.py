@@ -15,11 +15,11 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir, questions
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.measures import Wanted, run_full, run_setting
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import resolve
 
 PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them
 ROWS = 8  # at the prompt's end, whose logits are compared

@@ -9,7 +9,7 @@ from pathlib import Path
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, Question, SamplingParams
-from cacheblend_cli.runtime.config import AskOptions
+from cacheblend_cli.engine.config import AskOptions
 
 MODULES = ("copy", "heapq", "statistics", "struct")
 """Modules of Python whose documentation is read: some 2,000 tokens, and there wherever Python is."""

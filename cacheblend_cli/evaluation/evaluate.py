@@ -11,6 +11,8 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import Measured, Reference, Wanted, prefill_in_pieces, run_full, run_setting
@@ -18,8 +20,6 @@ from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 from cacheblend_cli.evaluation.settings import FULL, Setting
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)
 """A second full prefill in another tiling: what the compute dtype alone makes of the measures."""

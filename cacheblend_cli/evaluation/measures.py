@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
+from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
+from cacheblend_cli.engine.generate import Continuation, generate
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.risk import signals_of
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
-from cacheblend_cli.runtime.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.runtime.generate import Continuation, generate
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Request
-from cacheblend_cli.runtime.risk import signals_of
-from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.sampling import SamplingParams
 
 _PIECES = 3  # of the noise floor's prefill
 
@@ -67,7 +67,7 @@ class Reference:
 class Measured:
     """A setting's greedy answer, the likelihood it gives the reference answer, and its distance from full prefill. Errors are
     relative RMSEs, one a layer: of K and V over the chunks' tokens, of the attention output over the rows that predict the
-    answer's tokens. signals: of these tokens, see runtime/risk.py."""
+    answer's tokens. signals: of these tokens, see engine/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float

@@ -20,7 +20,7 @@ class Record:
     Against full prefill (empty or None for full prefill itself): kl and top1 hold one entry a token of full prefill's
     answer, the first of them is the first answer token; k_error, v_error, attention_error are relative RMSEs, one a
     layer; same_answer, f1_full and rouge_full compare the answers' texts; signals: of each token that kl is of, see
-    runtime/risk.py. Against the references (None without any): exact_match, f1, rouge_l, and likelihood, the mean
+    engine/risk.py. Against the references (None without any): exact_match, f1, rouge_l, and likelihood, the mean
     log-probability in nats of the first reference's tokens. Seconds: ttft_s as `ask` counts it.
     """
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cacheblend_cli.engine.risk import fit_risk
 from cacheblend_cli.evaluation.records import Record
-from cacheblend_cli.runtime.risk import fit_risk
 
 Tokens = tuple[Tensor, Sequence[bool]]
 """Of an answer: the signals of its tokens [num_tokens, SIGNALS], and of which a full prefill would have another one most likely."""

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from cacheblend_cli.api import BlendConfig
-from cacheblend_cli.runtime.prefill import Prefilled
-from cacheblend_cli.runtime.request import Request
-from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
 
 
 class Prefill(Protocol):
-    """How a prompt's KV is filled: `cacheblend_cli.runtime.prefill.prefill`, or a variant of it under study."""
+    """How a prompt's KV is filled: `cacheblend_cli.engine.prefill.prefill`, or a variant of it under study."""
 
     def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled: ...
 

@@ -23,16 +23,16 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from cacheblend_cli import __version__
-from cacheblend_cli.runtime.jobs import Done, Event
-from cacheblend_cli.runtime.runtime import Runtime
+from cacheblend_cli.engine.jobs import Done, Event
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, first_of, prepare, sampling_of
+from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import Asked, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error, bad
-from cacheblend_cli.server.guard import Guard
-from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.replies import Reply
+from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 
 T = TypeVar("T")
@@ -43,10 +43,10 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(host: Host) -> Starlette:
+def make_app(host: ServerState) -> Starlette:
     """The server's routes, behind its guard."""
 
-    def route(method: str, path: str, answer: Callable[[Request, Host], Awaitable[Response]]) -> Route:
+    def route(method: str, path: str, answer: Callable[[Request, ServerState], Awaitable[Response]]) -> Route:
         async def guarded(request: Request) -> Response:
             try:
                 return await answer(request, host)
@@ -71,12 +71,12 @@ def make_app(host: Host) -> Starlette:
             route("GET", "/", _page),
             route("GET", "/page.{kind}", _page),
         ],
-        middleware=[Middleware(Guard, host=host)],
+        middleware=[Middleware(AuthMiddleware, host=host)],
         exception_handlers={HTTPException: _not_there},
     )
 
 
-async def _models(request: Request, host: Host) -> Response:
+async def _models(request: Request, host: ServerState) -> Response:
     own = {
         "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.runtime.context,
     }  # fmt: skip
@@ -86,19 +86,19 @@ async def _models(request: Request, host: Host) -> Response:
     return JSONResponse({"object": "list", "data": [own]} if name is None else own)
 
 
-async def _health(_: Request, host: Host) -> Response:
+async def _health(_: Request, host: ServerState) -> Response:
     return JSONResponse({"status": "ok", "version": __version__})
 
 
-async def _ready(_: Request, host: Host) -> Response:
+async def _ready(_: Request, host: ServerState) -> Response:
     return JSONResponse({"status": "stopping" if host.draining else "ready"}, 503 if host.draining else 200)
 
 
-async def _metrics(_: Request, host: Host) -> Response:
+async def _metrics(_: Request, host: ServerState) -> Response:
     return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _page(request: Request, _: Host) -> Response:
+async def _page(request: Request, _: ServerState) -> Response:
     kind = request.path_params.get("kind")
     if kind not in (None, "css", "js"):
         raise ApiError(404, "no such route")
@@ -106,7 +106,7 @@ async def _page(request: Request, _: Host) -> Response:
     return FileResponse(Path(__file__).parent / "page" / name, headers=_PAGE_HEADERS)
 
 
-async def _chat(request: Request, host: Host) -> Response:
+async def _chat(request: Request, host: ServerState) -> Response:
     body = parse(ChatBody, await _json(request))
     _check_model(host, body)
     said = read_messages(body.messages)
@@ -115,7 +115,7 @@ async def _chat(request: Request, host: Host) -> Response:
     return await _answered(request, host, _reply(host, body, chat=True), [wanted])
 
 
-async def _complete(request: Request, host: Host) -> Response:
+async def _complete(request: Request, host: ServerState) -> Response:
     body = parse(CompletionBody, await _json(request))
     _check_model(host, body)
     if body.stream and (body.echo or len(body.prompts) > 1):
@@ -133,14 +133,14 @@ async def _complete(request: Request, host: Host) -> Response:
     return await _answered(request, host, _reply(host, body, chat=False), wanted)
 
 
-def _reply(host: Host, body: Asked, *, chat: bool) -> Reply:
+def _reply(host: ServerState, body: Asked, *, chat: bool) -> Reply:
     usage = bool(body.stream_options and body.stream_options.include_usage)
     echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
     own = partial(Reply, chat, host.model, host.runtime.model.tokenizer, host.public)
     return own(usage=usage, explain=body.explain, echo=echo, silent=silent)
 
 
-async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wanted]) -> Response:
+async def _answered(request: Request, host: ServerState, reply: Reply, wanted: list[Wanted]) -> Response:
     prepared = [await in_engine(host, partial(prepare, host=host, wanted=one)) for one in wanted]
     if not wanted[0].body.stream:
         ends = await _unless_left(request, _ends(host, prepared))
@@ -153,7 +153,7 @@ async def _answered(request: Request, host: Host, reply: Reply, wanted: list[Wan
         return EventStream(_written(host, reply, _from(first, asking), prepared[0]), stack.pop_all())
 
 
-async def _ends(host: Host, prepared: list[Prepared]) -> list[Done]:
+async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
     with ExitStack() as stack:
         askings = [stack.enter_context(Asking(host, one.job)) for one in prepared]
         return [await asking.done() for asking in askings]
@@ -165,7 +165,9 @@ async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
         yield event
 
 
-async def _written(host: Host, reply: Reply, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[bytes]:
+async def _written(
+    host: ServerState, reply: Reply, events: AsyncIterator[Event], prepared: Prepared
+) -> AsyncIterator[bytes]:
     """Server-sent events. What fails after the beginning is told in the stream."""
     try:
         async for record in reply.stream(events, prepared):
@@ -210,13 +212,13 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-async def _search(request: Request, host: Host) -> Response:
+async def _search(request: Request, host: ServerState) -> Response:
     body = parse(SearchBody, await _json(request))
     hits = await in_engine(host, lambda runtime: documents.find(runtime, host, body.query, body.k, _tenant(request)))
     return JSONResponse({"object": "list", "data": hits})
 
 
-async def _put(request: Request, host: Host) -> Response:
+async def _put(request: Request, host: ServerState) -> Response:
     body, document_id = parse(PutBody, await _json(request)), request.path_params["id"]
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad("the id of a document is 1 to 256 printable characters", "id")
@@ -236,25 +238,25 @@ async def _put(request: Request, host: Host) -> Response:
     return JSONResponse(record, 201 if putting.is_new else 200)
 
 
-async def _list(request: Request, host: Host) -> Response:
+async def _list(request: Request, host: ServerState) -> Response:
     tenant = _tenant(request)
     data = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
     return JSONResponse({"object": "list", "data": data})
 
 
-async def _delete(request: Request, host: Host) -> Response:
+async def _delete(request: Request, host: ServerState) -> Response:
     document_id = request.path_params["id"]
     if not await run_in_threadpool(documents.delete, host.store, _tenant(request), document_id):
         raise ApiError(404, f"no document {document_id[:80]!r}", code="document_not_found")
     return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
 
 
-async def in_engine(host: Host, work: Callable[[Runtime], T]) -> T:
+async def in_engine(host: ServerState, work: Callable[[Runtime], T]) -> T:
     """Have it done in the engine's thread."""
     return await asyncio.wrap_future(host.service.run(work))
 
 
-def _logged(error: Exception, host: Host) -> ApiError:
+def _logged(error: Exception, host: ServerState) -> ApiError:
     told = as_api_error(error)
     if told.status >= 500 and not isinstance(error, ApiError):
         logger.error("a request failed: %s", getattr(error, "message", error), exc_info=told.status == 500)
@@ -283,7 +285,7 @@ async def _json(request: Request) -> Any:
         raise _gone() from error
 
 
-def _check_model(host: Host, body: Asked) -> None:
+def _check_model(host: ServerState, body: Asked) -> None:
     if body.model not in (None, "", host.model, "cacheblend"):
         told = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
         raise ApiError(404, told, param="model", code="model_not_found")

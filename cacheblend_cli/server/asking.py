@@ -14,20 +14,20 @@ from cacheblend_store import AmbiguousId, ChunkManifest, ChunkNotFound
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.controller import decided
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Reasoning, Started, Text
+from cacheblend_cli.engine.request import Question, chunk_of, resolve
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.engine.search import with_chunks
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
-from cacheblend_cli.runtime.config import BlendConfig
-from cacheblend_cli.runtime.controller import decided
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Reasoning, Started, Text
-from cacheblend_cli.runtime.request import Question, chunk_of, resolve
-from cacheblend_cli.runtime.runtime import Runtime
-from cacheblend_cli.runtime.sampling import SamplingParams
-from cacheblend_cli.runtime.search import with_chunks
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import Asked
 from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings
 
@@ -71,7 +71,7 @@ class Prepared:
     full_ttft_s: float | None = None
 
 
-def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
+def prepare(runtime: Runtime, host: ServerState, wanted: Wanted) -> Prepared:
     """The job of a request, in the engine's thread: documents are cut and noted, chunks named and searched.
 
     The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
@@ -109,7 +109,7 @@ def prepare(runtime: Runtime, host: Host, wanted: Wanted) -> Prepared:
     return Prepared(job, origins, _estimate(runtime, host, job) if body.explain else None)
 
 
-def _estimate(runtime: Runtime, host: Host, job: Job) -> float | None:
+def _estimate(runtime: Runtime, host: ServerState, job: Job) -> float | None:
     """By what this machine was measured to do, once; None where the question reuses nothing, or has several check layers."""
     if job.question.blend.checks:
         return None
@@ -135,7 +135,7 @@ def _wording(runtime: Runtime, wanted: Wanted) -> Wording:
 
 
 def _sent(
-    runtime: Runtime, host: Host, wanted: Wanted, wording: Wording, found: dict[bytes, Origin | None]
+    runtime: Runtime, host: ServerState, wanted: Wanted, wording: Wording, found: dict[bytes, Origin | None]
 ) -> list[bytes]:
     """Keys of the chunks of the request's documents; what they say is in the store then. found: is told where each is from."""
     given = wanted.body.documents or []
@@ -152,7 +152,7 @@ def _sent(
     return [chunk.key for chunk in chunks]
 
 
-def _named(runtime: Runtime, host: Host, wanted: Wanted) -> list[bytes]:
+def _named(runtime: Runtime, host: ServerState, wanted: Wanted) -> list[bytes]:
     keys = []
     for name in wanted.body.chunks or ():
         manifest = None
@@ -164,7 +164,7 @@ def _named(runtime: Runtime, host: Host, wanted: Wanted) -> list[bytes]:
     return keys
 
 
-def _is_seen_by(runtime: Runtime, host: Host, manifest: ChunkManifest, tenant: Tenant) -> bool:
+def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, tenant: Tenant) -> bool:
     """Whether the tenant may read the chunk: where there are tenants, one of its own documents, or of its salt."""
     if not host.keyring.has_tenants:
         return True
@@ -174,7 +174,7 @@ def _is_seen_by(runtime: Runtime, host: Host, manifest: ChunkManifest, tenant: T
     return any(manifest.collection == c.id for w in wordings for c in runtime.collections(tenant.salt, w))
 
 
-def _origin(host: Host, key: bytes) -> Origin:
+def _origin(host: ServerState, key: bytes) -> Origin:
     manifest = chunk_of(host.store, key)
     name = Citations(host.store).of(manifest).name if manifest else ""
     return Origin(documents.public_id(name), documents.public_title(name))
@@ -184,7 +184,7 @@ class Asking:
     """A job of the service, whose events are read in an event loop, from the first piece on. Leaving it before the end cancels
     the job."""
 
-    def __init__(self, host: Host, job: Job) -> None:
+    def __init__(self, host: ServerState, job: Job) -> None:
         """Raises QueueFull, UsageError."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
         self._host, self._queue, self._started, self._said = host, queue, time.perf_counter(), False

@@ -18,17 +18,17 @@ from cacheblend_cli.corpus.chunker import iter_cut
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.engine.request import chunk_of
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
-from cacheblend_cli.runtime.request import chunk_of
-from cacheblend_cli.runtime.runtime import Runtime
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings, of_settings
 
 if TYPE_CHECKING:
-    from cacheblend_cli.server.host import Host
+    from cacheblend_cli.server.state import ServerState
 
 _SLICE = 8  # chunks that are collected before others are asked again
 
@@ -140,7 +140,7 @@ def public_title(name: str) -> str:
     return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
 
 
-def find(runtime: Runtime, host: Host, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
+def find(runtime: Runtime, host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
     """The best chunks of the tenant's, as they are told on the wire; in the engine's thread."""
     runtime.take_date(host.store, tenant.salt)
     collections = [collection.id for collection in runtime.collections(tenant.salt)]

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.jobs import ServiceStats
+from cacheblend_cli.engine.answer import Answer
+from cacheblend_cli.engine.jobs import EngineStats
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -35,7 +35,7 @@ _COUNTERS = {
 class Metrics:
     """stats: asked whenever somebody reads."""
 
-    def __init__(self, stats: Callable[[], ServiceStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Stats(stats))
         self._requests = Counter(
@@ -74,7 +74,7 @@ class Metrics:
 class _Stats(Collector):
     """What the engine counts itself."""
 
-    def __init__(self, stats: Callable[[], ServiceStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.client import Connection
-from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.warm import WarmSocket
 
 _LOOK_S = 0.25
@@ -92,7 +92,9 @@ def remover(path: Path) -> Callable[[], None]:
 class Serving:
     """idle_exit_s: end when nobody has asked for so long, 0 never. grace_s: what answers have to finish when it ends."""
 
-    def __init__(self, app: Starlette, host: Host, warm: WarmSocket, *, grace_s: float, idle_exit_s: float) -> None:
+    def __init__(
+        self, app: Starlette, host: ServerState, warm: WarmSocket, *, grace_s: float, idle_exit_s: float
+    ) -> None:
         self._host, self._warm, self._idle_exit_s = host, warm, idle_exit_s
         config = uvicorn.Config(
             app,
@@ -124,9 +126,9 @@ class Serving:
 
 
 class _Server(uvicorn.Server):
-    """Ends at SIGINT and SIGTERM, and returns; a second SIGINT waits for no answer."""
+    """OutputProcessor at SIGINT and SIGTERM, and returns; a second SIGINT waits for no answer."""
 
-    def __init__(self, config: uvicorn.Config, host: Host, warm: WarmSocket, grace_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, host: ServerState, warm: WarmSocket, grace_s: float) -> None:
         super().__init__(config)
         self._host, self._warm, self._grace_s = host, warm, grace_s
 

@@ -18,14 +18,14 @@ from cacheblend_store import StoreError
 from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.search import look
+from cacheblend_cli.engine.answer import Answer
+from cacheblend_cli.engine.jobs import Done, Reasoning, Text
+from cacheblend_cli.engine.request import Question
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.inquiry import Inquiry, Manner
-from cacheblend_cli.runtime.answer import Answer
-from cacheblend_cli.runtime.jobs import Done, Reasoning, Text
-from cacheblend_cli.runtime.request import Question
 from cacheblend_cli.server.asking import Asking, first_of
-from cacheblend_cli.server.host import Host
 from cacheblend_cli.server.place import PROTOCOL
+from cacheblend_cli.server.state import ServerState
 
 _LINE = 64 << 20  # bytes of a request at most
 T = TypeVar("T")
@@ -36,7 +36,7 @@ Tell = Callable[[dict[str, Any]], Awaitable[None]]
 class WarmSocket:
     """url: where else the server listens, for --status. on_stop: ends the server."""
 
-    def __init__(self, host: Host, bound: socket, path: Path, url: str) -> None:
+    def __init__(self, host: ServerState, bound: socket, path: Path, url: str) -> None:
         self._host, self._bound, self._path, self._url = host, bound, path, url
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()

@@ -38,8 +38,8 @@ from gpu_profile import summed  # noqa: E402
 from gpu_report import dense_route, markdown, targets  # noqa: E402
 from gpu_steps import Step  # noqa: E402
 
+from cacheblend_cli.engine.config import BlendConfig  # noqa: E402
 from cacheblend_cli.model.families import spec_from_config  # noqa: E402
-from cacheblend_cli.runtime.config import BlendConfig  # noqa: E402
 
 
 def run(out: Path, *more: str, lacking: Sequence[str] = ()) -> tuple[int, dict[str, Any], str, str]:

@@ -20,13 +20,13 @@ from cacheblend_cli.blend.evidence import attention_peaks
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector
+from cacheblend_cli.engine.config import parse_checks, parse_layers
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.runtime.config import parse_checks, parse_layers
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 QUESTION = "where does Mara work?"
 CANDIDATES = Candidates(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.engine.memory import reserve
 from cacheblend_cli.evaluation.bench import bench, layout_of
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import ceiling, in_turn, ordinary_ids
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.memory import reserve
 
 Cli = Callable[..., Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cacheblend_store import Memo
 
-from cacheblend_cli.collect.roots import DocumentRoot
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.source_settings import DocumentRoot
 from cacheblend_cli.corpus.selection import ALL, Selection
 
 ROOT = DocumentRoot(

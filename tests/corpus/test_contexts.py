@@ -12,9 +12,9 @@ from checkpoints import WORDS, write_checkpoint
 from stored_texts import forget
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, PrecomputeReport, SamplingParams
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, resolve
-from cacheblend_cli.runtime.search import exact_where_stored
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.search import exact_where_stored
 
 QUESTION = "where does Mara work?"
 CONTEXTS = ("sink", "document", "neighbours")

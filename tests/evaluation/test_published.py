@@ -15,11 +15,11 @@ from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.samples import Context, Sample
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 TEXTS = [" ".join(WORDS[p % 7 : p % 7 + 9]) + f" {p}. " for p in range(5)]
 METHODS = ("CacheBlend", "EPIC", "CacheClip", "FusionRAG", "ProphetKV", "PSR", "QCFuse", "AgentKVShift", "RelaxKV")

@@ -25,11 +25,11 @@ from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.engine.memory import warm_up
+from cacheblend_cli.engine.request import Question
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
-from cacheblend_cli.runtime.memory import warm_up
-from cacheblend_cli.runtime.request import Question
 
 pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV

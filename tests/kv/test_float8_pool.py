@@ -14,13 +14,13 @@ from checkpoints import WORDS, write_checkpoint
 from decoding import decode_one_token
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 QUESTION = "where does Mara work?"
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.kv import loading
 from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.loader import Workers
 from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan
 from cacheblend_cli.kv.transfer import HostTransfer
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -14,11 +14,11 @@ from cacheblend_store import ChunkManifest, ChunkStore, StoreError
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.kv.transfer import HostTransfer
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 
 class Elsewhere:

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import resolve
 
 TOLERANCE = 1e-4
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -18,14 +18,14 @@ from transformers import LlamaConfig, OlmoConfig, VaultGemmaConfig
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.generic_check import check_generic
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.generic.seam import KeyRule
 from cacheblend_cli.model.loading import Precision, load_model
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import resolve
 
 CPU = torch.device("cpu")
 OLMO = HubModel("olmo", OlmoConfig)

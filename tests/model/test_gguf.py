@@ -21,13 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model.gguf_files import conversion
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.tensor_source import tensor_source
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import resolve
 
 TOLERANCE = 1e-4
 GEMMA = next(family for family in gguf_families.FAMILIES if family.name == "gemma")

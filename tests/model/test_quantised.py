@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import Precision, load_model
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import resolve
 
 TOLERANCE = 1e-4
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}

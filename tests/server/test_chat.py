@@ -328,7 +328,7 @@ def test_files_are_not_told_by_their_paths(server: Any, engine: Engine, tmp_path
 
     (tmp_path / "secret-place").mkdir()
     (tmp_path / "secret-place" / "page.md").write_text(PAGES[0]["text"])
-    store: ChunkStore = server.host.store
+    store: ChunkStore = server.state.store
     engine.precompute(store, [str(tmp_path / "secret-place")], PrecomputeOptions(), lambda event: None)
     replies = [
         server.ask(search={"k": 1}, messages=[{"role": "user", "content": "billing"}], explain=True),

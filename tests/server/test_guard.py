@@ -99,7 +99,7 @@ def test_a_full_queue_says_when_to_come_back(server: Any, monkeypatch: pytest.Mo
     def submit(*_: Any) -> None:
         raise QueueFull(3, 6.2)
 
-    monkeypatch.setattr(server.host.service, "submit", submit)
+    monkeypatch.setattr(server.state.service, "submit", submit)
     for stream in (False, True):
         reply = server.ask(stream=stream)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "7")
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_is_cancelled(server: Any) -> None:
         connection.sendall(head.encode() + body)
         connection.recv(10)  # the answer has begun
     for _ in range(200):
-        stats = server.host.service.stats()
+        stats = server.state.service.stats()
         if stats.cancelled:
             break
         server.client.get("/health")
@@ -130,7 +130,7 @@ def test_an_answer_finishes_when_the_server_ends(server: Any) -> None:
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason": "length"' in rest[-2]
-    assert server.host.draining
+    assert server.state.draining
 
 
 def test_metrics_count(server: Any) -> None:

@@ -46,7 +46,7 @@ def process(*arguments: str, code: str = "sys.exit(run(sys.argv[1:]))") -> Said:
     [["--ids"], ["--explain", "--verify"], ["--chunks", ""], ["--mode", "full"], ["--dry-run"], ["--logprobs", "2"]],
 )
 def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stat.S_IMODE(place.socket_of(server.host.settings).stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.socket_of(server.state.settings).stat().st_mode) == 0o600
     for folder in (Path.cwd(), Path("docs").absolute()):
         monkeypatch.chdir(folder)
         warm, cold = cli(*ASK, "--json", *flags), cli(*ASK, "--json", "--local", *flags)
@@ -59,7 +59,7 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
             for chunk in chunks:
                 chunk.pop("recomputed", None), chunk.pop("status")
         assert ours["chunks"] == theirs["chunks"]
-    assert server.host.service.stats().finished == (0 if "--dry-run" in flags else 2)
+    assert server.state.service.stats().finished == (0 if "--dry-run" in flags else 2)
 
 
 def test_the_summary_says_who_answered(cli: Cli, server: Any) -> None:
@@ -105,7 +105,7 @@ def test_a_batch_is_answered_by_the_engine(cli: Cli, server: Any, tmp_path: Path
     assert [r["question"] for r in ours] == [row["question"] for row in rows]
     assert [r.get("generated_ids") for r in ours] == [r.get("generated_ids") for r in theirs]
     assert "error" in ours[2]
-    assert server.host.service.stats().finished == 4
+    assert server.state.service.stats().finished == 4
     assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
     assert "4 answers in" in warm.err
     plans = cli(*batch[:3], "--dry-run", "--json")
@@ -133,7 +133,7 @@ def test_what_an_engine_leaves_of_a_batch_is_answered_here(
     assert done.code == 0, done.err
     assert [json.loads(line)["question"] for line in done.out.splitlines()] == [row["question"] for row in rows]
     assert "are answered here" in done.err
-    assert server.host.service.stats().finished == 2
+    assert server.state.service.stats().finished == 2
 
 
 def test_a_search_by_an_engine_over_the_store(cli: Cli, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +228,13 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
 ) -> None:
     server = start(grace_s=0)
     body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 900, "ignore_eos": True}
-    resolved, connection = resolve({"max_tokens": 900}), Connection.to(place.socket_of(server.host.settings))
+    resolved, connection = resolve({"max_tokens": 900}), Connection.to(place.socket_of(server.state.settings))
     assert connection is not None
     with ThreadPoolExecutor(2) as pool, connection:
         whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
         streamed = pool.submit(server.client.post, "/v1/chat/completions", json=body | {"stream": True})
         events = connection.request({"op": "ask", **Inquiry("who?", (), resolved).wire})
-        while server.host.service.stats().running < 3:
+        while server.state.service.stats().running < 3:
             pass
         server.end()
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopping")
@@ -246,7 +246,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
 
 def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server: Any) -> None:
     """Also while another client's answer is finished."""
-    path = place.socket_of(server.host.settings)
+    path = place.socket_of(server.state.settings)
     body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 800, "stream": True, "ignore_eos": True}
     with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
@@ -254,9 +254,9 @@ def test_a_server_that_ends_takes_no_more_questions_of_commands(cli: Cli, server
         server.end()
         while path.exists():
             pass
-        assert server.host.service.stats().running == 1
+        assert server.state.service.stats().running == 1
         assert "by the engine" not in cli(*ASK).last
-        server.host.service.close()
+        server.state.service.close()
 
 
 def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,21 +272,21 @@ def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytes
 
 def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     resolved = resolve({"max_tokens": 800, "temperature": 3.0, "seed": 1})
-    connection = Connection.to(place.socket_of(server.host.settings))
+    connection = Connection.to(place.socket_of(server.state.settings))
     assert connection is not None
     with connection:
         next(connection.request({"op": "ask", **Inquiry("who?", (), resolved).wire}))
-    while not (stats := server.host.service.stats()).cancelled:
+    while not (stats := server.state.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1
 
 
 def test_an_engine_ends_when_nobody_asks(start: Any, cli: Cli) -> None:
     server = start(idle_exit_s=0.4)
-    path = place.socket_of(server.host.settings)
+    path = place.socket_of(server.state.settings)
     while path.exists():
         pass
-    assert server.host.draining
+    assert server.state.draining
     assert "by the engine" not in cli(*ASK).last
 
 

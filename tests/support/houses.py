@@ -13,9 +13,9 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.runtime.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
-from cacheblend_cli.runtime.sequence import Status
-from cacheblend_cli.runtime.step import Stepper
+from cacheblend_cli.engine.core import EngineCore
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
+from cacheblend_cli.engine.sequence import Status
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 WAIT_S = 60.0
@@ -77,7 +77,9 @@ class Bench:
     """A stepper driven by hand."""
 
     def __init__(self, house: House, limits: Limits) -> None:
-        self.stepper = Stepper(house.engine.runtime, house.store, limits, lambda ticket, event: ticket.on_event(event))
+        self.stepper = EngineCore(
+            house.engine.runtime, house.store, limits, lambda ticket, event: ticket.on_event(event)
+        )
         self.count = 0
         self.seen: set[Status] = set()
 

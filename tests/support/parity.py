@@ -13,8 +13,8 @@ from checkpoints import WORDS
 from hub_models import HubModel, load_reference
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import Question, resolve
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Question, resolve
 
 NUM_GENERATED = 6
 PROMPT = "{chunks}\n\n{question}"  # short: some of the models have a context of 256 tokens

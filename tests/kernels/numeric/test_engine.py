@@ -12,10 +12,10 @@ from checkpoints import WORDS, write_checkpoint
 from decoding import decode_one_token
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.model.decoder import KVScales
-from cacheblend_cli.runtime.prefill import prefill
-from cacheblend_cli.runtime.request import Question, resolve
 
 BLEND = BlendConfig(ratio=0.3)
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -1,0 +1,115 @@
+"""Document roots: what the store remembers of the paths that were given to precompute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cacheblend_store import ChunkStore, Memo
+from msgspec import convert, to_builtins
+
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.corpus.places import is_below, is_stdin, is_within
+from cacheblend_cli.corpus.scopes import ROOTS
+from cacheblend_cli.corpus.selection import ALL, Selection
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.collection import Collection
+
+
+@dataclass(frozen=True)
+class DocumentRoot:
+    """A path that was given to precompute, for one model and salt, and how what is below it is cut and collected.
+
+    selection: what is taken of it where it is a folder. collections: names of the collections it is of. path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
+    that a link below them leads to it.
+    """
+
+    path: str
+    model: str
+    salt: str
+    settings: CollectSettings
+    linked: frozenset[str] = frozenset()
+    projects: frozenset[str] = frozenset()
+    updated: float = field(default=0.0, compare=False)
+    selection: Selection = ALL
+    collections: frozenset[str] = frozenset()
+
+    def memo(self) -> Memo:
+        value = to_builtins(replace(self, updated=0.0), order="sorted")
+        return Memo(ROOTS, f"{self.path}\0{self.model}\0{self.salt}", value, self.updated)
+
+    @classmethod
+    def of_memo(cls, memo: Memo) -> DocumentRoot | None:
+        """None for one that makes no sense here: a later version may know more contexts."""
+        try:
+            return replace(convert(memo.value, cls), updated=memo.updated)
+        except (ValueError, UsageError):
+            return None
+
+
+class SourceSettings:
+    """The roots a store remembers for a salt. A model for which a path was never given takes what another model has."""
+
+    def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
+        self._model, self._salt = collection.model.fingerprint, collection.salt_digest
+        found = map(DocumentRoot.of_memo, store.memos(ROOTS) if store is not None else ())
+        self._known = [root for root in found if root is not None and root.salt == self._salt]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that were given for this model."""
+        own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
+        return sorted(own)
+
+    def nearest(self, name: str) -> DocumentRoot | None:
+        """The root that a document, or another root, is at or below."""
+        above = [r for r in self._known if is_within(name, r.path)]
+        own = [r for r in above if r.model == self._model]
+        return max(own or above, key=lambda r: (len(r.path), r.updated), default=None)
+
+    def selection_of(self, name: str) -> Selection:
+        """What was taken of a folder when that was last said, or of the nearest one above."""
+        known = self.nearest(name)
+        return ALL if known is None else known.selection
+
+    def unlinked(self, paths: Iterable[str], kept: Set[str]) -> set[str]:
+        """Names of documents that a link below one of the paths led to and none does now, nor is any other root's.
+
+        kept: names of the documents that were found below the paths."""
+        looked_at = set(paths)
+        own = [r for r in self._known if r.model == self._model]
+        lost = {name for r in own if r.path in looked_at for name in r.linked} - kept
+        return {
+            name
+            for name in lost
+            if not any(is_within(name, r.path) or (name in r.linked and r.path not in looked_at) for r in own)
+        }
+
+    def remember(
+        self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
+    ) -> None:
+        """Write down how these are collected from now on. given: the settings that were asked for, which count for roots
+        below them, too. done: the run is at its end; before it, documents that it may yet remove stay linked."""
+        now = time.time()
+        known = {r.path: r for r in self._known if r.model == self._model}
+        after, wanted = dict(known), {root.path: root for root in roots}
+        for path, root in wanted.items():
+            above, old = self.nearest(path), known.get(path)
+            if old is not None:
+                linked = root.linked if done else root.linked | old.linked
+                root = replace(root, linked=linked, projects=root.projects | old.projects)
+                root = replace(root, collections=root.collections | old.collections)
+            inherits = above is not None and (above.model, above.settings, above.selection) == (
+                self._model,
+                root.settings,
+                root.selection,
+            )
+            if old is not None or root.linked or root.projects or root.collections or not inherits:
+                after[path] = replace(root, updated=now)
+            for below in known.values():
+                if is_below(below.path, path) and below.path not in wanted:
+                    after[below.path] = replace(below, settings=replace(below.settings, **given), updated=now)
+        store.put_memos([root.memo() for path, root in after.items() if root != known.get(path)])
+        self._known = [r for r in self._known if r.model != self._model] + list(after.values())

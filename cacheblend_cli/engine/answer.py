@@ -1,0 +1,178 @@
+"""An answer and everything `ask --json` says of it (the keys are the CLI's contract)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_cli.blend.policy import LayerReport
+from cacheblend_cli.engine.sampling import TokenLogprob
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.controller import AutoReport
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers. start: its
+    first position. place, headings: where in the source a reader finds it, see the store's Locator. attention: its share
+    of what the answer looked at in all chunks, None where that was not watched (see engine/attention.py)."""
+
+    id: str
+    source: str
+    tokens: int
+    status: str
+    recomputed: int
+    start: int = 0
+    place: str = ""
+    headings: tuple[str, ...] = ()
+    attention: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenUse:
+    """A token of a chunk: its text, and its KV's kind: "exact", "reused", "recomputed" or "computed"."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. process_s: from the start of the process to the first token; ttft_s: to it from the loaded model and the
+    known question."""
+
+    process_s: float
+    model_load_s: float
+    kv_load_s: float
+    kv_load_stall_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The blended prompt against a full prefill of the same ids. kl, top1_agree: KL(full || blended) in nats at the
+    first answer token, and whether both would say the same one. answer_*: over the tokens of full prefill's own greedy
+    answer, each fed to both: the mean KL, and the share of tokens both would say. same_answer: all of them."""
+
+    kl: float
+    top1_agree: bool
+    full_ttft_s: float
+    answer_kl: float
+    answer_top1: float
+    answer_tokens: int
+    same_answer: bool
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """The answer from blended KV beside the one a full prefill gives, drawn with the same seed. first_difference: the number
+    of its first token that is another, None where there is none. blended_answer: the text that was streamed.
+    full_ttft_s: of the full prefill; seconds: of all that confirming took."""
+
+    confirmed: bool
+    first_difference: int | None
+    blended_answer: str
+    full_ttft_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Risk:
+    """The probability, as estimated, that one of the tokens drawn over blended KV is another than a full prefill's; there are
+    `tokens` of them. Where the next would have taken it above the limit, that number is full_prefill_at: a full prefill, which
+    took `seconds`, goes on from there."""
+
+    estimate: float
+    limit: float
+    tokens: int = 0
+    full_prefill_at: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Answer:
+    """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for people.
+    layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning
+    of the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on,
+    where they were asked for. chosen: positions of the prompt whose stored KV was computed again."""
+
+    text: str
+    finish_reason: str
+    model: str
+    mode: str
+    selector: str
+    ratio: float
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    recomputed_tokens: int
+    recompute_fraction: float
+    chunks: list[ChunkUse]
+    timing: Timing
+    kv_bytes_loaded: int
+    prompt_ids: list[int]
+    generated_ids: list[int]
+    verify: Verification | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    layers: list[LayerReport] = field(default_factory=list)
+    auto: AutoReport | None = None
+    confirmation: Confirmation | None = None
+    risk: Risk | None = None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    hot_tokens: int = 0
+    chosen: list[int] = field(default_factory=list)
+
+    def kinds(self, chunk: ChunkUse) -> list[str]:
+        """Of each token of one of the chunks, see TokenUse."""
+        if chunk.status != "blended":
+            return [chunk.status] * chunk.tokens
+        chosen = set(self.chosen)
+        places = range(chunk.start, chunk.start + chunk.tokens)
+        return ["recomputed" if place in chosen else "reused" for place in places]
+
+    def to_dict(self, *, ids: bool = False, explain: bool = False) -> dict[str, Any]:
+        """The JSON object of `ask --json`."""
+        out: dict[str, Any] = {
+            "answer": self.text,
+            "finish_reason": self.finish_reason,
+            "model": self.model,
+            "mode": self.mode,
+            "selector": self.selector,
+            "ratio": self.ratio,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "exact_tokens": self.exact_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
+            "recompute_fraction": round(self.recompute_fraction, 6),
+            "generated_tokens": len(self.generated_ids),
+            "chunks": [vars(c) for c in self.chunks],
+            "timing": {name: round(value, 6) for name, value in vars(self.timing).items()},
+            "kv_bytes_loaded": self.kv_bytes_loaded,
+            "notes": self.notes,
+        }
+        if self.hot_tokens:
+            out["hot_tokens"] = self.hot_tokens
+        if self.reasoning:
+            out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
+        if self.auto:
+            out["auto"] = self.auto.to_dict()
+        if self.verify:
+            out["verify"] = vars(self.verify)
+        if self.confirmation:
+            out["confirm"] = vars(self.confirmation)
+        if self.risk:
+            out["risk"] = vars(self.risk)
+        for name, found in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if found:
+                out[name] = [{"id": p.token_id, "logprob": p.logprob, "top": list(p.top)} for p in found]
+        if ids:
+            out |= {"prompt_ids": self.prompt_ids, "generated_ids": self.generated_ids}
+        if explain:
+            out["layers"] = [{**vars(report), "status": report.status.name} for report in self.layers]
+        return out

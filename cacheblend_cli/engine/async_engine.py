@@ -1,0 +1,173 @@
+"""An engine that many ask at once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.engine.answer import Answer
+from cacheblend_cli.engine.core import EngineCore
+from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent, Ticket
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.model.loading import make_current
+
+T = TypeVar("T")
+logger = logging.getLogger("cacheblend")
+
+
+class AsyncEngine:
+    """One thread of its own runs the engine; every method may be called from any thread. Jobs are answered side by side.
+
+    Events of a job are given to its on_event in the engine's thread, in order, exactly one Done or Failed last: on_event
+    hands them on, and does not wait for anybody. Where it raises, the job is cancelled.
+    """
+
+    def __init__(self, runtime: Runtime, store: ChunkStore | None, limits: Limits | None = None) -> None:
+        self._runtime, self._limits = runtime, limits or Limits()
+        self._stepper = EngineCore(runtime, store, self._limits, self._tell)
+        self._changed = threading.Condition()
+        self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
+        self._live: set[Ticket] = set()
+        self._numbers = itertools.count()
+        self._closing = False
+        self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last jobs
+        self._last_end = time.monotonic()
+        self._stats = self._snapshot()
+        self._thread = threading.Thread(target=self._loop, name="cacheblend-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, on_event: OnEvent) -> Ticket:
+        """Queue the job. Raises QueueFull when too many wait or the service closes. What makes a job impossible, as a prompt that
+        is too long, it is told as soon as the engine looks at it."""
+        with self._changed:
+            waiting = self._num_waiting
+            if self._closing or waiting >= self._limits.max_waiting:
+                raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
+            ticket = Ticket(job, on_event, next(self._numbers))
+            self._live.add(ticket)
+            self.run(lambda _: self._stepper.arrive(ticket))
+        return ticket
+
+    def ask(self, job: Job) -> Future[Answer]:
+        """Queue the job, as `submit` does; its first answer, or what it fails of."""
+        answered: Future[Answer] = Future()
+
+        def heard(event: Event) -> None:
+            if isinstance(event, Failed):
+                answered.set_exception(event.error)
+            elif isinstance(event, Done) and event.answers:
+                answered.set_result(event.answers[0])
+            elif isinstance(event, Done):
+                answered.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
+
+        self.submit(job, heard)
+        return answered
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the job in the next step: it tells Done, with what was said. Of a finished one nothing happens."""
+        ticket.cancelled = True
+
+    def cancel_all(self) -> None:
+        """As `cancel`, of every job that is there."""
+        with self._changed:
+            for ticket in self._live:
+                ticket.cancelled = True
+
+    def run(self, work: Callable[[Runtime], T]) -> Future[T]:
+        """Have `work` done in the engine's thread, between two steps. Raises QueueFull when the service closes."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closing:
+                raise QueueFull(len(self._live), 1.0)
+            self._work.append((work, future))
+            self._changed.notify_all()
+        return future
+
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        with self._changed:
+            return replace(self._stats, waiting=self._num_waiting)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take no more jobs. What is there may finish for so long, and is cancelled then. Returns when the thread has ended."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(grace_s)
+        self.cancel_all()
+        self._thread.join()
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(not ticket.begun for ticket in self._live)
+
+    def _loop(self) -> None:
+        make_current(self._runtime.decoder.device)
+        while self._wait():
+            self._take_in()
+            try:
+                self._stepper.step()
+            except Exception:
+                logger.exception("a step of the engine failed")
+            with self._changed:
+                self._stats = self._snapshot()
+
+    def _wait(self) -> bool:
+        """Until there is something to do. False: the service is closed."""
+        with self._changed:
+            stepper = self._stepper
+            self._changed.wait_for(lambda: stepper.busy or self._work or self._closing or stepper.may_refine)
+            return not self._closing or bool(stepper.busy or self._work)
+
+    def _take_in(self) -> None:
+        """What came since the last step is done: jobs wait from now on."""
+        with self._changed:
+            work = list(self._work)
+            self._work.clear()
+        for function, future in work:
+            _do(self._runtime, function, future)
+
+    def _tell(self, ticket: Ticket, event: Event) -> None:
+        with self._changed:
+            if isinstance(event, Done | Failed):
+                self._live.discard(ticket)
+                now = time.monotonic()
+                self._seconds.append(now - max(ticket.submitted, self._last_end))
+                self._last_end = now
+                self._stats = self._snapshot()
+        try:
+            ticket.on_event(event)
+        except Exception:
+            logger.exception("a job's listener failed")
+            ticket.cancelled = True
+
+    def _snapshot(self) -> EngineStats:
+        scheduler, allocator = self._stepper.scheduler, self._stepper.blocks.pool.allocator
+        return replace(
+            self._stepper.counts,
+            running=len(scheduler.those(Status.RUNNING)),
+            swapped=len(scheduler.those(Status.SWAPPED)),
+            blocks_free=allocator.num_free - allocator.num_hot,
+            blocks_used=allocator.num_used,
+            blocks_hot=allocator.num_hot,
+        )
+
+
+def _do(runtime: Runtime, work: Callable[[Runtime], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work(runtime))
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,125 @@
+"""Who gets blocks of the lasting pool, what is found in it, and what leaves it for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance, PrefixCache
+from cacheblend_cli.kv.swap import copy_of
+from cacheblend_cli.prompt.plan import PromptPlan
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of a prompt is hot, and how all of its KV comes to be when that is used."""
+
+    hit: Hit
+    origin: KVProvenance
+
+
+class BlockManager:
+    """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
+    such as the spare one that decoding fills its batches with. hot, hot_blended: see `Limits`. window: positions that a layer
+    looks back at most, None where one of them looks at all."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        watermark: float = 0.02,
+        hot: bool = True,
+        hot_blended: bool = True,
+        window: int | None = None,
+    ) -> None:
+        self._hot_blended, self._window = hot_blended, window
+        self.pool, self._hot, self._keeps = pool, PrefixCache(pool), hot
+        self._reserve = int(watermark * pool.allocator.num_blocks)
+        self._in_use = pool.allocator.num_used
+        self._total = pool.allocator.num_blocks - self._in_use
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its answer, at most."""
+        return (self._total - self._reserve) * self.pool.block_size
+
+    def can_allocate(self, num_tokens: int, room: int, found: Found, behind: int = 1) -> Allocation:
+        """Whether a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `room`, never."""
+        size = self.pool.blocks_for
+        if size(num_tokens + room) > self._total - self._reserve:
+            return Allocation.NEVER
+        return Allocation.OK if self._taken(num_tokens + behind, found.hit) <= self._free else Allocation.LATER
+
+    @property
+    def _free(self) -> int:
+        """Blocks that may be taken: all, where nobody has any."""
+        allocator = self.pool.allocator
+        return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
+
+    def can_append(self, sequences: Collection[tuple[PagedSequence, int]]) -> bool:
+        """Whether each of the (sequence, tokens it holds) can take one more token."""
+        size, allocator = self.pool.block_size, self.pool.allocator
+        new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
+        return allocator.can_append(new)
+
+    def find(self, plan: PromptPlan, origin: KVProvenance, behind: int = 1) -> Found:
+        """What of the prompt is hot. Exact KV serves every prompt up to what this one blends, or all of it; blended KV serves
+        one of the same origin, if all that is blended is there. behind: as for `can_allocate`."""
+        found = self._find(plan, origin)
+        if self._taken(plan.num_tokens + behind, found.hit) <= self.pool.allocator.num_free:
+            return found
+        return Found(Hit(), origin)  # with a copy of a block that is used in part it may take one more than without
+
+    def _find(self, plan: PromptPlan, origin: KVProvenance) -> Found:
+        token_ids, size = plan.token_ids, self.pool.block_size
+        repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
+        exact = origin.in_full
+        hit = self._hot.find(token_ids, exact)
+        if hit.num_tokens >= repaired:
+            return Found(hit.cut(plan.cut_for(hit.num_tokens), size), exact)
+        blended = self._hot.find(token_ids, origin)
+        if blended.num_tokens >= repaired:
+            return Found(blended.cut(plan.cut_for(blended.num_tokens), size), origin)
+        return Found(hit.cut(plan.cut_for(min(hit.num_tokens, origin.exact_until)), size), origin)
+
+    def _taken(self, num_tokens: int, hit: Hit) -> int:
+        """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, those of the hit that
+        nobody else uses, and while it is copied the one that is used in part."""
+        used, whole = self.pool.allocator.is_used, hit.num_tokens // self.pool.block_size
+        part = sum(not used(block) for block in hit.blocks[whole:])
+        return self.pool.blocks_for(num_tokens) - sum(map(used, hit.blocks[:whole])) + part
+
+    def allocate(self, num_tokens: int, room: int, hit: Hit) -> PagedSequence:
+        """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
+        return self._hot.take(hit, num_tokens, room)
+
+    def keep(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:
+        """What stands in the sequence's full blocks is final: whoever asks the like of it finds it."""
+        if self._keeps:
+            last = len(token_ids) if self._hot_blended or not origin.blended else origin.exact_until
+            self._hot.keep(sequence, token_ids[:last], origin)
+
+    def keep_copy(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:
+        """As `keep`, of a sequence of another pool, where there is room."""
+        num_tokens = len(token_ids) // self.pool.block_size * self.pool.block_size
+        if not self._keeps or not self.pool.allocator.can_append(self.pool.blocks_for(num_tokens)):
+            return
+        copied = self._hot.take(Hit(), num_tokens)
+        copy_of(sequence, copied, num_tokens)
+        self.keep(copied, token_ids[:num_tokens], origin)
+        copied.release()
+
+    def num_unseen(self, kv_len: int) -> int:
+        """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
+        return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.pool.block_size
+
+    def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
+        """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
+        were swapped out, which may be more than it needs: there was a draft behind its prompt."""
+        return max(self.pool.blocks_for(num_tokens + 1) - gone, held) <= self._free
+
+    def check_idle(self) -> None:
+        """Nobody holds a block: free + hot + used = total, and used are the spare ones. Raises AssertionError: our own bug."""
+        self.pool.allocator.check_integrity()
+        assert self.pool.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"

@@ -1,0 +1,219 @@
+"""`--ratio auto`: the controller's decision for a prompt, from measured speeds, and what real prefills teach them."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
+from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.selectors import Combined, DraftAttention, QueryAttention
+from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.speeds import SpeedFile, kv_share, measure_compute, measure_loading
+from cacheblend_cli.errors import UsageError
+
+_LOAD_AGAIN = 16  # full prefills in a row
+
+
+@dataclass(frozen=True)
+class AutoReport:
+    """What was predicted of one prompt and what came of it. before_s: from the known question to the decision.
+
+    In the JSON all times are seconds: predicted_ttft_s and ttft_s, those of a full prefill, what a layer's recompute and
+    load take (the two that are weighed), what all of computing and loading take, and the speeds behind it.
+    """
+
+    decision: Decision
+    speeds: Speeds
+    work: Workload
+    before_s: float
+    predicted_ttft_s: float
+    predicted_full_ttft_s: float
+    ttft_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        d, speeds = self.decision, self.speeds
+        seconds = {
+            "predicted_ttft_s": self.predicted_ttft_s,
+            "ttft_s": self.ttft_s,
+            "predicted_full_ttft_s": self.predicted_full_ttft_s,
+            "layer_recompute_s": d.layer_compute_s,
+            "layer_load_s": d.layer_load_s,
+            "compute_s": d.chosen.compute_s,
+            "load_s": d.chosen.load_s,
+            "stall_s": d.chosen.stall_s,
+        }
+        return {
+            "mode": d.mode,
+            "ratio": round(d.ratio, 4),
+            "floor": d.floor,
+            **{name: None if value is None else round(value, 6) for name, value in seconds.items()},
+            "load_bytes_per_s": None if math.isinf(speeds.bytes_per_s) else round(speeds.bytes_per_s),
+            "layer_s": speeds.layer_s,
+            "row_s": speeds.row_s,
+            "pair_s": speeds.pair_s,
+            "prefills_learnt_from": speeds.prefills,
+        }
+
+
+class Controller:
+    """The speeds of one model on this machine for one codec. `ready` measures what is not known; say is told so."""
+
+    def __init__(self, runtime: Runtime, codec: str) -> None:
+        self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
+        self._speeds = self._file.read()
+
+    def ready(self, request: Request) -> None:
+        """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine.
+
+        Full prefills say nothing about loading, so after some of them in a row it is measured again: a bad first
+        measure would otherwise stand for ever.
+        """
+        speeds = self._speeds
+        if speeds is None:
+            runtime = self._runtime
+            runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
+            speeds = measure_compute(runtime.decoder, runtime.config.block_size)
+        if request.store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
+            found = measure_loading(self._runtime, request.store, request.plan)
+            speeds = replace(speeds, bytes_per_s=found, not_loaded=0)
+        if speeds != self._speeds:
+            self._keep(speeds)
+
+    def decide(self, request: Request, before_s: float) -> AutoReport:
+        """`ready` came before. request.blend.ratio is the floor; before_s: since the question is known."""
+        speeds, work = self._speeds, workload(request)
+        assert speeds is not None
+        decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
+        predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))
+        return AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
+
+    def learn(self, report: AutoReport, done: Prefilled, prefill_s: float, rest_s: float | None = None) -> None:
+        """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when unknown.
+
+        Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
+        """
+        assert self._speeds is not None
+        work, loader = report.work, done.loader
+        if report.decision.mode == "full":
+            predicted = estimate_full(report.speeds, work)
+        elif loader.num_bytes == work.kv_bytes:
+            ratio = len(done.result.chosen) / work.inexact if work.inexact else 0.0
+            predicted = estimate(report.speeds, work, ratio)
+        else:
+            return
+        rest_s = self._speeds.rest_s if rest_s is None else rest_s
+        computed_s = prefill_s - loader.stall_s
+        self._keep(learn(self._speeds, predicted.compute_s, computed_s, loader.num_bytes, loader.load_s, rest_s))
+
+    def _keep(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._file.write(speeds)
+
+
+def controller_of(runtime: Runtime, request: Request) -> Controller:
+    """The runtime's controller for the request's codec."""
+    codec = request.collection.codec
+    if codec not in runtime.controllers:
+        runtime.controllers[codec] = Controller(runtime, codec)
+    return runtime.controllers[codec]
+
+
+def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
+    """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once, is no
+    part of an answer. Raises UsageError for a blend whose ratio is not one number."""
+    blend = request.blend
+    if blend.mode != "blend":
+        return request, None
+    if blend.checks:
+        raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
+    controller, resolved = controller_of(runtime, request), time.perf_counter()
+    controller.ready(request)
+    started = request.started + time.perf_counter() - resolved
+    report = controller.decide(request, time.perf_counter() - started)
+    if report.decision.mode == "full":
+        blend = replace(blend, mode="full")
+    else:
+        blend = replace(blend, ratio=report.decision.ratio)
+    return replace(request, blend=blend, started=started), report
+
+
+def learn_from(runtime: Runtime, report: AutoReport, done: Prefilled) -> None:
+    """What an answer teaches; the report has its ttft_s. On a GPU a prefill is done when its token is there."""
+    assert report.ttft_s is not None
+    after = report.ttft_s - report.before_s
+    on_gpu = runtime.decoder.device.type == "cuda"
+    prefill_s, rest_s = (after, 0.0) if on_gpu else (done.prefill_s, max(0.0, after - done.prefill_s))
+    controller_of(runtime, done.request).learn(report, done, prefill_s, rest_s)
+
+
+def workload(request: Request) -> Workload:
+    """What the prompt asks of the machine, blended as request.blend says."""
+    model = request.collection.model
+    plan, policy = request.plan, request.blend.policy(model.spec.num_layers, request.lossless)
+    probe_layers, draft_tokens = _probe(policy, model.spec.num_layers)
+    inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
+    fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
+    return Workload(
+        num_layers=model.spec.num_layers,
+        total=plan.num_tokens,
+        inexact=_count(inexact),
+        inexact_keys=_mean_keys(inexact),
+        fresh=_count(fresh),
+        fresh_keys=_mean_keys(fresh),
+        kv_bytes=kv_bytes(request),
+        kv_share=kv_share(model.spec),
+        check_layer=request.blend.check_layer if policy.selector.needs_check_layer else 0,
+        layer0_exact=request.lossless,
+        probe_layers=probe_layers,
+        draft_tokens=draft_tokens,
+        corrected=policy.correction is not None,
+    )
+
+
+def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
+    """The layers that the selector's probe runs before layer 0, and the tokens it drafts."""
+    selector = policy.selector
+    every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
+    if selector.needs_check_layer:  # then the question's attention is looked at there
+        return 0, 0
+    if any(isinstance(s, DraftAttention) for s in every):
+        return num_layers, policy.draft_tokens
+    return (max(policy.probe_layers) + 1, 0) if any(isinstance(s, QueryAttention) for s in every) else (0, 0)
+
+
+def kv_bytes(request: Request) -> int:
+    """To load from the store, of all layers."""
+    size = request.collection.chunk_bytes
+    return sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.token_ids)
+
+
+def _count(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def _mean_keys(spans: list[tuple[int, int]]) -> float:
+    """A row at position p sees p + 1 keys."""
+    return sum((start + 1 + end) * (end - start) / 2 for start, end in spans) / max(1, _count(spans))
+
+
+@dataclass(eq=False)
+class AutoPrefill:
+    """`prefill` under the controller, for `cacheblend eval`. reports: one a prompt, in order, ttft_s being the prefill's."""
+
+    reports: list[AutoReport] = field(default_factory=list)
+
+    def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
+        asked, report = decided(runtime, replace(request, started=time.perf_counter()))
+        assert report is not None
+        start = time.perf_counter()
+        done = prefill(runtime, asked, room=room)
+        int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
+        seconds = time.perf_counter() - start
+        controller_of(runtime, request).learn(report, done, seconds)
+        self.reports.append(replace(report, ttft_s=seconds))
+        return done

@@ -1,0 +1,183 @@
+"""What a model says, told apart while it is said: its reasoning between think tags, its answer, and where a stop string ends that."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cacheblend_cli.model.text_stream import TextStream
+from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.prompt.template import CHANNEL, THINK, THOUGHT
+
+CLOSING = f"\n{THOUGHT}\n\n"
+"""What ends reasoning that has used its tokens up."""
+CLOSING_ROOM = 24
+"""Tokens that the tags and what stands around them take at most."""
+START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
+FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
+"""The same in gpt-oss's channels."""
+
+
+class Reasoning:
+    """Splits text at the think tags. It is reasoning from a tag that begins it, or from its beginning where the prompt ended
+    with that tag; a tag further on is text. The blank lines behind the closing tag are nobody's."""
+
+    def __init__(self, opened: bool) -> None:
+        self._place: Literal["beginning", "reasoning", "between", "answer"] = "reasoning" if opened else "beginning"
+        self._held = ""
+
+    @property
+    def open(self) -> bool:
+        return self._place == "reasoning"
+
+    @property
+    def undecided(self) -> str:
+        """What may be the beginning of an answer, or of the tag."""
+        return self._held if self._place == "beginning" else ""
+
+    @property
+    def may_open(self) -> bool:
+        return self._place == "beginning"
+
+    @property
+    def before_answer(self) -> bool:
+        """Whether all that was said is reasoning and what surrounds it."""
+        return self._place in ("reasoning", "between")
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """What is certainly reasoning, and what is answer."""
+        text, self._held, reasoning = self._held + piece, "", ""
+        if self._place == "beginning":
+            stripped = text.lstrip()
+            if stripped.startswith(THINK):
+                self._place, text = "reasoning", stripped.removeprefix(THINK)
+            elif THINK.startswith(stripped):
+                self._held = text
+                return "", ""
+            else:
+                self._place = "answer"
+        if self._place == "reasoning":
+            reasoning, closed, text = text.partition(THOUGHT)
+            if not closed:
+                keep = max((n for n in range(1, len(THOUGHT)) if reasoning.endswith(THOUGHT[:n])), default=0)
+                self._held = reasoning[len(reasoning) - keep :]
+                return reasoning[: len(reasoning) - keep], ""
+            self._place = "between"
+        if self._place == "between":
+            text = text.lstrip()
+            self._place = "answer" if text else "between"
+        return reasoning, text
+
+    def flush(self) -> tuple[str, str]:
+        """What is held, at the end."""
+        held, self._held = self._held, ""
+        return (held, "") if self.open else ("", held)
+
+
+class Channels:
+    """gpt-oss's channels as think tags: what it says on the channel `final` is the answer, on any other reasoning.
+
+    Follows `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant<|channel|>...`, tokens that decoding passes over. What
+    stands between a token and `<|message|>` is a header, and said to nobody. Text without any of them is the answer."""
+
+    def __init__(self, marks: dict[int, str]) -> None:
+        self._marks = marks
+        self._header: str | None = None  # None: not in one
+        self._reasoning = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Channels | None:
+        """None: the tokenizer has no channels."""
+        ids = {mark: tokenizer.token_id(mark) for mark in (START, CHANNEL, MESSAGE, END)}
+        marks = {i: mark for mark, i in ids.items() if i is not None and tokenizer.is_silent(i)}
+        return cls(marks) if {CHANNEL, MESSAGE} <= set(marks.values()) else None
+
+    def push(self, token_id: int, stream: TextStream) -> str:
+        """The text that is certain with this token, think tags in place of channels."""
+        mark = self._marks.get(token_id)
+        piece = stream.push(token_id) if mark is None else stream.flush()
+        if self._header is not None:
+            self._header, piece = self._header + piece, ""
+        if mark is None:
+            return piece
+        if mark != MESSAGE:
+            self._header = ""
+            return piece
+        final = (self._header or "").split()[:1] == ["final"]
+        self._header = None
+        return piece + self._turn(final)
+
+    def _turn(self, final: bool) -> str:
+        """The tag between what was said and what comes."""
+        was, self._reasoning = self._reasoning, not final
+        if was:
+            return THOUGHT if final else "\n"
+        return "" if final else THINK
+
+
+class StopStrings:
+    """An answer ends before a stop string, however its text comes in pieces: what may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held, self.hit = stops, "", False
+
+    def push(self, piece: str) -> str:
+        """The text that is safe to show. After a hit nothing more is."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        found = [i for s in self._stops if (i := text.find(s)) >= 0]
+        if found:
+            self.hit, self._held = True, ""
+            return text[: min(found)]
+        keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def is_in(self, piece: str) -> bool:
+        """Whether pushing the piece would be a hit."""
+        return any(s in self._held + piece for s in self._stops)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return "" if self.hit else held
+
+
+class Detokenizer:
+    """What ids say, in pieces that are certain: reasoning, and the answer up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], opened: bool) -> None:
+        self.reasoning = Reasoning(opened)
+        self._stream, self._stop = TextStream(tokenizer), StopStrings(stops)
+        self._channels = Channels.of(tokenizer)
+        tags = {tokenizer.token_id(tag): tag for tag in (THINK, THOUGHT)}
+        self._silent_tags = {i: tag for i, tag in tags.items() if i is not None and tokenizer.is_silent(i)}
+
+    def push(self, token_id: int) -> tuple[str, str]:
+        """Reasoning and answer that the token makes certain."""
+        tag = self._silent_tags.get(token_id)
+        if self._channels is not None:
+            piece = self._channels.push(token_id, self._stream)
+        else:
+            piece = self._stream.push(token_id) if tag is None else self._stream.flush() + tag
+        reasoning, answer = self.reasoning.push(piece)
+        return reasoning, self._stop.push(answer)
+
+    @property
+    def closing(self) -> str:
+        """What is said for the model where its reasoning has used its tokens up."""
+        return CLOSING if self._channels is None else FINAL
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the answer has a stop string, in what is not certain yet, too."""
+        if self._stop.hit:
+            return True
+        return not self.reasoning.open and self._stop.is_in(self.reasoning.undecided + self._stream.held())
+
+    def flush(self) -> tuple[str, str]:
+        """The rest."""
+        parts = [self.reasoning.push(self._stream.flush()), self.reasoning.flush()]
+        answer = "".join(self._stop.push(answer) for _, answer in parts)
+        return "".join(reasoning for reasoning, _ in parts), answer + self._stop.flush()

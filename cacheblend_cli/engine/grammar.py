@@ -1,0 +1,77 @@
+"""Answers of a form: of a JSON schema or a regular expression. llguidance says which tokens may come next."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from cacheblend_cli.engine.runtime import Runtime
+    from cacheblend_cli.engine.sampling import SamplingParams
+
+
+class Grammar:
+    """Where one answer stands in its form."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._mask = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
+        self._bits = torch.arange(32, dtype=torch.int32)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """fp32 logits [vocab_size] of the tokens that may come next, -inf of the others."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * 4)
+        bits = (self._mask[:, None] >> self._bits) & 1
+        allowed = bits.flatten()[: logits.shape[0]].bool().to(logits.device)
+        return logits.masked_fill(~allowed, float("-inf"))
+
+    def take(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+
+
+def grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
+    """The form that is asked for. Raises UsageError for one that cannot be followed."""
+    if runtime.template.opens_reasoning:
+        raise UsageError(
+            f"{runtime.model.name} reasons before it answers, and that has no form",
+            "leave --json-schema and --regex out",
+        )
+    tokenizer = runtime.form_tokenizer
+    from llguidance import LLMatcher
+
+    if params.json_schema is not None:
+        try:
+            json.loads(params.json_schema)
+            grammar, name = LLMatcher.grammar_from_json_schema(params.json_schema), "JSON schema"
+        except ValueError as error:
+            raise UsageError(f"the JSON schema is not JSON: {error}", "see json-schema.org") from error
+    else:
+        assert params.regex is not None
+        grammar, name = LLMatcher.grammar_from_regex(params.regex), "regular expression"
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        first = matcher.get_error().strip().splitlines()[0]
+        raise UsageError(f"the {name} cannot be followed: {first}", "make it simpler")
+    return Grammar(matcher, tokenizer.vocab_size)
+
+
+def form_tokenizer(model: LoadedModel) -> LLTokenizer:
+    """The model's tokens as llguidance knows them. Raises UsageError where it is not installed."""
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise UsageError("answers of a form need llguidance", "pip install 'cacheblend[grammar]'") from error
+    return LLTokenizer(model.tokenizer.to_json(), n_vocab=model.spec.vocab_size, eos_token=sorted(model.eos_ids))

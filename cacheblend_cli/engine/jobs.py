@@ -1,0 +1,154 @@
+"""What a service is asked, and what it tells of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cacheblend_cli.engine.answer import Answer
+from cacheblend_cli.engine.config import AskOptions
+from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.sampling import TokenLogprob
+from cacheblend_cli.errors import UsageError
+
+Early = Literal["cancelled", "deadline"]
+
+
+@dataclass(frozen=True)
+class Job(AskOptions):
+    """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
+    deadline_s: from submission; afterwards the job ends with finish_reason "deadline"."""
+
+    question: Question
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
+        if self.confirm and max(self.question.sampling.n, self.question.sampling.best_of) > 1:
+            raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
+
+
+@dataclass(frozen=True)
+class Started:
+    """The job has left the queue."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of an answer. index: which of n."""
+
+    text: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of what is said between think tags before an answer."""
+
+    text: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer, before the piece of text that it makes certain: where log-probabilities are asked for."""
+
+    logprob: TokenLogprob
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a job. answers: n of them, in order; those of a job that was cancelled or whose deadline passed are what was
+    said until then, and none where it had not begun. ended: why it ended early, None where it did not."""
+
+    answers: list[Answer]
+    ended: Early | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of a job that could not be answered. error: a CacheBlendError or a StoreError: message, hint, exit_code."""
+
+    error: Exception
+
+
+Event = Started | Text | Reasoning | Token | Done | Failed
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A job that was taken. number: its place among all that ever were. submitted: time.monotonic(). begun: it has left the
+    queue, if only for a while."""
+
+    job: Job
+    on_event: OnEvent
+    number: int
+    submitted: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    begun: bool = False
+
+    @property
+    def ended(self) -> Early | None:
+        """Why it is to end, though it is not finished."""
+        if self.cancelled:
+            return "cancelled"
+        limit_s = self.job.deadline_s
+        return "deadline" if limit_s is not None and time.monotonic() - self.submitted >= limit_s else None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_waiting: jobs in the queue before more are refused. max_sequences: answers that are made at once. max_rows: tokens
+    of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
+    hot: keep KV in the pool after its answer, for who asks the like of it; hot_blended: blended KV too, though the tokens that
+    were repaired were chosen for another question over the same chunks. refine: compute the exact KV of what was blended while
+    nobody asks."""
+
+    max_waiting: int = 256
+    max_sequences: int = 16
+    max_rows: int = 512
+    pool_tokens: int | None = None
+    hot: bool = True
+    hot_blended: bool = True
+    refine: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_sequences", "max_rows", "pool_tokens"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise UsageError(f"{name.replace('_', '-')} {count} is not 1 or more", "see: cacheblend serve --help")
+
+
+@dataclass
+class EngineStats:
+    """Jobs and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
+
+    computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
+    hot: found in the pool. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
+    step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
+
+    waiting: int = 0
+    running: int = 0
+    swapped: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_hot: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    generated: int = 0
+    computed: int = 0
+    reused: int = 0
+    repaired: int = 0
+    hot: int = 0
+    preempted: int = 0
+    refined: int = 0
+    stall_s: float = 0.0
+    step_s: float = 0.0
+    scheduling_s: float = 0.0

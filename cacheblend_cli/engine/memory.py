@@ -1,0 +1,225 @@
+"""The memory of a GPU that lives across questions: a pool as large as weights and activations leave room for, and the
+decode graphs over it. On CPU each prompt has a pool of its own, just as large as it needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from traceback import clear_frames
+from typing import TYPE_CHECKING
+
+import torch
+
+from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.prefill import blended_prefill
+from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.decode import BatchRunner, DecodeRunner, make_runner
+from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.kv.loader import NothingToLoad
+from cacheblend_cli.kv.pool import KVPool, bytes_per_token
+from cacheblend_cli.kv.zero_loader import ZeroLoader
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.mlp import GPU_MLP_ROWS
+from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.jobs import Limits
+    from cacheblend_cli.engine.runtime import Runtime
+
+FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
+WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
+PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
+
+
+class Meter:
+    """What a GPU says of its memory, in bytes: PyTorch's allocator of peaks, the driver of what is used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = int(torch.cuda.mem_get_info(device)[1])
+
+    def used(self) -> int:
+        """Held by anybody: weights, other processes, the runtime."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+    def peak(self, run: Callable[[], None]) -> int:
+        """The most that `run` holds beyond what was held before it."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device) - before)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes. A prefill of n rows holds fixed + n * per_row beyond weights and pool."""
+
+    total: int
+    used: int
+    fixed: int
+    per_row: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """pool: one for all prompts, one after another. num_tokens: positions a prompt and its answer may have in it."""
+
+    pool: KVPool
+    runner: DecodeRunner
+    profile: Profile | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pool.allocator.num_free * self.pool.block_size
+
+
+def reserve(decoder: Decoder, config: EngineConfig, *, meter: Meter | None = None, at_once: int = 1) -> DeviceMemory:
+    """Profile a prefill, take the pool and warm up over it. meter: of a GPU by default. Raises DeviceError when not even one
+    block fits."""
+    block_size = config.block_size
+    profile = measure(decoder, block_size, meter or Meter(decoder.device))
+    per_token, context = bytes_per_token(decoder), decoder.spec.max_context
+    num_blocks = blocks_that_fit(profile, config.gpu_memory_utilization, per_token, context, block_size, at_once)
+    try:
+        pool = KVPool.of(decoder, num_blocks, block_size)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"a KV pool of {num_blocks} blocks does not fit on {decoder.device} any more",
+            "end what else uses the GPU, or lower --gpu-memory-utilization",
+        ) from error
+    if pool.allocator.num_free * block_size >= sum(WARM_UP):
+        warm_up(decoder, pool, config.kv_dtype)
+    return DeviceMemory(pool, make_runner(decoder, pool, config.eager), profile)
+
+
+@torch.inference_mode()
+def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
+    """Launch what a question may launch, so that nothing is compiled in the first one: attention at all sizes, and small
+    blends, by default and with a check layer. codec: of stored KV, auto for the decoder's dtype."""
+    *chunks, suffix = WARM_UP
+    codec = str(decoder.dtype).removeprefix("torch.") if codec == "auto" else codec
+    inputs = [ChunkInput(b"", "", (0,) * n, same_regime=False) for n in chunks]
+    plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
+    sequence = pool.new_sequence(plan.num_tokens)
+    try:
+        checked = BlendConfig(ratio=0.5, selector="hkvd" if decoder.spec.num_layers > 1 else "none")
+        for blend in (BlendConfig(), checked):
+            prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, codec))
+            blended_prefill(prompt, blend.policy(decoder.spec.num_layers, layer0_exact=True))
+    finally:
+        sequence.release()
+    warm_up_attention(decoder, pool)
+
+
+def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
+    """Attention of every kind of layer there is, for any number of rows over contexts as long as one may get."""
+    spec, capacity = decoder.spec, len(pool.layers[0].k) * pool.block_size
+    q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
+    kinds = {}
+    for layer, cache in zip(decoder.layers, pool.layers, strict=True):
+        params = layer.attention
+        kinds[params.sliding_window, params.soft_cap, params.sinks is None] = params, cache
+    for params, cache in kinds.values():
+        decoder.kernels.warm_up(q, cache, params, min(spec.max_context, capacity))
+
+
+def measure(decoder: Decoder, block_size: int, meter: Meter) -> Profile:
+    """Two full prefills, one twice as long. Shorter ones where the device has no room for these."""
+    longest = max(1, decoder.spec.max_context // 2)
+    many, few = (min(n, longest) for n in PROFILE_ROWS)
+    try:
+        return _measure(decoder, block_size, meter, many)
+    except DeviceError:
+        return _measure(decoder, block_size, meter, few)
+
+
+def _measure(decoder: Decoder, block_size: int, meter: Meter, num_rows: int) -> Profile:
+    _prefill(decoder, num_rows, block_size)  # not measured: it compiles kernels and makes work spaces
+    activations = []
+    for n in (num_rows, 2 * num_rows):
+        blocks = -(-n // block_size)
+        kv = bytes_per_token(decoder) * blocks * block_size
+        activations.append(meter.peak(partial(_prefill, decoder, n, block_size)) - kv)
+    per_row = max(1.0, (activations[1] - activations[0]) / num_rows)
+    return Profile(meter.total, meter.used(), max(0, int(activations[1] - 2 * num_rows * per_row)), int(per_row) + 1)
+
+
+def blocks_that_fit(
+    profile: Profile, utilization: float, kv_bytes_per_token: float, context: int, block_size: int, at_once: int = 1
+) -> int:
+    """Blocks of the pool: never more than `at_once` prompts of the model's context, one more and a spare block can use, since
+    prompts are prefilled one at a time, with the full prefill of --verify beside them at most.
+
+    Every token needs its KV and, in a full prefill, its row of activations. Raises DeviceError when nothing fits.
+    """
+    room = utilization * profile.total - profile.used - profile.fixed
+    most = (at_once + 1) * context
+    tokens = min(int(room // (kv_bytes_per_token + profile.per_row)), most + block_size)
+    if tokens < 2 * block_size:
+        raise DeviceError(
+            f"no room for KV: of the GPU's {_gib(profile.total)}, {_gib(profile.used)} are in use (the weights among them), "
+            f"a prefill takes {_gib(profile.fixed)} and more, and --gpu-memory-utilization is {utilization:g}",
+            "end what else uses the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
+        )
+    return -(-tokens // block_size) if tokens >= most else tokens // block_size
+
+
+def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
+    """The pool of an engine that many ask at once, and what decodes in it. On a GPU it is the runtime's own, as large as the
+    device has room for. On a CPU it is as large as the limits say, or as many whole contexts as there are
+    sequences, within a quarter of the memory that is free; nothing of it is taken before it is written to."""
+    decoder, block_size = runtime.decoder, runtime.config.block_size
+    memory = runtime.memory(limits.max_sequences)
+    if memory is not None:
+        return memory
+    tokens = limits.pool_tokens
+    if tokens is None:
+        fits = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / bytes_per_token(decoder))
+        tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
+    spare = -(-BatchRunner.SPARE // block_size)
+    pool = KVPool.of(decoder, -(-tokens // block_size) + spare, block_size)
+    return DeviceMemory(pool, BatchRunner(decoder, pool))
+
+
+def out_of_memory(
+    error: BaseException, device: torch.device, num_tokens: int, memory: DeviceMemory | None
+) -> DeviceError:
+    """The error for a prefill that ran out of memory, with what would fit now."""
+    hint = "ask with fewer chunks, or use --device cpu"
+    clear_frames(error.__traceback__)  # they hold the tensors of the prefill that failed
+    if memory is not None and memory.profile is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+        fits = max(0, int((torch.cuda.mem_get_info(device)[0] - memory.profile.fixed) // memory.profile.per_row))
+        hint = (
+            f"about {min(fits, memory.num_tokens)} tokens would fit: ask with fewer chunks, end what else uses the GPU, "
+            "or lower --gpu-memory-utilization, which leaves more room beside the pool"
+        )
+    return DeviceError(f"{device} ran out of memory in a prefill of {num_tokens} tokens", hint)
+
+
+@torch.inference_mode()
+def _prefill(decoder: Decoder, num_tokens: int, block_size: int) -> None:
+    """A full prefill of some tokens in a pool of its own. Raises DeviceError when even that does not fit."""
+    try:
+        sequence = KVPool.of(decoder, -(-num_tokens // block_size), block_size).new_sequence(num_tokens)
+        plan = plan_prompt([], [], [0] * num_tokens, prefix_key=None, reuse=False)
+        policy = BlendPolicy(make_selector("none"), ((1, 0.0),))
+        blended_prefill(Prompt(decoder, plan, sequence, NothingToLoad()), policy)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{decoder.device} has no room beside the weights for a prefill of {num_tokens} tokens",
+            "end what else uses the GPU, or use a smaller model or --device cpu",
+        ) from error
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,46 @@
+"""`ask --dry-run`: what a request would take, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_cli.engine.controller import decided, kv_bytes
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class AskPlan:
+    """Tokens by kind, bytes of KV to load, what --ratio auto decides (see AutoReport), and messages for people."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    fresh_tokens: int
+    kv_bytes: int
+    chunks: list[dict[str, Any]]
+    auto: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
+    """What running the request would do. Raises UsageError for what would be refused."""
+    request, report = decided(runtime, request) if auto else (request, None)
+    prompt = request.plan
+    runtime.check_length(prompt.num_tokens, runtime.room(request.sampling))
+    request.blend.policy(runtime.model.spec.num_layers, request.lossless)
+    uses = [
+        {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
+        for s in prompt.chunks
+    ]
+    return AskPlan(
+        prompt.num_tokens,
+        prompt.cached_tokens,
+        prompt.exact_tokens,
+        prompt.fresh_tokens,
+        kv_bytes(request),
+        uses,
+        report.to_dict() if report else None,
+        request.notes,
+    )

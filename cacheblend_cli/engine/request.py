@@ -1,0 +1,209 @@
+"""What lives as long as a question: its chunks as this model sees them, how they are blended, what is to be said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store.format.codecs import is_lossless
+
+from cacheblend_cli.corpus.citations import Citations
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.dates import age_note
+from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+from cacheblend_cli.prompt.wording import Wording
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already.
+    history: what was said before, by the user and the model in turn. wording: of the prompt, None for the engine's."""
+
+    text: str
+    keys: Sequence[bytes]
+    blend: BlendConfig = field(default_factory=BlendConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    salt: str = ""
+    notes: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+    wording: Wording | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question over resolved chunks. It can be run under several settings (`replace(request, blend=...)`).
+
+    store: where the chunks' KV is, None to compute everything. named: the keys the question came with. prefix_cached:
+    the store has the prefix's KV. lossless: what is stored is what this run would compute. notes: messages for people,
+    shared by all that is made of this request. started: perf_counter when the question was known.
+    """
+
+    collection: Collection
+    store: ChunkStore | None
+    suffix_ids: tuple[int, ...]
+    chunks: tuple[ChunkInput, ...]
+    named: tuple[bytes, ...] = ()
+    blend: BlendConfig = field(default_factory=BlendConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    prefix_cached: bool = True
+    lossless: bool = True
+    notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    @cached_property
+    def plan(self) -> PromptPlan:
+        """The prompt, laid out. Where RoPE gives a prompt of this length other frequencies than chunks are collected
+        under, nothing stored is exact."""
+        prefix_ids = self.collection.prefix_ids
+        total = len(prefix_ids) + sum(len(c.token_ids) for c in self.chunks) + len(self.suffix_ids)
+        short = self.collection.model.decoder.rope.regime(total) == 0
+        return plan_prompt(
+            prefix_ids,
+            [replace(c, same_regime=c.same_regime and short) for c in self.chunks],
+            self.suffix_ids,
+            prefix_key=self.collection.prefix_key if self.prefix_cached and short else None,
+            reuse=self.blend.mode != "full",
+        )
+
+    def without(self, key: bytes, reason: str) -> Request:
+        """The request with what is stored under the key not used, and a note that says so."""
+        self.notes.append(f"stored KV {key.hex()[:12]} is not used, it is computed: {reason}")
+        return replace(
+            self,
+            prefix_cached=self.prefix_cached and key != self.collection.prefix_key,
+            chunks=tuple(_to_compute(c, self.collection) if c.key == key else c for c in self.chunks),
+        )
+
+    def in_full(self) -> Request:
+        """The same prompt, to be computed without the store, with notes of its own."""
+        return replace(self, store=None, blend=BlendConfig(mode="full"), notes=[])
+
+
+def resolve(
+    runtime: Runtime, store: ChunkStore | None, question: Question, suffix_ids: tuple[int, ...] | None = None
+) -> Request:
+    """The request of a question. suffix_ids: what stands behind the chunks, None for the template around the text.
+
+    Raises NotFoundError for a chunk whose record is not there or damaged, UsageError for an empty question and for named
+    chunks without a store.
+    """
+    started, notes = time.perf_counter(), list(question.notes)
+    collection = collection_of(runtime, store, question)
+    if collection.day is not None:
+        notes += age_note(collection.day)
+    all_logits = question.sampling.prompt_logprobs is not None
+    chunks = _inputs(collection, store, question.keys, notes)
+    codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
+    converted = [c for c in chunks if c.cached and c.computed_in]
+    if converted:
+        notes.append(
+            f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
+            f"again for that of {collection.codec}, or ask with --dtype {converted[0].computed_in}"
+        )
+    return Request(
+        collection=collection,
+        store=store,
+        suffix_ids=suffix_of(runtime, question) if suffix_ids is None else suffix_ids,
+        chunks=chunks,
+        named=tuple(question.keys),
+        blend=BlendConfig(mode="full") if all_logits else question.blend,
+        sampling=question.sampling,
+        prefix_cached=store is not None and store.has_kv(collection.prefix_key),
+        lossless=not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs),
+        notes=notes,
+        started=started,
+    )
+
+
+def suffix_of(runtime: Runtime, question: Question) -> tuple[int, ...]:
+    """Ids of what stands behind the question's chunks. Raises UsageError."""
+    return runtime.template_of(question.wording).suffix_ids(question.text, question.history)
+
+
+def collection_of(runtime: Runtime, store: ChunkStore | None, question: Question) -> Collection:
+    """The collection to ask the question's chunks in: without a codec that was asked for, that of the first chunk this model
+    has KV for. What was stored is used."""
+    runtime.take_date(store, question.salt)
+    if runtime.config.kv_dtype == "auto" and store is not None:
+        for key in question.keys:
+            if (manifest := chunk_of(store, key)) and manifest.model == runtime.model.fingerprint:
+                return runtime.collection(question.salt, manifest.codec, question.wording)
+    return runtime.collection(question.salt, wording=question.wording)
+
+
+def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
+    """None when there is none or it is damaged."""
+    try:
+        return store.get_chunk(key)
+    except BadBlob:
+        return None
+
+
+def _inputs(
+    collection: Collection, store: ChunkStore | None, keys: Sequence[bytes], notes: list[str]
+) -> tuple[ChunkInput, ...]:
+    """The chunks as this model sees them, called what a person standing here calls their documents."""
+    if not keys:
+        return ()
+    if store is None:
+        raise UsageError("chunks are named, and there is no store", "give --store")
+    citations = Citations(store)
+    manifests = [_manifest(store, key) for key in keys]
+    return tuple(replace(_as_input(collection, store, m, notes), source=citations.of(m).source) for m in manifests)
+
+
+def _manifest(store: ChunkStore, key: bytes) -> ChunkManifest:
+    try:
+        manifest = store.get_chunk(key)
+    except BadBlob as error:
+        raise NotFoundError(
+            f"the record of chunk {key.hex()[:12]} is damaged: {error.message}",
+            "run cacheblend precompute on its document again",
+        ) from error
+    if manifest is None:
+        raise NotFoundError(f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls")
+    return manifest
+
+
+def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]) -> ChunkInput:
+    """A stored chunk as this model sees it.
+
+    One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another model
+    or salt gives its text: what this model has of that text in the collection's codec is taken, and without any it is a
+    hole. So is a chunk without KV.
+    """
+    model, stored = collection.model, replace(collection, codec=manifest.codec)
+    own = next((c for c in (stored, *stored.in_other_dtypes()) if c.id == manifest.collection), None)
+    if own is not None:
+        chunk = ChunkInput(
+            manifest.key,
+            manifest.source,
+            manifest.token_ids,
+            manifest.left_context_ids,
+            cached=manifest.has_kv,
+            same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
+            codec=manifest.codec,
+            computed_in=own.computed_in,
+        )
+        return chunk if chunk.cached else _to_compute(chunk, collection)
+    token_ids = tuple(model.tokenizer.encode_text(manifest.text))
+    lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
+    found = [m for left in lefts if (m := store.get_chunk(collection.key(token_ids, left))) is not None]
+    if found:
+        return _as_input(collection, store, max(found, key=lambda m: m.has_kv), notes)
+    notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
+    return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
+
+
+def _to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:
+    """The chunk as a hole. What is computed now is never stored as what another dtype computed."""
+    if not chunk.computed_in:
+        return replace(chunk, cached=False)
+    return ChunkInput(collection.key(chunk.token_ids), chunk.source, chunk.token_ids, cached=False)

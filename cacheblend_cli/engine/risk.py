@@ -1,0 +1,116 @@
+"""How likely a token drawn over blended KV is another than over a full prefill's, told from what it is drawn from.
+
+A logistic regression over what the model's own distribution says, fitted by `cacheblend eval --fit-risk` and kept in the
+user's data directory: a file a model, KV codec, context of collecting, and way to blend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from platformdirs import user_data_path
+from torch import Tensor
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.collection import Collection
+
+FORMAT, SIGNALS = 1, 4
+RIDGE = 1.0
+"""What a weight costs: half its square, in the log-likelihood's unit. It keeps weights finite where the signals part the
+tokens completely."""
+LEAST = 3
+"""Answers that are others than a full prefill's which a fit needs at least."""
+
+
+@dataclass(frozen=True)
+class RiskFit:
+    """The log odds are bias + weights @ signals. tokens, answers: it was fitted on; differing: of the answers."""
+
+    weights: tuple[float, ...]
+    bias: float
+    tokens: int
+    answers: int
+    differing: int
+
+    def of_tokens(self, signals: Tensor) -> Tensor:
+        """The probability for each token that a full prefill would have another one most likely, [num_tokens] fp64. signals:
+        see `signals_of`."""
+        return torch.sigmoid(signals @ torch.tensor(self.weights, dtype=torch.float64) + self.bias)
+
+
+def signals_of(logits: Tensor) -> Tensor:
+    """What is known of each token without a full prefill, [num_tokens, SIGNALS] fp64 on the CPU: by how much the likeliest token
+    leads the second in log-probability, the entropy in nats, and the square roots of both. logits: [num_tokens, vocab_size]."""
+    found = torch.log_softmax(logits.float(), -1)
+    first, second = found.topk(2).values.unbind(-1)
+    entropy = -(found.exp() * found).sum(-1)
+    known = torch.stack((first - second, entropy), -1).clamp_min(0)
+    return torch.cat((known, known.sqrt()), -1).double().cpu()
+
+
+def fit_risk(answers: Sequence[tuple[Tensor, Sequence[bool]]]) -> RiskFit:
+    """Fit by Newton's method. answers: of each the signals [num_tokens, SIGNALS] of its tokens, and of which a full prefill, behind
+    the same tokens, would have another one most likely. Raises UsageError where too few of them differ."""
+    differing = sum(any(differs) for _, differs in answers)
+    if differing < LEAST:
+        raise UsageError(
+            f"{differing} of {len(answers)} answers differ from a full prefill's, and a fit needs {LEAST}",
+            "fit on more questions, or longer answers (--max-tokens)",
+        )
+    x = torch.cat([signals for signals, _ in answers])
+    y = torch.tensor([token for _, differs in answers for token in differs], dtype=torch.float64)
+    mean, scale = x.mean(0), x.std(0).clamp_min(1e-9)
+    x = torch.cat(((x - mean) / scale, torch.ones(len(x), 1, dtype=torch.float64)), 1)
+    penalty = torch.tensor([RIDGE] * (x.shape[1] - 1) + [1e-6], dtype=torch.float64)
+    w = torch.zeros(x.shape[1], dtype=torch.float64)
+    for _ in range(50):
+        p = torch.sigmoid(x @ w)
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + torch.diag(penalty)
+        step = torch.linalg.solve(hessian, x.T @ (p - y) + penalty * w)
+        size = float(step.abs().max())
+        w -= step * min(1.0, 2.0 / max(size, 1e-12))  # far from the optimum a whole step goes too far
+        if size < 1e-9:
+            break
+    weights = w[:-1] / scale
+    bias = float(w[-1] - weights @ mean)
+    return RiskFit(tuple(weights.tolist()), bias, len(y), len(answers), differing)
+
+
+@dataclass(frozen=True)
+class RiskFile:
+    """Where a fit is kept."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, collection: Collection, contexts: Sequence[str], blend: BlendConfig) -> RiskFile:
+        """Of the collection's model and codec, what chunks were collected behind, and how they are blended: all of that but the
+        seed and the limit."""
+        policy = {name: value for name, value in asdict(blend).items() if name not in ("seed", "max_risk")}
+        told = json.dumps(
+            [FORMAT, collection.model.fingerprint, collection.codec, sorted(contexts), policy], sort_keys=True
+        )
+        name = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        return cls(user_data_path("cacheblend") / "risk" / f"{name}.json")
+
+    def read(self) -> RiskFit | None:
+        """None where there is none, or it makes no sense."""
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            found = RiskFit(**{**data, "weights": tuple(map(float, data["weights"]))})
+            numbers = [*found.weights, found.bias]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return found if len(numbers) == SIGNALS + 1 and all(map(math.isfinite, numbers)) else None
+
+    def write(self, fit: RiskFit) -> None:
+        """Raises OSError."""
+        user_cache.replace(self.path, json.dumps(asdict(fit)))

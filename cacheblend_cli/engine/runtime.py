@@ -1,0 +1,209 @@
+"""What lives as long as an engine: the model, its prompt template, the device's memory, what this machine's speed is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from cacheblend_kernels import fallback_reason
+from cacheblend_store import ChunkStore
+from cacheblend_store.format.blobs import CODECS
+
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
+from cacheblend_cli.engine.grammar import form_tokenizer
+from cacheblend_cli.engine.memory import DeviceMemory, reserve
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.errors import PromptTooLong, UsageError
+from cacheblend_cli.kv.calibration import calibrate
+from cacheblend_cli.kv.forward import Observer
+from cacheblend_cli.kv.generic_check import check_once
+from cacheblend_cli.kv.pool import KVPool, PagedSequence, bytes_per_token
+from cacheblend_cli.model.compute_dtype import product_speeds
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.generic import GENERIC_PATH
+from cacheblend_cli.model.generic.decoder import GenericDecoder
+from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_device, resolve_model
+from cacheblend_cli.model.model_files import unused_adapter
+from cacheblend_cli.model.named import default_model
+from cacheblend_cli.prompt import dates
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.template import PromptTemplate, split_template
+from cacheblend_cli.prompt.wording import Wording
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from cacheblend_cli.engine.controller import Controller
+
+Say = Callable[[str], None]
+_TEMPLATES = 64  # of other wordings that are remembered
+
+
+class Runtime:
+    """Made once, and asked by everything that runs a request. Not thread-safe; use one a thread.
+
+    load_s: what loading took. say: told what takes time once on a machine. progress: told what takes time. memory: a
+    lasting pool to begin with.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None) -> None:
+        self.model, self.config = model, config
+        wording = Wording.of(model.path, config.prompt, config.system, config.template_var)
+        self.template = split_template(model.tokenizer, wording)
+        self.load_s = 0.0
+        self.say: Say = lambda text: None
+        self.progress: Say = lambda text: None
+        self.controllers: dict[str, Controller] = {}  # a codec each
+        self._memory = memory
+        self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Say | None = None, say: Say | None = None) -> Runtime:
+        """Load the model. Raises NotFoundError, UsageError or DeviceError."""
+        start = time.perf_counter()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = resolve_device(config.device)
+        name = config.model or default_model()
+        if progress:
+            progress(f"loading {name}")
+        path = resolve_model(name, say)
+        lora = Path(config.lora).expanduser() if config.lora else None
+        precision = Precision(config.dtype, config.weight_dtype)
+        runtime = cls(load_model(path, name, device, precision, config.attention_backend, lora), config)
+        if isinstance(runtime.decoder, GenericDecoder):
+            check_once(runtime.decoder, runtime.model.fingerprint)
+        if config.kv_pool_dtype == "float8_e4m3":
+            prefix_ids = runtime.template.prefix_ids
+            runtime.decoder.kv_scales = calibrate(runtime.decoder, prefix_ids, config.block_size)
+        runtime.load_s = time.perf_counter() - start
+        runtime.progress, runtime.say = progress or runtime.progress, say or runtime.say
+        if slower := fallback_reason(config.attention_backend, device):
+            runtime.say(slower)
+        if lora is None and (adapter := unused_adapter(path)):
+            runtime.say(adapter)
+        return runtime
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.model.decoder
+
+    def memory(self, at_once: int = 1) -> DeviceMemory | None:
+        """The GPU's pool and decode graphs, taken when they are first needed; None on CPU. Raises DeviceError.
+
+        at_once: prompts that it holds at a time, where it is taken now.
+        """
+        if self._memory is None and self.decoder.device.type == "cuda":
+            self.progress("warming the GPU up: a first run on a machine compiles the kernels, later ones find them")
+            self._memory = reserve(self.decoder, self.config, at_once=at_once)
+        return self._memory
+
+    def new_sequence(self, num_tokens: int) -> PagedSequence:
+        """A sequence in the lasting pool, or in one of its own. Raises DeviceError that says how much would fit."""
+        memory, size = self.memory(), self.config.block_size
+        pool = KVPool.of(self.decoder, -(-num_tokens // size), size) if memory is None else memory.pool
+        return pool.new_sequence(num_tokens)
+
+    def decode_runner(self, pool: KVPool, observer: Observer | None = None) -> DecodeRunner:
+        """What decodes sequences of that pool. observer: sees every step, where no graph is replayed."""
+        memory = self.memory()
+        if memory is not None and memory.pool is pool and not isinstance(memory.runner, EagerRunner):
+            return memory.runner
+        return EagerRunner(self.decoder, pool, observer)
+
+    def template_of(self, wording: Wording | None) -> PromptTemplate:
+        """The template so worded, None for the engine's own. Raises UsageError where the chat template cannot render it."""
+        if wording is None or wording == self.template.wording:
+            return self.template
+        key = (json.dumps(wording.to_dict(), sort_keys=True), self.template.day)
+        if key not in self._templates:
+            while len(self._templates) >= _TEMPLATES:
+                self._templates.pop(next(iter(self._templates)))
+            self._templates[key] = split_template(self.model.tokenizer, wording, self.template.day)
+        return self._templates[key]
+
+    @cached_property
+    def form_tokenizer(self) -> LLTokenizer:
+        """What answers of a form are made with: worked out once. Raises UsageError where that is not installed."""
+        return form_tokenizer(self.model)
+
+    def collection(self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None) -> Collection:
+        """What the keys of chunks are made of. kv_dtype, wording: None for the engine's."""
+        return Collection.of(self.model, self.template_of(wording), kv_dtype or self.config.kv_dtype, salt)
+
+    def take_date(self, store: ChunkStore | None, salt: str = "") -> None:
+        """Where the template prints a date, let it be the one that the store keeps; today's when it keeps none."""
+        if self.template.day is not None:
+            kept = dates.kept_dates(store, self.collection(salt)) if store is not None else None
+            self.use_date(kept.day if kept is not None else dates.today())
+
+    def use_date(self, day: date) -> None:
+        """Have the template print this date. Raises UsageError when it prints none."""
+        if self.template.day is None:
+            raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
+        if self.template.day != day:
+            self.template = self.template.on(day)
+
+    def collections(self, salt: str = "", wording: Wording | None = None) -> list[Collection]:
+        """The collections whose chunks can be used: one a codec, or the one that was asked for; then those that the same
+        model computed in other dtypes."""
+        names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
+        own = [self.collection(salt, codec, wording) for codec in names]
+        return own + [other for collection in own for other in collection.in_other_dtypes()]
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+        return self.model.spec.max_context
+
+    def reasoning_budget(self, sampling: SamplingParams) -> int | None:
+        """Tokens that the model may reason for beside its answer's; None where it does not, or has none of its own."""
+        return sampling.reasoning_tokens if self.template.may_reason else None
+
+    def room(self, sampling: SamplingParams) -> int:
+        """Tokens that an answer takes at most, with its reasoning."""
+        budget = self.reasoning_budget(sampling)
+        return sampling.max_tokens + (0 if budget is None else budget + CLOSING_ROOM)
+
+    def fits(self, num_tokens: int, room: int) -> bool:
+        """Whether a prompt and the answer's `room` fit the model's context."""
+        return num_tokens + room <= self.context
+
+    def check_length(self, num_tokens: int, room: int) -> None:
+        """Raises UsageError when a prompt and the answer's `room` do not fit the model's context."""
+        if not self.fits(num_tokens, room):
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens and the answer up to {room}, "
+                f"and the context of {self.model.name} is {self.context}",
+                "ask with fewer chunks, a shorter question or a smaller --max-tokens",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for `doctor`."""
+        spec, decoder = self.model.spec, self.decoder
+        return {
+            "name": self.model.name,
+            "path": str(self.model.shown_path),
+            **({"lora": str(self.model.lora)} if self.model.lora else {}),
+            "architecture": spec.architecture,
+            "layers": spec.num_layers,
+            **({"computed_by": GENERIC_PATH} if spec.generic else {}),
+            "parameters": decoder.num_parameters,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
+            "attention_backend": decoder.kernels.name,
+            "context": self.context,
+            "rope": spec.rope["rope_type"],
+            "prompt": self.template.wording.source(self.model.path),
+            "kv_bytes_per_token": int(bytes_per_token(decoder)),
+            "fingerprint": self.model.fingerprint,
+            **({"products": str(product_speeds(spec))} if decoder.device.type == "cpu" else {}),
+        }

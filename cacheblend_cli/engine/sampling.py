@@ -1,0 +1,282 @@
+"""From logits to the next token: penalties, greedy or temperature, top-k, top-p, min-p, and log-probabilities on request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.engine.grammar import Grammar
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.swap import to_host
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.settings import Resolved, of_settings
+
+MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
+LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as greedy
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
+    the penalties (see `Penalties`), which greedy choices heed, too.
+
+    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
+    a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
+    give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
+    given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token, what is added to its logit).
+    json_schema, regex: the form of the answer, which then has no reasoning before it. prompt_logprobs: as logprobs, of the
+    prompt's tokens, which is then computed in full, whatever is stored.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    reasoning_tokens: int | None = None
+    n: int = 1
+    best_of: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for ok, what in (
+            (self.max_tokens >= 1, "--max-tokens is at least 1"),
+            (self.temperature >= 0, "--temperature is 0 or more"),
+            (0 < self.top_p <= 1, "--top-p is above 0 and at most 1"),
+            (self.top_k >= 0, "--sample-top-k is 0 (off) or more"),
+            (0 <= self.min_p < 1, "--min-p is at least 0 and below 1"),
+            (self.repetition_penalty > 0, "--repetition-penalty is above 0; 1 is off"),
+            (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
+            (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs is from 0 to 20"),
+            (all(self.stop), "a stop string is not empty"),
+            (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
+            (1 <= self.n <= 64, "n is from 1 to 64"),
+            (all(abs(x) < MOST for x in self._added), f"temperature and penalties are numbers below {MOST:,}"),
+            (all(bias < MOST for _, bias in self.logit_bias), f"a logit_bias is a number below {MOST:,}"),
+            (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
+        ):
+            if not ok:
+                raise UsageError(what, "see cacheblend ask --help")
+
+    @property
+    def _added(self) -> tuple[float, ...]:
+        return self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
+    def has_form(self) -> bool:
+        return self.json_schema is not None or self.regex is not None
+
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogprob]:
+    """Of tokens that are there. logits: fp32 [num_tokens, vocab_size], what predicts each of token_ids [num_tokens] int64."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own, top = logprobs.gather(1, token_ids[:, None])[:, 0], logprobs.topk(num_top)
+    parts = (token_ids, own, top.indices, top.values)
+    rows = zip(*(part.tolist() for part in parts), strict=True)
+    return [TokenLogprob(i, p, tuple(zip(ids, values, strict=True))) for i, p, ids, values in rows]
+
+
+class Draw:
+    """A token that was drawn and is still on the device.
+
+    token: [1] int64 on the device, for the next step; logprobs: fp32 [1 + k] of it and the k likeliest, ids: [k] int64.
+    """
+
+    def __init__(self, token: Tensor, logprobs: Tensor | None = None, ids: Tensor | None = None) -> None:
+        self.token = token
+        self._parts = [None if t is None else to_host(t) for t in (token, logprobs, ids)]
+        self._ready: torch.cuda.Event | None = None
+        if token.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def fetch(self) -> tuple[int, TokenLogprob | None]:
+        """Wait for this token alone, not for what was queued after it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        token, logprobs, ids = self._parts
+        assert token is not None
+        token_id = int(token)
+        if logprobs is None or ids is None:
+            return token_id, None
+        own, *values = logprobs.tolist()
+        return token_id, TokenLogprob(token_id, own, tuple(zip(ids.tolist(), values, strict=True)))
+
+
+class Sampler:
+    """Draws tokens with a generator of its own, so that a seed gives the same answer whatever else runs."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        device: torch.device,
+        prompt_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        """prompt_ids: what a repetition penalty counts beside what is drawn. grammar: the form of the answer."""
+        self.params, self.grammar = params, grammar
+        self._bias = tuple(zip(*params.logit_bias, strict=True))
+        self._penalties = Penalties(params, prompt_ids) if params.penalises else None
+        self._generator = torch.Generator(device=device)
+        if params.seed is not None:
+            self._generator.manual_seed(params.seed)
+        else:
+            self._generator.seed()
+
+    def draw(self, logits: Tensor, forced: int | None = None) -> Draw:
+        """Draw from logits, fp32 [vocab_size]. Nothing waits for the device; the logits may be overwritten afterwards.
+        forced: take this token instead. With a grammar the token is waited for."""
+        penalised = logits if self._penalties is None else self._penalties.applied(logits)
+        if self._bias:
+            if not 0 <= min(self._bias[0]) <= max(self._bias[0]) < len(logits):
+                raise UsageError("logit_bias names a token that is not there", f"tokens are 0 to {len(logits) - 1}")
+            ids, values = (torch.tensor(part, device=logits.device) for part in self._bias)
+            penalised = penalised.index_add(0, ids, values.to(penalised.dtype))
+        if self.grammar is not None:
+            penalised = self.grammar.allowed(penalised)
+        token = self._token(penalised) if forced is None else torch.full((1,), forced, device=logits.device)
+        if self._penalties is not None:
+            self._penalties.note(token)
+        if self.grammar is not None:
+            self.grammar.take(int(token))
+        if self.params.logprobs is None:
+            return Draw(token)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        top = logprobs.topk(self.params.logprobs)
+        return Draw(token, torch.cat((logprobs[token], top.values)), top.indices)
+
+    def _token(self, logits: Tensor) -> Tensor:
+        if self.params.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        probs = filtered_probs(logits, self.params)
+        # As torch.multinomial draws one sample, without its checks, which wait for the device: argmax of p / Exp(1).
+        noise = torch.empty_like(probs).exponential_(1, generator=self._generator)
+        return (probs / noise).argmax(-1, keepdim=True)
+
+
+class Penalties:
+    """Makes what was said less likely. The repetition penalty divides the positive logits of every token of the prompt and the
+    answer, and multiplies the negative ones, as transformers does. Of the answer's tokens alone, the frequency penalty is
+    taken off a logit once for each time, and the presence penalty once.
+
+    Everything is kept on the logits' device, so that nothing waits for it."""
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        self._params, self._prompt_ids = params, prompt_ids
+        self._in_prompt: Tensor | None = None  # [vocab_size] bool
+        self._counts: Tensor | None = None  # [vocab_size] fp32, of the answer
+
+    def applied(self, logits: Tensor) -> Tensor:
+        """New logits, fp32 [vocab_size]."""
+        if self._in_prompt is None or self._counts is None:
+            self._in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            self._in_prompt[torch.tensor(self._prompt_ids, dtype=torch.int64, device=logits.device)] = True
+            self._counts = torch.zeros_like(logits)
+        said, factor = self._counts > 0, self._params.repetition_penalty
+        weaker = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(said | self._in_prompt, weaker, logits)
+        return logits - self._params.frequency_penalty * self._counts - self._params.presence_penalty * said
+
+    def note(self, token: Tensor) -> None:
+        """token: [1] int64, drawn from the logits last penalised."""
+        assert self._counts is not None
+        self._counts.index_add_(0, token, torch.ones_like(token, dtype=self._counts.dtype))
+
+
+def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [vocab_size] after temperature, then top-k, top-p and min-p, in that order. At least one survives."""
+    logits = logits / max(params.temperature, LEAST_TEMPERATURE)
+    if params.top_k:
+        kth = logits.topk(min(params.top_k, logits.shape[-1])).values[-1]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = torch.softmax(logits, dim=-1)
+    if params.top_p < 1:
+        ordered, order = probs.sort(descending=True)
+        outside = ordered.cumsum(-1) - ordered >= params.top_p
+        probs = torch.empty_like(probs).scatter_(0, order, ordered.masked_fill(outside, 0.0))
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
+    return probs / probs.sum()
+
+
+_SETTINGS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "sample_top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+"""Field -> the setting it is the default of."""
+
+
+def sampling_of(resolved: Resolved, **others: Any) -> SamplingParams:
+    """How the settings sample, where they leave nothing to the model. Raises UsageError."""
+    return of_settings(SamplingParams, resolved.settings, top_k=resolved.settings.sample_top_k, **others)
+
+
+def as_the_model(sampling: SamplingParams, resolved: Resolved, model: LoadedModel) -> SamplingParams:
+    """With --model-sampling, what no flag, variable or file sets is as the model's generation_config.json has it.
+
+    Raises UsageError for a field that makes no sense.
+    """
+    if not resolved.settings.model_sampling:
+        return sampling
+    named = model_sampling(model)
+    unset = {field for field, setting in _SETTINGS.items() if resolved.origin[setting] == "default"}
+    try:
+        return SamplingParams(**vars(sampling) | {field: named[field] for field in named.keys() & unset})
+    except UsageError as error:
+        raise UsageError(
+            f"generation_config.json of {model.name} cannot be followed: {error.message}", "leave --model-sampling out"
+        ) from error
+
+
+def model_sampling(model: LoadedModel) -> dict[str, Any]:
+    """Fields of SamplingParams that generation_config.json names. Without do_sample it is greedy, as with transformers: then
+    only its repetition penalty counts, and a temperature is 1 with it where none is named."""
+    config = model.generation_config
+    sampled = config.get("do_sample") is True
+    fields = _SETTINGS if sampled else ("repetition_penalty",)
+    found = {field: _number(model, config, field) for field in fields if config.get(field) is not None}
+    return {"temperature": 1.0, **found} if sampled else found
+
+
+def _number(model: LoadedModel, config: Mapping[str, Any], field: str) -> int | float:
+    value = config[field]
+    wanted = (int,) if field == "top_k" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
+        raise UsageError(
+            f"{field} in generation_config.json of {model.name} is {value!r}, and has to be a number",
+            "correct it, or leave --model-sampling out",
+        )
+    return value

@@ -1,0 +1,217 @@
+"""How fast this machine is with a model: measured once, kept in the user's cache directory, refreshed by real prefills."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.blend.corrections import Regression
+from cacheblend_cli.blend.cost import Speeds
+from cacheblend_cli.blend.prompt import Prompt
+from cacheblend_cli.blend.selectors import Candidates
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, run_layers
+from cacheblend_cli.kv.loading import make_loader
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.kv.zero_loader import ZeroLoader
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.prompt.plan import PromptPlan, Segment
+
+FORMAT = 3
+PROBE_ROWS = (8, 32, 128, 512, 1024)
+PROBE_S = 1.0
+"""Seconds for the probes of compute; a size that would not fit what is left of them is not measured."""
+MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
+"""Of the probe of a correction: its rows, those of a chunk of them, and which of these are recomputed."""
+PROBE_BYTES = 64 << 20
+"""KV to load at most for a first measure of loading."""
+
+
+@dataclass(frozen=True)
+class SpeedFile:
+    """One model on one device of one machine, at one number of threads and one KV dtype: a small JSON file.
+
+    `read` gives None when there is none or it makes no sense; it is then measured anew.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, model: LoadedModel, codec: str) -> SpeedFile:
+        decoder = model.decoder
+        device: list[Any] = [str(decoder.device), platform.node(), platform.machine(), os.cpu_count()]
+        if decoder.device.type == "cuda":
+            device.append(torch.cuda.get_device_name(decoder.device))
+        pool = "auto" if decoder.kv_scales is None else "float8"
+        told = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
+        return cls(user_cache.place("speeds", *told))
+
+    def read(self) -> Speeds | None:
+        try:
+            data = json.loads(user_cache.recall(self.path))
+            if data["bytes_per_s"] is None:  # JSON has no infinity
+                data["bytes_per_s"] = math.inf
+            speeds = Speeds(**data)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return speeds if _makes_sense(speeds) else None
+
+    def write(self, speeds: Speeds) -> None:
+        data = asdict(speeds)
+        if math.isinf(speeds.bytes_per_s):
+            data["bytes_per_s"] = None
+        user_cache.keep(self.path, json.dumps(data))
+
+
+def _makes_sense(speeds: Speeds) -> bool:
+    values = [getattr(speeds, f.name) for f in fields(speeds)]
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
+        return False
+    finite = all(math.isfinite(v) for v in values if v is not speeds.bytes_per_s)
+    return finite and speeds.row_s > 0 and speeds.bytes_per_s > 0
+
+
+def kv_share(spec: ModelSpec) -> float:
+    """K and V's part of a row's work in a layer, by multiplications."""
+    attention = 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    kv = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+    return kv / (attention + spec.mlp_params)
+
+
+@torch.inference_mode()
+def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Speeds:
+    """Time prefills of rising length through one layer (and the next one's K and V), and fit a layer's cost."""
+    spec = decoder.spec
+    depth = min(2, spec.num_layers)
+    shallow = copy.copy(decoder)  # the same weights, its first layers only
+    shallow.layers = decoder.layers[:depth]
+    shallow.spec = replace(spec, num_layers=depth, sliding_windows=spec.sliding_windows[:depth])
+    started = time.perf_counter()
+    found: list[tuple[int, float]] = []
+    for num_rows in PROBE_ROWS:
+        if num_rows > spec.max_context:
+            break
+        left = seconds - (time.perf_counter() - started)
+        if len(found) > 1 and found[-1][1] * num_rows / found[-1][0] * 3 > left:
+            break
+        found.append((num_rows, _median_s(_layers_run(shallow, num_rows, block_size), decoder, left / 3)))
+    layers = depth - 1 + kv_share(spec) if depth > 1 else 1.0
+    layer_s, row_s, pair_s = fit([n for n, _ in found], [t / layers for _, t in found])
+    hidden = torch.zeros(1, spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    head_s = _median_s(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
+    moved_s = _moved_row_s(shallow, block_size, seconds / 20)
+    return Speeds(layer_s, row_s, pair_s, head_s, moved_s=moved_s)
+
+
+def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """(layer_s, row_s, pair_s), none negative, that give the seconds of causal prefills of `rows` rows best, relatively."""
+    n = np.asarray(rows, dtype=np.float64)
+    columns = np.stack((np.ones_like(n), n, n * (n + 1) / 2), axis=1)
+    weighted = columns / np.asarray(seconds)[:, None]
+    best, least = (0.0, float(np.max(np.asarray(seconds) / n)), 0.0), math.inf
+    for used in ([1], [0, 1], [1, 2], [0, 1, 2]):
+        if len(used) > len(n):
+            continue
+        solution = np.zeros(3)
+        solution[used] = np.linalg.lstsq(weighted[:, used], np.ones_like(n), rcond=None)[0]
+        error = float(((weighted @ solution - 1) ** 2).sum())
+        if (solution >= 0).all() and solution[1] > 0 and error < least:
+            best, least = (float(solution[0]), float(solution[1]), float(solution[2])), error
+    return best
+
+
+def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> float:
+    """Bytes of KV a second from the store into a pool, of the first cached segments; inf when there are none.
+
+    The best of three: what is too high is put right by the next prefill that loads, what is too low can end in full
+    prefills, which never load.
+    """
+    decoder = runtime.decoder
+    cached = [s for s in plan.segments if s.cached and s.token_ids]
+    sizes = [len(s.token_ids) * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) for s in cached]
+    some = [
+        s for s, before in zip(cached, itertools.accumulate(sizes, initial=0), strict=False) if before < PROBE_BYTES
+    ]
+    if not some:
+        return math.inf
+    found = []
+    part = PromptPlan((*some, plan.segments[-1]))  # whose length RoPE is told
+    sequence = runtime.new_sequence(plan.num_tokens)
+    try:
+        for _ in range(3):
+            with make_loader(decoder, store, sequence, part) as loader:
+                for layer in range(decoder.spec.num_layers):
+                    loader.wait(layer)
+            _synchronize(decoder)
+            found.append(loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf)
+    except BadChunk:
+        pass  # the prefill that follows says so, and computes it
+    finally:
+        sequence.release()
+    return max(found, default=math.inf)
+
+
+def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[], Any]:
+    pool = KVPool.of(decoder, -(-num_rows // block_size), block_size)
+    sequence = pool.new_sequence(num_rows)
+    positions = torch.arange(num_rows, device=decoder.device)
+    token_ids = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
+    rows = rows_of(decoder, sequence, positions, num_rows, num_rows)
+    steps: Steps = AllRows() if len(decoder.layers) == 1 else KVOnly(decoder, rows)
+    return lambda: run_layers(decoder, rows, token_ids, steps)
+
+
+def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
+    """Seconds a row that the default correction moves, in a layer; others are taken to be as slow."""
+    num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
+    sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
+    plan = PromptPlan((Segment("chunk", 0, (0,) * num_rows, "blended"),))
+    loader = ZeroLoader(decoder, sequence, plan, "float16")
+    loader.wait(0)
+    at = torch.arange(num_rows, device=decoder.device)
+    every = Candidates(at, at // CHUNK_ROWS, at % CHUNK_ROWS)
+    known = every.take(at[::KNOWN_EVERY])
+    correction = Regression(Prompt(decoder, plan, sequence, loader), every, known)
+    fresh = torch.ones(len(known), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
+    run = _median_s(lambda: correction.apply(decoder.layers[0], fresh, fresh), decoder, seconds)
+    return run / max(1, num_rows - len(known))
+
+
+def _median_s(run: Callable[[], Any], decoder: Decoder, seconds: float) -> float:
+    """Median of up to 15 runs after one that warms up, within about `seconds`."""
+    times: list[float] = []
+    started = time.perf_counter()
+    run()
+    while len(times) < 15:
+        _synchronize(decoder)
+        begin = time.perf_counter()
+        run()
+        _synchronize(decoder)
+        times.append(time.perf_counter() - begin)
+        if time.perf_counter() - started > seconds:
+            break
+    return statistics.median(times)
+
+
+def _synchronize(decoder: Decoder) -> None:
+    if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)

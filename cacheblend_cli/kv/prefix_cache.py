@@ -1,0 +1,140 @@
+"""Full blocks whose KV stays in the pool after their sequence, found by what stands in them and how it came to be.
+
+A block is known by a digest of the block before it, its token ids and its origin; the token ids are compared on every hit.
+Exact KV is that of a full prefill, wherever it was computed. Blended KV is that of one prompt's chunks under one policy: it
+is found by prompts of the same chunks and policy alone, and never taken for exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+
+
+@dataclass(frozen=True)
+class KVProvenance:
+    """How a prompt's KV comes to be. root: what all of its KV has in common, as the tenant it belongs to. exact_until: the
+    positions before it hold exact KV. blended: what tells the KV of the others from that of other prompts."""
+
+    root: bytes
+    exact_until: int
+    blended: bytes = b""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all positions hold exact KV."""
+        return not self.blended
+
+    @property
+    def in_full(self) -> KVProvenance:
+        """Of the same prompt, every position exact."""
+        return replace(self, exact_until=sys.maxsize, blended=b"")
+
+    def of(self, end: int) -> bytes:
+        """Of a block that ends before this position."""
+        return b"" if end <= self.exact_until else self.blended
+
+
+@dataclass(frozen=True)
+class Hit:
+    """KV of a prompt's first num_tokens positions, found in these blocks; the last one may be used in part."""
+
+    blocks: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+    def cut(self, num_tokens: int, block_size: int) -> Hit:
+        """The first so many of its tokens."""
+        return Hit(self.blocks[: -(-num_tokens // block_size)], num_tokens) if num_tokens > 0 else Hit()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    parent: bytes
+    digest: bytes
+    token_ids: tuple[int, ...]
+
+
+class PrefixCache:
+    """The index of a pool's kept blocks. It owns no reference: the allocator says when a block is given away."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool, self._size = pool, pool.block_size
+        self._block_of: dict[bytes, int] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._behind: dict[bytes, set[int]] = {}  # parent -> blocks
+
+    def find(self, token_ids: Sequence[int], origin: KVProvenance) -> Hit:
+        """The longest run of leading tokens whose KV is there, of this origin. A block may be used in part."""
+        blocks: list[int] = []
+        parent, size = origin.root, self._size
+        for start in range(0, len(token_ids), size):
+            ids, how = tuple(token_ids[start : start + size]), origin.of(start + size)
+            digest = _digest(parent, ids, how)
+            block = self._block_of.get(digest) if len(ids) == size else None
+            if block is None or self._kept[block].token_ids != ids:
+                part, length = self._in_part(_digest(parent, (), how), ids)
+                return Hit((*blocks, part), start + length) if length else Hit(tuple(blocks), start)
+            blocks.append(block)
+            parent = digest
+        return Hit(tuple(blocks), len(blocks) * size)
+
+    def keep(self, sequence: PagedSequence, token_ids: Sequence[int], origin: KVProvenance) -> None:
+        """The sequence holds these tokens, and writes to its full blocks no more: keep those that are not kept yet."""
+        parent, size = origin.root, self._size
+        for i in range(len(token_ids) // size):
+            ids, how = tuple(token_ids[i * size : (i + 1) * size]), origin.of((i + 1) * size)
+            digest, block = _digest(parent, ids, how), sequence.blocks[i]
+            if i >= sequence.gone and digest not in self._block_of and block not in self._kept:
+                behind = _digest(parent, (), how)
+                self._block_of[digest], self._kept[block] = block, _Kept(behind, digest, ids)
+                self._behind.setdefault(behind, set()).add(block)
+                self._pool.allocator.keep(block, self._forget)
+            parent = digest
+
+    def take(self, hit: Hit, num_tokens: int, room: int = 0) -> PagedSequence:
+        """A sequence with room for num_tokens that begins with the hit: whole blocks are shared, one used in part is copied.
+        room: tokens it may grow by. Raises DeviceError when the pool is too small."""
+        pool, whole = self._pool, hit.num_tokens // self._size
+        pool.allocator.share(hit.blocks)  # so that none of them is given away for those to come
+        try:
+            fresh = pool.allocator.allocate(pool.blocks_for(num_tokens) - whole, room=pool.blocks_for(room))
+        except BaseException:
+            pool.allocator.free(hit.blocks)
+            raise
+        sequence = PagedSequence(pool, [*hit.blocks[:whole], *fresh])
+        if part := hit.blocks[whole:]:
+            pool.copy_blocks(part, fresh[:1])
+            pool.allocator.free(part)
+        return sequence
+
+    def _in_part(self, parent: bytes, ids: tuple[int, ...]) -> tuple[int, int]:
+        """The block behind this parent that begins with most of the ids, and with how many of them."""
+        best, length = -1, 0
+        for block in self._behind.get(parent, ()):
+            pairs = zip(self._kept[block].token_ids, ids, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if same > length:
+                best, length = block, same
+        return best, length
+
+    def _forget(self, block: int) -> None:
+        kept = self._kept.pop(block)
+        del self._block_of[kept.digest]
+        siblings = self._behind[kept.parent]
+        siblings.discard(block)
+        if not siblings:
+            del self._behind[kept.parent]
+
+
+def _digest(parent: bytes, ids: tuple[int, ...], how: bytes) -> bytes:
+    told = hashlib.blake2b(digest_size=16)
+    for part in (parent, how, np.asarray(ids, dtype=np.int64).tobytes()):
+        told.update(len(part).to_bytes(4, "little") + part)
+    return told.digest()

@@ -1,0 +1,85 @@
+"""What stands before every route: who may ask, how large a body may be, and which host names a browser may use."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.state import ServerState
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class AuthMiddleware:
+    """Refuses, or lets through and counts. Of the requests to /v1 the tenant is in the scope's state then."""
+
+    def __init__(self, app: App, host: ServerState) -> None:
+        self._app, self._host = app, host
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._host.max_body:
+                raise self._too_large()
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(scope)
+            if scope["path"].startswith("/v1/"):
+                with self._host:
+                    await self._app(scope, counted, noted)
+            else:
+                await self._app(scope, counted, noted)
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status, error.headers)
+            await response(scope, receive, noted)
+        finally:
+            route = getattr(scope.get("route"), "path", "(none)")
+            self._host.metrics.request(route, status)
+
+    def _check(self, scope: Message) -> None:
+        """Raises ApiError."""
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        name = _without_port(headers.get("host", ""))
+        names, has_port = self._host.names, scope.get("server", (None, None))[1] is not None
+        if names is not None and has_port and name not in names:
+            raise ApiError(403, f"this server is not asked under the name {name[:80]!r}", code="host_refused")
+        if scope["path"].startswith("/v1/"):
+            tenant = self._host.keyring.tenant_of(headers.get("authorization"))
+            if tenant is None:
+                error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+                error.headers["WWW-Authenticate"] = "Bearer"
+                raise error
+            scope.setdefault("state", {})["tenant"] = tenant
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._host.max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._host.max_body} bytes", code="body_too_large")
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()

@@ -1,0 +1,64 @@
+"""What a server is: the engine, its store and settings, who may ask, and what is counted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.server.metrics import Metrics
+from cacheblend_cli.server.tenants import Keyring
+from cacheblend_cli.settings import Settings
+
+
+@dataclass
+class ServerState:
+    """Lives as long as the server. sampling: what a request that says nothing gets. runtime: of the service;
+    outside its thread only what never changes of it is read. names: host names that a browser may ask
+    under, None for all. max_body: bytes of a request."""
+
+    service: AsyncEngine
+    store: ChunkStore
+    settings: Settings
+    sampling: SamplingParams
+    runtime: Runtime
+    keyring: Keyring
+    names: frozenset[str] | None = None
+    max_body: int = 32 << 20
+    metrics: Metrics = field(init=False)
+    started: float = field(default_factory=time.time)
+    draining: bool = False
+    _active: int = 0
+    _last_use: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.service.stats)
+
+    @property
+    def model(self) -> str:
+        """What the model is called on the wire, where paths are not told."""
+        name = self.runtime.model.name
+        return PurePath(name).name or name
+
+    def public(self, text: str) -> str:
+        """What is told over the wire of a message: the model is called by its name there, the store by none."""
+        return text.replace(self.runtime.model.name, self.model).replace(str(self.store.path), "its place")
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request ended; 0 while one is answered."""
+        return 0.0 if self._active else time.monotonic() - self._last_use
+
+    def __enter__(self) -> ServerState:
+        """A request begins."""
+        self._active += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._active -= 1
+        self._last_use = time.monotonic()

@@ -1,0 +1,187 @@
+"""An engine that many ask at once: every job gets its answer, in order, and ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+from houses import SAMPLING, WAIT_S, House, Listener, open_house
+
+from cacheblend_cli.api import BlendConfig, Question
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Started, Text, Ticket
+from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("service")) as house:
+        yield house
+
+
+def submit(service: AsyncEngine, job: Job) -> tuple[Listener, Ticket]:
+    listener = Listener()
+    return listener, service.submit(job, listener)
+
+
+@pytest.fixture
+def service(house: House) -> Iterator[AsyncEngine]:
+    service = AsyncEngine(house.engine.runtime, house.store)
+    yield service
+    service.close()
+
+
+def held(service: AsyncEngine) -> threading.Event:
+    """The engine does nothing until this is set."""
+    go, began = threading.Event(), threading.Event()
+
+    def wait(runtime: object) -> None:
+        began.set()
+        assert go.wait(WAIT_S)
+
+    service.run(wait)
+    assert began.wait(WAIT_S)
+    return go
+
+
+def test_a_job_gets_the_answer_that_ask_gives(house: House, service: AsyncEngine) -> None:
+    alone = house.engine.ask(house.store, house.question())
+    listener, _ = submit(service, Job(house.question(), verify=True))
+    [answer] = listener.done().answers
+    assert answer.generated_ids == alone.generated_ids
+    assert answer.verify is not None
+    assert answer.cached_tokens == alone.cached_tokens > 0
+    assert isinstance(listener.events[0], Started)
+    assert listener.text() == answer.text == alone.text
+
+
+def test_several_answers_each_have_a_seed(house: House, service: AsyncEngine) -> None:
+    listener, _ = submit(service, Job(house.question(temperature=2.0, seed=4, n=3)))
+    answers = listener.done().answers
+    assert len({tuple(a.generated_ids) for a in answers}) == 3
+    assert [listener.text(i) for i in range(3)] == [a.text for a in answers]
+    listener, _ = submit(service, Job(house.question(temperature=2.0, seed=4)))
+    assert listener.done().answers[0].generated_ids == answers[0].generated_ids
+
+
+def test_first_come_first_served_among_equals(house: House, service: AsyncEngine) -> None:
+    order: list[str] = []
+    go = held(service)
+    listeners = []
+    for name, priority in (("a", 0), ("b", 0), ("c", -1), ("d", 1), ("e", 0)):
+        listener = Listener()
+
+        def heard(event: Event, name: str = name, listener: Listener = listener) -> None:
+            if isinstance(event, Started):
+                order.append(name)
+            listener(event)
+
+        service.submit(Job(house.question(), priority=priority), heard)
+        listeners.append(listener)
+    go.set()
+    for listener in listeners:
+        listener.done()
+    assert order == ["c", "a", "b", "e", "d"]
+
+
+def test_what_cannot_be_answered_fails_alone(house: House, service: AsyncEngine) -> None:
+    bad, _ = submit(service, Job(Question("who?", [b"\0" * 16], BlendConfig(), SAMPLING)))
+    empty, _ = submit(service, Job(Question(" ", [], BlendConfig(), SAMPLING)))
+    long, _ = submit(service, Job(house.question("Mara works in Bergen. " * 300)))
+    wordy, _ = submit(service, Job(house.question(max_tokens=1024)))
+    good, _ = submit(service, Job(house.question()))
+    for listener, kind in ((bad, NotFoundError), (empty, UsageError), (long, UsageError), (wordy, UsageError)):
+        last = listener.last.result(WAIT_S)
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, kind)
+    assert good.done().answers
+    stats = service.stats()
+    assert (stats.failed, stats.finished) == (4, 1)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(house: House) -> None:
+    service = AsyncEngine(house.engine.runtime, house.store, Limits(max_waiting=2))
+    go = held(service)
+    waiting = [submit(service, Job(house.question()))[0] for _ in range(2)]
+    assert service.stats().waiting == 2
+    with pytest.raises(QueueFull) as caught:
+        service.submit(Job(house.question()), Listener())
+    assert caught.value.retry_after_s > 0
+    go.set()
+    for listener in waiting:
+        assert listener.done().answers
+    service.close()
+    with pytest.raises(QueueFull):
+        service.submit(Job(house.question()), Listener())
+
+
+def test_a_job_is_cancelled_while_it_waits_and_while_it_runs(house: House, service: AsyncEngine) -> None:
+    go = held(service)
+    running, ticket = submit(service, Job(house.question(max_tokens=400)))
+    waiting, waits = submit(service, Job(house.question()))
+    service.cancel(waits)
+    go.set()
+    assert running.first_text.wait(WAIT_S)
+    service.cancel(ticket)
+    assert running.done().ended == "cancelled"
+    assert waiting.done() == Done([], "cancelled")
+    after, _ = submit(service, Job(house.question()))
+    assert after.done().answers
+
+
+def test_a_deadline_passes(house: House, service: AsyncEngine) -> None:
+    go = held(service)
+    waiting, ticket = submit(service, Job(house.question(), deadline_s=3600.0))
+    ticket.submitted -= 3600.0
+    go.set()
+    assert waiting.done() == Done([], "deadline")
+
+
+def test_a_listener_that_fails_cancels_its_job_alone(house: House, service: AsyncEngine) -> None:
+    last: Future[Event] = Future()
+
+    def broken(event: Event) -> None:
+        if isinstance(event, Done | Failed):
+            last.set_result(event)
+        if isinstance(event, Text):
+            raise RuntimeError("gone")
+
+    service.submit(Job(house.question(max_tokens=400)), broken)
+    good, _ = submit(service, Job(house.question()))
+    ended = last.result(WAIT_S)
+    assert isinstance(ended, Done)
+    assert ended.ended == "cancelled"
+    assert good.done().answers
+
+
+def test_work_runs_in_the_engines_thread(house: House, service: AsyncEngine) -> None:
+    thread = service.run(lambda runtime: threading.current_thread().name).result(WAIT_S)
+    assert thread == "cacheblend-engine"
+    with pytest.raises(ZeroDivisionError):
+        service.run(lambda runtime: 1 // 0).result(WAIT_S)
+    assert service.run(lambda runtime: runtime.context).result(WAIT_S) == 1024
+
+
+def test_closing_lets_what_runs_finish_or_cancels_it(house: House) -> None:
+    patient = AsyncEngine(house.engine.runtime, house.store)
+    listeners = [submit(patient, Job(house.question()))[0] for _ in range(3)]
+    patient.close(WAIT_S)
+    assert all(listener.done().answers for listener in listeners)
+    hasty = AsyncEngine(house.engine.runtime, house.store)
+    listeners = [submit(hasty, Job(house.question(max_tokens=400)))[0] for _ in range(3)]
+    assert listeners[0].first_text.wait(WAIT_S)
+    hasty.close()
+    assert [listener.done().ended for listener in listeners] == ["cancelled"] * 3
+
+
+def test_the_engines_thread_makes_the_device_its_own(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is current is so for one thread, and events and graphs that name none are the current one's."""
+    made: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        "cacheblend_cli.engine.async_engine.make_current",
+        lambda device: made.append((threading.current_thread().name, device)),
+    )
+    AsyncEngine(house.engine.runtime, house.store).close()
+    assert made == [("cacheblend-engine", house.engine.model.decoder.device)]

@@ -1,0 +1,190 @@
+"""The block manager against a model that knows what every sequence holds: no block is lost, and none has two writers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cacheblend_cli.engine.block_manager import BlockManager, Found
+from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
+from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
+from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
+
+SIZE, BLOCKS, WINDOW = 4, 12, 10
+
+
+class OneLayerPool(KVPool):
+    """A pool whose K at a slot is the mark of who wrote it there."""
+
+    def __init__(self) -> None:
+        spec = type("Spec", (), {"num_kv_heads": 1, "head_dim": 1, "num_layers": 1})()
+        super().__init__(spec, BLOCKS, SIZE, torch.float32, torch.device("cpu"))
+
+
+@dataclass
+class Held:
+    """A sequence, and what it wrote or was given: the mark of each position. exact: the positions before it are exact."""
+
+    plan: PromptPlan
+    ids: list[int]
+    marks: list[float]
+    origin: KVProvenance
+    paged: PagedSequence | None
+    swapped: SwappedKV | None = None
+
+
+def mark(ids: list[int], position: int, origin: KVProvenance) -> float:
+    """What KV at the position is: of the ids up to it and, where it is not exact, of its origin."""
+    how = b"" if position < origin.exact_until else origin.blended
+    return float(hash((origin.root, how, tuple(ids[: position + 1]))) % 1_000_003)
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = OneLayerPool()
+        self.blocks = BlockManager(self.pool, watermark=0.1, window=WINDOW)
+        self.held: list[Held] = []
+
+    def write(self, held: Held, start: int) -> None:
+        """Positions from start on, to slots that nobody else reads."""
+        assert held.paged is not None
+        others = {b for h in self.held if h is not held and h.paged is not None for b in h.paged.owned}
+        positions = torch.arange(start, len(held.ids))
+        touched = {held.paged.blocks[int(p) // SIZE] for p in positions}
+        assert not touched & others, "a block with two writers"
+        held.marks[start:] = [mark(held.ids, int(p), held.origin) for p in positions]
+        self.pool.layers[0].k.view(-1)[held.paged.slots(positions)] = torch.tensor(held.marks[start:])
+
+    @rule(chunks=st.lists(st.integers(0, 2), max_size=3), suffix=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+          blend=st.booleans(), room=st.integers(1, 6))  # fmt: skip
+    def begin(self, chunks: list[int], suffix: list[int], blend: bool, room: int) -> None:
+        inputs = [ChunkInput(bytes([c]), "", (10 + c,) * (3 + c), cached=blend) for c in chunks]
+        plan = plan_prompt([7, 7, 7], inputs, suffix)
+        origin = KVProvenance(b"root", plan.exact_until, repr([s.key for s in plan.chunks]).encode())
+        found = self.blocks.find(plan, origin)
+        assert found.hit.num_tokens < plan.num_tokens
+        if self.blocks.can_allocate(plan.num_tokens, room, found) is not Allocation.OK:
+            return
+        held = Held(plan, plan.token_ids, [0.0] * plan.num_tokens, found.origin, None)
+        held.paged = self.blocks.allocate(plan.num_tokens, room, found.hit)
+        slots = held.paged.slots(torch.arange(found.hit.num_tokens))
+        held.marks[: found.hit.num_tokens] = self.pool.layers[0].k.view(-1)[slots].tolist()
+        expected = [mark(held.ids, p, found.origin) for p in range(found.hit.num_tokens)]
+        assert held.marks[: found.hit.num_tokens] == expected, "KV of another prompt, or blended taken for exact"
+        self.write(held, found.hit.num_tokens)
+        self.held.append(held)
+        self.blocks.keep(held.paged, held.ids, held.origin)
+
+    @precondition(lambda self: any(h.paged for h in self.held))
+    @rule(data=st.data(), token=st.integers(0, 2))
+    def append(self, data: st.DataObject, token: int) -> None:
+        held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
+        assert held.paged is not None
+        if not self.blocks.can_append([(held.paged, len(held.ids))]):
+            return
+        at = len(held.ids)
+        held.paged.ensure(at + 1)
+        held.paged.make_writable(at, at + 1)
+        held.ids, held.marks = [*held.ids, token], [*held.marks, 0.0]
+        self.write(held, at)
+
+    @precondition(lambda self: any(h.paged for h in self.held))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
+        assert held.paged is not None
+        self.held.append(Held(held.plan, list(held.ids), list(held.marks), held.origin, held.paged.fork()))
+
+    @precondition(lambda self: any(h.paged for h in self.held))
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """What is behind the window."""
+        held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
+        assert held.paged is not None
+        unseen = self.blocks.num_unseen(len(held.ids))
+        assert unseen * SIZE <= max(0, len(held.ids) + 1 - WINDOW)
+        if unseen > held.paged.gone:
+            self.blocks.keep(held.paged, held.ids, held.origin)
+            held.paged.give_back(unseen)
+
+    @precondition(lambda self: any(h.paged for h in self.held))
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
+        assert held.paged is not None
+        held.swapped, held.paged = swap_out(held.paged), None
+
+    @precondition(lambda self: any(h.swapped for h in self.held))
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
+        assert held.swapped is not None
+        if self.blocks.can_swap_in(len(held.ids), held.swapped.gone):
+            held.paged, held.swapped = swap_in(self.pool, held.swapped), None
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), finished=st.booleans())
+    def end(self, data: st.DataObject, finished: bool) -> None:
+        """Finished, or cancelled."""
+        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        if held.paged is not None:
+            if finished:
+                self.blocks.keep(held.paged, held.ids, held.origin)
+            held.paged.release()
+
+    @invariant()
+    def everybody_has_what_is_his(self) -> None:
+        self.pool.allocator.check_integrity()
+        used = {b for h in self.held if h.paged for b in h.paged.owned}
+        assert self.pool.allocator.num_used == len(used)
+        for held in self.held:
+            if held.paged is not None:
+                seen = held.paged.gone * SIZE
+                slots = held.paged.slots(torch.arange(seen, len(held.ids)))
+                assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks[seen:]
+
+    def teardown(self) -> None:
+        for held in self.held:
+            if held.paged is not None:
+                held.paged.release()
+        self.blocks.check_idle()
+
+
+TestBlockManager = Machine.TestCase
+TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_prompt_waits_for_room_or_never_fits() -> None:
+    blocks = BlockManager(OneLayerPool(), watermark=0.1)
+    none = Found(Hit(), KVProvenance(b"", 99))
+    assert blocks.most_tokens == 11 * SIZE
+    assert blocks.can_allocate(20, 24, none) is Allocation.OK
+    assert blocks.can_allocate(20, 25, none) is Allocation.NEVER
+    first = blocks.allocate(24, 0, Hit())
+    assert blocks.can_allocate(16, 4, none) is Allocation.OK
+    assert blocks.can_allocate(20, 4, none) is Allocation.LATER  # it would leave nothing for who runs to grow
+    first.release()
+    assert blocks.can_allocate(40, 4, none) is Allocation.OK
+    blocks.check_idle()
+
+
+def test_a_block_used_in_part_needs_room_for_its_copy() -> None:
+    """A prompt as large as the pool may begin, though what is hot of it cannot be copied."""
+    blocks = BlockManager(OneLayerPool(), watermark=0.0)
+    first = plan_prompt([], [], [1] * (BLOCKS * SIZE - 4))
+    sequence = blocks.allocate(first.num_tokens, 0, Hit())
+    blocks.keep(sequence, first.token_ids, KVProvenance(b"root", first.num_tokens))
+    sequence.release()
+    for plan in (plan_prompt([], [], [1] * (BLOCKS * SIZE - 6) + [2] * 5), plan_prompt([], [], [1, 1, 2])):
+        found = blocks.find(plan, KVProvenance(b"root", plan.num_tokens))
+        assert blocks.can_allocate(plan.num_tokens, 0, found) is Allocation.OK
+        sequence = blocks.allocate(plan.num_tokens, 0, found.hit)
+        sequence.release()
+    blocks.check_idle()

@@ -1,0 +1,163 @@
+"""--max-risk: a full prefill goes on as soon as an answer is likely enough to differ from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from houses import House, Listener, open_house
+
+from cacheblend_cli.api import Answer, BlendConfig, Question
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.generate import Listener as Hearer
+from cacheblend_cli.engine.jobs import Failed, Job, Limits
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
+from cacheblend_cli.errors import CacheBlendError, UsageError
+
+BLEND = BlendConfig(mode="reuse")  # far from a full prefill
+QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alpha", "the first", "Tilda and Bo"]
+EACH, TOKENS = 0.1, 8
+"""The risk of every token, by the fit that is put there."""
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("house")) as house:
+        yield house
+
+
+@pytest.fixture
+def fit(house: House) -> RiskFit:
+    """As if every token were another in a tenth of the cases."""
+    found = RiskFit((0.0,) * SIGNALS, float(torch.logit(torch.tensor(EACH))), 100, 10, 5)
+    RiskFile.of(house.engine.runtime.collection(), ["sink"], BLEND).write(found)
+    return found
+
+
+def asked(house: House, text: str, limit: float | None) -> Question:
+    return replace(house.question(text, max_tokens=TOKENS), blend=replace(BLEND, max_risk=limit))
+
+
+def ask(house: House, question: Question) -> Answer:
+    return house.engine.ask(house.store, question)
+
+
+def full_behind(house: House, question: Question, said: Sequence[int]) -> list[int]:
+    """The answer that begins with what was said, and goes on greedily over a full prefill's KV."""
+    runtime = house.engine.runtime
+    full = prefill(runtime, resolve(runtime, house.store, question).in_full(), room=TOKENS)
+    runner = runtime.decode_runner(full.pool)
+    runner.begin([full.sequence], [full.plan.num_tokens], TOKENS)
+    ids, logits = list[int](), full.logits
+    while True:
+        ids.append(said[len(ids)] if len(ids) < len(said) else int(logits.argmax()))
+        if len(ids) == TOKENS:
+            full.sequence.release()
+            return ids
+        logits = runner.step(torch.tensor(ids[-1:]))[0]
+
+
+# the limit of 0.25 lets two tokens pass: .1, .19, .271
+@pytest.mark.parametrize(("limit", "passed"), [(0.0, 0), (0.25, 2), (1.0, TOKENS)])
+def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: RiskFit, limit: float, passed: int) -> None:
+    changed = 0
+    for text in QUESTIONS:
+        blended, pieces = ask(house, asked(house, text, None)), list[str]()
+        question = asked(house, text, limit)
+        answer = house.engine.ask(house.store, question, listener=Hearer(pieces.append))
+        assert blended.risk is None
+        assert answer.risk is not None
+        assert answer.generated_ids == (
+            full_behind(house, question, blended.generated_ids[:passed]) if passed < TOKENS else blended.generated_ids
+        )
+        assert "".join(pieces) == answer.text
+        assert answer.risk.estimate == pytest.approx(1 - (1 - EACH) ** passed)
+        assert (answer.risk.tokens, answer.risk.full_prefill_at) == (passed, passed if passed < TOKENS else None)
+        assert answer.to_dict()["risk"]["limit"] == limit
+        changed += answer.generated_ids != blended.generated_ids
+    assert changed or passed == TOKENS  # else this shows nothing
+
+
+@pytest.mark.parametrize("pool_tokens", [512, 4096])  # a small one: they take turns, and are swapped out
+def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int) -> None:
+    limits = [None, 0.0, 0.25, 1.0]
+    questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * 2)]
+    alone = [ask(house, question) for question in questions]
+    service = AsyncEngine(house.engine.runtime, house.store, Limits(pool_tokens=pool_tokens, hot=False))
+    try:
+        told = [Listener() for _ in questions]
+        for question, listener in zip(questions, told, strict=True):
+            service.submit(Job(question), listener)
+        for listener, one in zip(told, alone, strict=True):
+            [answer] = listener.done().answers
+            assert answer.generated_ids == one.generated_ids
+            assert listener.text() == one.text
+            assert (answer.risk is None) == (one.risk is None)
+            if answer.risk is not None and one.risk is not None:
+                assert answer.risk.full_prefill_at == one.risk.full_prefill_at
+        several = Listener()
+        service.submit(Job(replace(questions[1], sampling=replace(questions[1].sampling, n=2))), several)
+        failed = several.last.result(60)
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, CacheBlendError)
+        assert "one answer" in failed.error.message
+    finally:
+        service.close()
+
+
+def test_the_exact_kv_stays_hot_and_needs_no_gate(house: House, fit: RiskFit) -> None:
+    service = AsyncEngine(house.engine.runtime, house.store, Limits(pool_tokens=4096))
+    try:
+        full = ask(house, replace(asked(house, QUESTIONS[0], None), blend=BlendConfig(mode="full"))).generated_ids
+        alone = [ask(house, asked(house, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.25)]
+        for limit, expected in ((None, alone[0]), (0.25, alone[1]), (None, full), (0.25, full)):
+            listener = Listener()
+            service.submit(Job(asked(house, QUESTIONS[0], limit)), listener)
+            [answer] = listener.done().answers
+            assert answer.generated_ids == expected
+        assert answer.risk is not None
+        assert (answer.risk.estimate, answer.risk.full_prefill_at) == (0, None)
+    finally:
+        service.close()
+
+
+def test_without_a_fit_it_is_said_how_to_get_one(house: House) -> None:
+    with pytest.raises(UsageError, match="never fitted") as caught:
+        ask(house, asked(house, "who?", 0.1))
+    assert "--fit-risk" in caught.value.hint
+    exact = replace(asked(house, "who?", 0.1), keys=house.keys[:1])  # the first chunk needs no repair, and no fit
+    assert ask(house, exact).risk is None
+
+
+def test_a_fit_is_of_one_model_and_one_way_to_blend(house: House, fit: RiskFit) -> None:
+    collection = house.engine.runtime.collection()
+
+    def read(contexts: Sequence[str] = ("sink",), **other: object) -> RiskFit | None:
+        return RiskFile.of(collection, contexts, replace(BLEND, **other)).read()  # type: ignore[arg-type]
+
+    assert read() == read(seed=7, max_risk=0.5) == fit
+    assert [read(ratio=0.4), read(selector="first"), read(correction="none"), read(["document"])] == [None] * 4
+    RiskFile.of(collection, ["sink"], BLEND).path.write_text('{"weights": [1, 2]}')
+    assert read() is None
+
+
+def test_a_fit_foresees_as_many_as_there_are() -> None:
+    """Tokens that differ with a probability that falls with their lead: the fit finds it, and puts the doubtful ones first."""
+    torch.manual_seed(0)
+    logits = torch.randn(4000, 30) * torch.rand(4000, 1) * 8
+    signals = signals_of(logits)
+    truth = torch.sigmoid(1 - 3 * signals[:, 0])
+    differs = torch.rand(len(truth), generator=torch.Generator().manual_seed(1)) < truth
+    answers = [(signals[n : n + 10], differs[n : n + 10].tolist()) for n in range(0, 2000, 10)]
+    fit = fit_risk(answers)
+    unseen = fit.of_tokens(signals[2000:])
+    assert float(unseen.sum()) == pytest.approx(float(differs[2000:].sum()), rel=0.15)
+    assert float((unseen - truth[2000:]).abs().mean()) < 0.03
+    parted = fit_risk([(s, (s[:, 0] < 1).tolist()) for s, _ in answers])  # what the signals tell completely
+    assert all(abs(w) < 100 for w in (*parted.weights, parted.bias))
+    with pytest.raises(UsageError, match="0 of 3 answers differ"):
+        fit_risk([(s, [False] * 10) for s, _ in answers[:3]])

@@ -1,0 +1,159 @@
+"""KV that stays in the pool after its answer: who asks the like of it computes what is new alone, and blended KV is never
+taken for exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from houses import SAMPLING, Bench, House, ids_of, open_house
+
+from cacheblend_cli.api import Answer, BlendConfig, Question
+from cacheblend_cli.engine.jobs import Limits
+
+FULL, BLEND = BlendConfig(mode="full"), BlendConfig(ratio=0.3)
+ROOMY = Limits(pool_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("hot"), num_hidden_layers=2) as house:
+        yield house
+
+
+def answer_of(bench: Bench, question: Question) -> Answer:
+    listener, _ = bench.arrive(question)
+    bench.run()
+    ids_of(listener)
+    return listener.done().answers[0]
+
+
+def cold(house: House, question: Question) -> Answer:
+    return answer_of(Bench(house, replace(ROOMY, hot=False)), question)
+
+
+def test_a_prompt_that_was_asked_before_computes_its_end(house: House) -> None:
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
+    first, again = answer_of(bench, question), answer_of(bench, question)
+    assert first.hot_tokens == 0
+    assert first.prompt_tokens - 16 <= again.hot_tokens < first.prompt_tokens
+    assert again.generated_ids == first.generated_ids == cold(house, question).generated_ids
+    assert "hot_tokens" not in first.to_dict()
+    assert again.to_dict()["hot_tokens"] == again.hot_tokens
+
+
+def test_the_next_turn_of_a_chat_computes_what_is_new(house: House) -> None:
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
+    first = answer_of(bench, question)
+    turn = replace(question, history=(question.text, first.text), text="and who keeps a parrot?")
+    then = answer_of(bench, turn)
+    assert then.hot_tokens > first.prompt_tokens - 16
+    assert then.generated_ids == cold(house, turn).generated_ids
+
+
+def test_another_question_over_the_same_blended_chunks_repairs_nothing(house: House) -> None:
+    bench, other = Bench(house, ROOMY), replace(house.question("who keeps a parrot?"), blend=BLEND)
+    first = answer_of(bench, replace(house.question(), blend=BLEND))
+    then = answer_of(bench, other)
+    before = first.prompt_tokens - len(house.engine.runtime.template.suffix_ids("where does Mara work?"))
+    assert then.hot_tokens >= before - 1
+    assert (then.recomputed_tokens, then.kv_bytes_loaded) == (0, 0)
+    assert then.cached_tokens == first.cached_tokens
+    assert [c.status for c in then.chunks] == [c.status for c in first.chunks]
+
+
+def test_where_the_choice_does_not_depend_on_the_question_the_answer_is_the_same(house: House) -> None:
+    bench, blend = Bench(house, ROOMY), BlendConfig(ratio=0.3, selector="hkvd")
+    answer_of(bench, replace(house.question(), blend=blend))
+    other = replace(house.question("who keeps a parrot?"), blend=blend)
+    then = answer_of(bench, other)
+    assert then.hot_tokens > 0
+    assert then.generated_ids == cold(house, other).generated_ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q: replace(q, blend=FULL),
+        lambda q: replace(q, blend=BlendConfig(ratio=0.31)),
+        lambda q: replace(q, blend=BlendConfig(mode="reuse")),
+        lambda q: replace(q, keys=[*q.keys[:3], q.keys[4], q.keys[3]]),
+        lambda q: replace(q, keys=q.keys[:4]),
+    ],
+    ids=["full", "another ratio", "reuse", "another order", "fewer chunks"],
+)
+def test_blended_kv_is_for_its_like_alone(house: House, change: object) -> None:
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=BLEND, keys=house.keys[:5])
+    first = answer_of(bench, question)
+    assert first.exact_tokens < first.cached_tokens
+    other = change(question)  # type: ignore[operator]
+    then, alone = answer_of(bench, other), cold(house, other)
+    exact = first.prompt_tokens - sum(c.tokens for c in first.chunks[1:])  # prefix, first chunk and suffix
+    assert then.hot_tokens < exact
+    assert then.generated_ids == alone.generated_ids
+    assert then.recomputed_tokens == alone.recomputed_tokens
+
+
+def test_exact_kv_serves_a_prompt_that_would_be_blended(house: House) -> None:
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=BLEND)
+    full = answer_of(bench, replace(question, blend=FULL))
+    then = answer_of(bench, question)
+    assert then.prompt_tokens - 16 <= then.hot_tokens < then.prompt_tokens
+    assert then.generated_ids == full.generated_ids
+    third = answer_of(bench, replace(house.question("who keeps a parrot?"), blend=FULL))  # still exact, so for all
+    assert third.generated_ids == cold(house, replace(house.question("who keeps a parrot?"), blend=FULL)).generated_ids
+
+
+def test_tenants_share_nothing(house: House) -> None:
+    bench, question = Bench(house, ROOMY), Question("Mara works in Bergen " * 20, [], FULL, SAMPLING)
+    answer_of(bench, question)
+    assert answer_of(bench, replace(question, salt="b")).hot_tokens == 0
+    assert answer_of(bench, question).hot_tokens > 0
+
+
+def test_what_is_hot_makes_room(house: House) -> None:
+    """The least recently used goes first, and answers stay right while everything is thrown out all the time."""
+    bench = Bench(house, Limits(pool_tokens=16 * 30))
+    questions = [
+        replace(house.question(f"where does {name} work {i}?"), blend=FULL, keys=[house.keys[i % 6], house.keys[(i + 1) % 6]])
+        for i, name in enumerate(("Mara", "Jonas", "she", "Mara", "the lead", "Jonas") * 3)
+    ]  # fmt: skip
+    found = [answer_of(bench, question) for question in questions]
+    assert any(a.hot_tokens for a in found)
+    assert not all(a.hot_tokens for a in found)
+    assert [a.generated_ids for a in found] == [cold(house, q).generated_ids for q in questions]
+
+
+def test_who_runs_shares_with_who_comes(house: House) -> None:
+    """Two of the same prompt at once hold its full blocks once."""
+    bench, question = Bench(house, ROOMY), replace(house.question(max_tokens=40), blend=FULL)
+    first, _ = bench.arrive(question)
+    while not first.events[1:]:
+        bench.step()
+    used = bench.stepper.blocks.pool.allocator.num_used
+    second, _ = bench.arrive(question)
+    while not second.events[1:]:
+        bench.step()
+    assert bench.stepper.blocks.pool.allocator.num_used <= used + 4
+    bench.run()
+    assert ids_of(first) == ids_of(second)
+
+
+def test_a_verified_answer_leaves_hot_kv_as_it_was(house: House) -> None:
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
+    listener, _ = bench.arrive(question, verify=True)
+    bench.run()
+    [answer] = listener.done().answers
+    assert answer.verify is not None
+    assert answer.verify.kl < 1e-6
+    assert answer_of(bench, question).generated_ids == answer.generated_ids
+
+
+def test_a_chunk_that_is_hot_in_part_is_one_chunk(house: House) -> None:
+    """Where what is hot ends within a chunk that is computed, the answer tells of it once."""
+    bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
+    answer_of(bench, replace(question, keys=[*house.keys[:2], house.keys[3]]))
+    then = answer_of(bench, question)
+    assert house.engine.ask(house.store, question).prompt_tokens > then.hot_tokens > 16
+    assert [c.tokens for c in then.chunks] == [c.tokens for c in cold(house, question).chunks]

@@ -1,0 +1,66 @@
+"""What a model makes of a prompt's own tokens: those of transformers, however the prompt is cut and whatever is stored or hot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from houses import Bench, House, open_house
+from transformers import AutoModelForCausalLM
+
+from cacheblend_cli.api import Answer, SamplingParams
+from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("logprobs"), num_hidden_layers=2) as house:
+        yield house
+
+
+def check(house: House, answer: Answer, num_top: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(house.engine.model.path).eval()
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([answer.prompt_ids])).logits[0], -1)
+    told = answer.prompt_logprobs
+    assert [p.token_id for p in told] == answer.prompt_ids[1:]
+    own = expected[:-1].gather(1, torch.tensor(answer.prompt_ids[1:])[:, None])[:, 0]
+    assert torch.allclose(torch.tensor([p.logprob for p in told]), own, atol=1e-4)
+    top = torch.tensor([[value for _, value in p.top] for p in told])
+    assert torch.allclose(top, expected[:-1].topk(num_top).values, atol=1e-4)
+
+
+def test_of_a_question_alone(house: House) -> None:
+    question = house.question(prompt_logprobs=2)
+    answer = house.engine.ask(house.store, question)
+    check(house, answer, 2)
+    assert (answer.mode, answer.cached_tokens) == ("full", 0)
+    assert len(answer.to_dict()["prompt_logprobs"]) == answer.prompt_tokens - 1
+    assert answer.generated_ids == house.engine.ask(house.store, house.question(prompt_logprobs=0)).generated_ids
+
+
+def test_in_pieces_beside_others_and_where_all_is_hot(house: House) -> None:
+    bench = Bench(house, Limits(max_rows=17, pool_tokens=4096))
+    plain = [bench.arrive(house.question(text))[0] for text in ("where does Mara work?", "who?")]
+    bench.run()
+    asked = [bench.arrive(house.question(prompt_logprobs=3, n=n))[0] for n in (1, 2)]
+    bench.run()
+    for listener in asked:
+        answers = listener.done().answers
+        for answer in answers:
+            check(house, answer, 3)
+            assert answer.hot_tokens == 0
+    again = bench.arrive(house.question())[0]  # what was computed is hot for others
+    bench.run()
+    [answer] = again.done().answers
+    assert answer.hot_tokens > 0
+    assert answer.prompt_logprobs == plain[0].done().answers[0].prompt_logprobs == []
+
+
+def test_how_many(house: House) -> None:
+    with pytest.raises(UsageError, match="prompt_logprobs"):
+        SamplingParams(prompt_logprobs=21)
+    assert replace(SamplingParams(), prompt_logprobs=20).prompt_logprobs == 20

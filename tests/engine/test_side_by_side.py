@@ -1,0 +1,216 @@
+"""Answers do not depend on what else is made beside them, nor on being preempted; no block is lost by any of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from houses import SAMPLING, Bench, House, ids_of, open_house
+
+from cacheblend_cli.api import BlendConfig, Question, SamplingParams
+from cacheblend_cli.engine.jobs import Failed, Limits
+from cacheblend_cli.engine.sequence import Status
+
+WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
+TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("beside"), num_hidden_layers=2) as house:
+        yield house
+
+
+def random_question(rng: random.Random, keys: list[bytes]) -> Question:
+    named = rng.sample(keys, rng.randint(0, min(4, len(keys))))
+    blend = BlendConfig(
+        mode=rng.choice(("blend", "blend", "reuse", "full")),
+        ratio=rng.choice((0.1, 0.4, 1.0)),
+        selector=rng.choice(("query", "hkvd", "first", "perturb")),
+        correction=rng.choice(("regression", "mean-shift", "none")),
+    )
+    sampling = SamplingParams(
+        max_tokens=rng.randint(1, 10),
+        temperature=rng.choice((0.0, 1.0, 3.0)),
+        seed=rng.randrange(1000),
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        n=rng.choice((1, 1, 1, 1, 1, 3)),
+        ignore_eos=rng.random() < 0.8,
+    )
+    return Question(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
+
+
+def test_answers_do_not_depend_on_the_batch(house: House) -> None:
+    """200 random questions alone, and at once in a pool that is far too small for them. Some are preempted,
+    others are cancelled meanwhile, and all give the same tokens."""
+    rng = random.Random(7)
+    questions = [random_question(rng, house.keys) for _ in range(200)]
+    alone = Bench(house, replace(TINY, pool_tokens=4096))
+    expected = [alone.ask(question) for question in questions]
+    assert alone.stepper.counts.preempted == 0
+
+    together, listeners, dropped = Bench(house, TINY), [], []
+    left = list(questions)
+    while left or together.stepper.busy:
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            if left:
+                listeners.append(together.arrive(left.pop(0), priority=rng.choice((0, 0, 1)))[0])
+            if rng.random() < 0.1:
+                dropped.append(together.arrive(random_question(rng, house.keys)))
+        if dropped and rng.random() < 0.05:
+            rng.choice(dropped)[1].cancelled = True
+        together.step()
+    together.run()
+    assert [ids_of(listener) for listener in listeners] == expected
+    assert together.seen >= {Status.WAITING, Status.RUNNING, Status.SWAPPED}
+    counts = together.stepper.counts
+    assert counts.preempted > 20
+    assert counts.cancelled > 0
+    assert counts.finished + counts.cancelled == len(questions) + len(dropped)
+    assert counts.failed == 0
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "qwen2", "qwen3-mqa", "qwen3-moe", "qwen2-moe", "olmo", "olmoe"])
+def test_of_every_family(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """To the bit: log-probabilities are compared, too. Those with experts send every row elsewhere; olmo and olmoe are
+    transformers' own layers."""
+    with open_house(tmp_path_factory.mktemp(family), family, pages=2, num_hidden_layers=2) as house:
+        rng = random.Random("qwen2")
+        questions = [random_question(rng, house.keys[:3]) for _ in range(12)]
+        questions = [replace(q, sampling=replace(q.sampling, logprobs=0)) for q in questions]
+        small = replace(TINY, pool_tokens=16 * 14)
+        alone, together = Bench(house, replace(TINY, pool_tokens=4096)), Bench(house, small)
+        expected = [alone.arrive(question)[0] for question in questions[:1]]
+        for question in questions[1:]:
+            alone.run()
+            expected.append(alone.arrive(question)[0])
+        alone.run()
+        listeners = [together.arrive(question)[0] for question in questions]
+        together.run()
+        assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
+        found, wanted = ([a.logprobs for e in all_of for a in e.done().answers] for all_of in (listeners, expected))
+        assert found == wanted
+        assert together.stepper.counts.preempted > 0
+
+
+def test_side_by_side_is_as_ask_alone(house: House) -> None:
+    bench = Bench(house, Limits(hot=False))
+    question = house.question()
+    alone = house.engine.ask(house.store, question)
+    listeners = [bench.arrive(question)[0] for _ in range(5)]
+    bench.run()
+    assert [ids_of(listener) for listener in listeners] == [[alone.generated_ids]] * 5
+
+
+def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
+    """Wherever in a block the prompt ends, though an engine gives a prompt no more blocks than it fills."""
+    bench = Bench(house, Limits(hot=False))
+    ends = set()
+    for count in range(1, 40):
+        question = house.question("a" * count, max_tokens=9)
+        question = replace(question, blend=BlendConfig(ratio=0.2, selector="draft", correction="none"))
+        listener, _ = bench.arrive(question)
+        bench.run()
+        [answer], alone = listener.done().answers, house.engine.ask(house.store, question)
+        assert answer.chosen == alone.chosen
+        ends.add(alone.prompt_tokens % 16)
+        if len(ends) == 16:
+            break
+    assert len(ends) > 10
+
+
+def test_what_was_drafted_behind_comes_back_with_its_blocks(house: House) -> None:
+    """Preempted with more blocks than its tokens fill, it waits until there are as many."""
+    size, blend = 16, BlendConfig(ratio=0.2, selector="draft", correction="none")
+    for count in range(1, 40):
+        question = replace(house.question("a" * count, max_tokens=9), blend=blend)
+        alone = house.engine.ask(house.store, question)
+        if alone.prompt_tokens % size == size - 4:
+            break
+    bench = Bench(house, replace(TINY, max_rows=512))
+    listener, _ = bench.arrive(question)
+    bench.step()
+    [sequence] = bench.stepper.scheduler.those(Status.RUNNING)
+    bench.stepper.scheduler.preempt(sequence)
+    pool = bench.stepper.blocks.pool
+    fewest = pool.blocks_for(sequence.kv_len + 1)
+    others = pool.new_sequence((pool.allocator.num_free - fewest) * size)
+    bench.step()
+    assert sequence.status is Status.SWAPPED
+    others.release()
+    bench.run()
+    assert ids_of(listener) == [alone.generated_ids]
+
+
+def test_blocks_of_one_token_are_nobody_elses(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A batch is filled up with rows that write somewhere, too."""
+    with open_house(tmp_path_factory.mktemp("one"), block_size=1, num_hidden_layers=2) as house:
+        question = house.question(logprobs=0)
+        alone = house.engine.ask(house.store, question)
+        bench = Bench(house, Limits(hot=False, pool_tokens=1024))
+        listener, _ = bench.arrive(question)
+        bench.run()
+        [answer] = listener.done().answers
+        assert [p.logprob for p in answer.logprobs] == pytest.approx([p.logprob for p in alone.logprobs], abs=1e-4)
+
+
+def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(house: House) -> None:
+    bench = Bench(house, replace(TINY, max_rows=32, pool_tokens=4096))
+    short, _ = bench.arrive(Question("who?", [], BlendConfig(mode="full"), replace(SAMPLING, max_tokens=60)))
+    bench.step()
+    long = Question("Mara works in Bergen. " * 20, house.keys, BlendConfig(mode="full"), SAMPLING)
+    listener, _ = bench.arrive(long)
+    between, pieces = [], 0
+    while not any(hasattr(e, "text") for e in listener.events):
+        before = len(short.events)
+        bench.step()
+        between.append(len(short.events) > before)
+        pieces += 1
+    assert pieces > 10
+    assert sum(between) >= pieces // 3  # a token of text is not said at every step
+    bench.run()
+    whole = Bench(house, Limits(max_rows=4096, hot=False)).ask(long)
+    assert ids_of(listener) == whole
+
+
+def test_what_can_never_fit_is_refused_with_what_would(house: House) -> None:
+    bench = Bench(house, TINY)
+    listener, _ = bench.arrive(Question("who?", house.keys, BlendConfig(), replace(SAMPLING, max_tokens=600)))
+    last = listener.last.result(0)
+    assert isinstance(last, Failed)
+    assert str(bench.stepper.blocks.most_tokens) in str(last.error)
+    assert last.error.hint == "ask with fewer chunks or a smaller --max-tokens"  # serve has no flag for more room
+
+
+def test_a_bad_chunk_is_computed(house: House, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with open_house(tmp_path_factory.mktemp("bad")) as other:
+        question = other.question()
+        bench = Bench(other, Limits(hot=False))
+        plain = bench.ask(replace(question, blend=BlendConfig(mode="full")))
+        listener, _ = bench.arrive(replace(question, blend=BlendConfig(ratio=1.0)))
+        other.store.evict_chunks(other.keys[:1])
+        bench.run()
+        assert ids_of(listener) == plain
+        [answer] = listener.done().answers
+        assert any("computed" in note for note in answer.notes)
+
+
+def test_the_best_of_several_is_given(house: House) -> None:
+    bench = Bench(house, Limits(hot=False))
+    sampling = replace(SAMPLING, temperature=2.0, seed=3, logprobs=0)
+    listener, _ = bench.arrive(replace(house.question(), sampling=replace(sampling, n=4)))
+    bench.run()
+    answers = listener.done().answers
+    means = [sum(p.logprob for p in a.logprobs) / len(a.logprobs) for a in answers]
+    best = sorted(zip(means, (a.generated_ids for a in answers), strict=True), reverse=True)[:2]
+    chosen = bench.ask(replace(house.question(), sampling=replace(sampling, n=2, best_of=4)))
+    assert chosen == [ids for _, ids in best]
+
+
+def test_a_stop_token_ends_an_answer(house: House) -> None:
+    bench = Bench(house, Limits(hot=False))
+    [ids] = bench.ask(house.question())
+    [short] = bench.ask(house.question(stop_ids=(ids[2],)))
+    assert short == ids[: ids.index(ids[2]) + 1]

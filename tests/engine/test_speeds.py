@@ -1,0 +1,152 @@
+"""Measured speeds: the fit, the probes, and the file they are kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cacheblend_store import ChunkStore
+from checkpoints import WORDS, write_checkpoint
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.blend.cost import Speeds
+from cacheblend_cli.engine.controller import kv_bytes, workload
+from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.speeds import SpeedFile, fit, kv_share, measure_compute, measure_loading
+from cacheblend_cli.model.weights import load_weights
+
+ROWS = (8, 32, 128, 512, 1024)
+SPEEDS = Speeds(1e-4, 1e-5, 1e-9, 1e-4, 1e-3, 1e9, 3)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path / "model", "llama-gqa")
+    return Engine.load(EngineConfig(model=str(path / "model"), block_size=16))
+
+
+@pytest.mark.parametrize("true", [(1e-4, 1e-5, 1e-9), (0.0, 1e-5, 0.0), (2e-3, 1e-6, 1e-8)])
+def test_the_fit_finds_what_made_the_times(true: tuple[float, float, float]) -> None:
+    times = [true[0] + n * true[1] + n * (n + 1) / 2 * true[2] for n in ROWS]
+    assert fit(ROWS, times) == pytest.approx(true, rel=1e-6, abs=1e-15)
+    noisy = fit(ROWS, [t * (1.1 if i % 2 else 0.9) for i, t in enumerate(times)])
+    assert min(noisy) >= 0
+    for n, t in zip(ROWS, times, strict=True):
+        assert noisy[0] + n * noisy[1] + n * (n + 1) / 2 * noisy[2] == pytest.approx(t, rel=0.3)
+
+
+@pytest.mark.parametrize("times", [[1.0], [1.0, 0.5], [3.0, 2.0, 1.0, 0.5, 0.1]])
+def test_the_fit_never_says_that_rows_cost_nothing(times: list[float]) -> None:
+    found = fit(ROWS[: len(times)], times)
+    assert min(found) >= 0
+    assert found[1] > 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_every_depth_can_be_probed(tmp_path: Path, layers: int) -> None:
+    write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=layers)
+    decoder = Engine.load(EngineConfig(model=str(tmp_path / "model"))).model.decoder
+    speeds = measure_compute(decoder, 16, seconds=0.05)
+    assert speeds.row_s > 0
+    assert speeds.head_s > 0
+    assert speeds.moved_s > 0
+    assert math.isinf(speeds.bytes_per_s)
+    assert len(decoder.layers) == decoder.spec.num_layers == layers  # the probe took a copy
+
+
+def test_kv_share_is_that_of_the_weights(engine: Engine) -> None:
+    spec = engine.model.spec
+    weights = load_weights(spec, engine.model.path, torch.float32, torch.device("cpu"))
+    products = [t for name, t in weights.items() if name.startswith("0.") and t.dim() == 2]
+    kv = weights["0.qkv_proj.weight"][spec.q_size :]
+    assert kv_share(spec) == pytest.approx(kv.numel() / sum(w.numel() for w in products))
+
+
+def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunks(
+    tmp_path: Path, engine: Engine
+) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.md").write_text(" ".join(WORDS[i : i + 9]) + f" {i}.\n")
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        engine.precompute(store, [str(tmp_path)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
+        keys = sorted(m.key for m in store.chunks())
+        request = resolve(engine.runtime, store, Question("who?", keys, BlendConfig(), SamplingParams()))
+        plan = request.plan
+        answer = engine.ask(store, Question("who?", keys, BlendConfig(), SamplingParams(max_tokens=1)))
+        work = workload(request)
+        assert work.total == answer.prompt_tokens
+        assert work.inexact == answer.cached_tokens - answer.exact_tokens
+        assert work.fresh == plan.fresh_tokens
+        assert work.kv_bytes == kv_bytes(request) == answer.kv_bytes_loaded
+        seen = [p + 1 for s in plan.chunks if s.status == "blended" for p in range(s.start, s.end)]
+        assert work.inexact_keys == pytest.approx(sum(seen) / len(seen))
+        assert workload(replace(request, blend=BlendConfig(selector="first"))).check_layer == 0
+        blends = BlendConfig(), BlendConfig(correction="none")
+        assert [workload(replace(request, blend=b)).corrected for b in blends] == [True, False]
+        speed = measure_loading(engine.runtime, store, plan)
+        assert 0 < speed < math.inf
+        nothing = replace(request, blend=BlendConfig(mode="full")).plan
+        assert measure_loading(engine.runtime, store, nothing) == math.inf
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    file = SpeedFile(tmp_path / "new" / "speeds" / "x.json")
+    assert file.read() is None
+    for speeds in (SPEEDS, replace(SPEEDS, bytes_per_s=math.inf)):
+        file.write(speeds)
+        assert file.read() == speeds
+        assert [p.name for p in file.path.parent.iterdir()] == ["x.json"]
+        json.loads(file.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"row_s": 0},
+        {"row_s": -1.0},
+        {"layer_s": "fast"},
+        {"pair_s": True},
+        {"bytes_per_s": 0},
+        {"format": 99},
+        {"more": 1},
+        {"row_s": float("nan")},
+    ],
+)
+def test_a_file_that_makes_no_sense_is_none(tmp_path: Path, change: dict[str, object]) -> None:
+    file = SpeedFile(tmp_path / "x.json")
+    file.write(SPEEDS)
+    data = json.loads(file.path.read_text())
+    file.path.write_text(json.dumps(data))
+    assert file.read() == SPEEDS
+    file.path.write_text(json.dumps(data | change))
+    assert file.read() is None
+    for text in ("", "{", "[]", "null", json.dumps(data)[:-9]):
+        file.path.write_text(text)
+        assert file.read() is None
+    file.path.write_bytes(b"\xff\xfe")
+    assert file.read() is None
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = SpeedFile(tmp_path / "file" / "x.json")
+    file.write(SPEEDS)
+    assert file.read() is None
+
+
+def test_other_circumstances_are_another_file(engine: Engine) -> None:
+    here = SpeedFile.of(engine.model, "float32").path
+    assert SpeedFile.of(engine.model, "float32").path == here
+    assert SpeedFile.of(engine.model, "int8").path != here
+    assert SpeedFile.of(replace(engine.model, fingerprint="other"), "float32").path != here
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert SpeedFile.of(engine.model, "float32").path != here
+    finally:
+        torch.set_num_threads(threads)
