@@ -38,7 +38,7 @@ class Server:
 
     url: str
     socket: Path
-    host: ServerState
+    state: ServerState
     client: httpx.Client
     end: Callable[[], None]
 
@@ -88,14 +88,14 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         service = AsyncEngine(engine.runtime, store, limits)
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
-        host = ServerState(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
+        state = ServerState(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)
         tcp, warm_path, unix = bind_tcp("127.0.0.1", 0), socket_of(settings), tmp_path / f"http{number}.sock"
         make_folder(warm_path.parent)
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
         serving = Serving(
-            make_app(host),
-            host,
-            WarmSocket(host, bind_unix(warm_path), warm_path, url),
+            make_app(state),
+            state,
+            WarmSocket(state, bind_unix(warm_path), warm_path, url),
             grace_s=grace_s,
             idle_exit_s=idle_exit_s,
         )
@@ -106,7 +106,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
         running.append((lambda: loop.call_soon_threadsafe(serving._server.end), thread, service, store, client))
-        return Server(f"{url}/v1", unix, host, client, running[-1][0])
+        return Server(f"{url}/v1", unix, state, client, running[-1][0])
 
     yield run
     for end, thread, service, store, client in running:
