@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class KernelError(Exception):
-    """A backend that cannot run here, or an input no kernel takes. `hint` names the next step."""
+    """Raised for a backend that cannot run here, or an input that no kernel accepts. `hint` names the next step."""
 
     exit_code = 5
 
@@ -40,10 +40,10 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StoredKV:
-    """Unrotated K and V of rows in one of the forms they are stored in; scales and zeros are fp32.
+    """Unrotated K and V of rows in one of the stored formats; scales and zeros are fp32.
 
-    - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim] as they are, no scales;
-    - float8_e4m3fn: the same shape, times k_scale, v_scale [num_kv_heads];
+    - float16, bfloat16, float32: k, v [num_rows, num_kv_heads, head_dim], no scales;
+    - float8_e4m3fn: the same shape, multiplied by k_scale, v_scale [num_kv_heads];
     - uint8: codes * scale + zero, with k_scale, k_zero [ceil(num_rows / group_size), num_kv_heads, head_dim] and
       v_scale, v_zero [num_rows, num_kv_heads, 1] (KIVI, arXiv 2402.02750). A last dimension of head_dim / 2 holds
       4-bit codes, even channels in the low nibbles.
@@ -60,11 +60,11 @@ class StoredKV:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where rows are written in the pool, and how they are rotated on their way.
+    """Slot mapping of rows, and the rotation applied on the way to the pool.
 
     slots: [num_rows] int64.
     cos, sin: [num_rows, head_dim] fp32 at the rows' positions (the two halves equal, rotate-half convention).
-    first_slot: where the slots are known to be first_slot, first_slot + 1, ..., the first of them, else -1.
+    first_slot: the first slot if the slots are known to be consecutive (first_slot, first_slot + 1, ...), else -1.
     """
 
     slots: Tensor
@@ -89,27 +89,27 @@ class AttentionParams:
 
     @property
     def plain(self) -> bool:
-        """Whether it is softmax over all keys up to the row's, and no more."""
+        """Whether this is plain causal softmax attention: no window, cap or sinks."""
         return self.sliding_window is None and self.soft_cap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the rows of one launch stand, and where the keys of their sequences lie.
+    """Batch metadata of one launch: the positions of the rows, and where the keys of their sequences are.
 
     Rows of one sequence are adjacent and their positions strictly increase; gaps are allowed. A row at position p
     attends to keys at positions <= p of its own sequence and to no others. In a launch of decode attention every
-    sequence has one row, at position kv_len - 1, and the rows behind those of the sequences see nothing: they only fill the
-    launch, and what comes out of attention for them is 0.
+    sequence has one row, at position kv_len - 1. Rows after those of the sequences are padding: they see no key, and
+    their attention output is 0.
 
     positions: [num_rows] int64, position of each row in its sequence.
     cu_rows: [num_seqs + 1] int32, rows of sequence i are cu_rows[i]:cu_rows[i+1].
     block_table: [num_seqs, max_blocks] int32, block of each run of block_size positions.
     kv_lens: [num_seqs] int32, number of positions of the sequence whose K and V are in the pool.
-    contiguous_slots: of each sequence whose blocks are adjacent in the pool the first slot (its keys are then a view), of another
-        -1; () where that is not known.
-    max_kv_len: the longest of kv_lens, for what must be known without asking the device; 0: not known, and a launch is
-        planned for as many positions as block_table has room for.
+    contiguous_slots: per sequence, the first slot if its blocks are adjacent in the pool (its keys are then a view),
+        else -1; () if unknown.
+    max_kv_len: maximum of kv_lens, known without a device synchronisation; 0 if unknown, and a launch is then
+        planned for the capacity of block_table.
     """
 
     positions: Tensor
@@ -129,12 +129,12 @@ class AttentionMetadata:
 
     @property
     def contiguous_slot(self) -> int:
-        """Of the only sequence; -1 where there are several."""
+        """First slot of the only sequence; -1 if there are several."""
         return self.contiguous_slots[0] if len(self.contiguous_slots) == 1 else -1
 
 
 class KernelBackend(ABC):
-    """One implementation of every kernel the engine calls. All outputs are new tensors unless said otherwise."""
+    """One implementation of every kernel the engine calls. Outputs are new tensors unless stated otherwise."""
 
     name: str
 
@@ -151,10 +151,10 @@ class KernelBackend(ABC):
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        """`prefill_attention` of one row a sequence, at the last position that the sequence holds.
+        """`prefill_attention` of one row per sequence, at the last position of the sequence.
 
-        q: [num_seqs, num_heads, head_dim], row i of sequence i. Of meta the block table and the lengths are read, on the
-        device: positions and cu_rows are not.
+        q: [num_seqs, num_heads, head_dim], row i belongs to sequence i. Only the block table and the lengths of meta are
+        read, on the device; positions and cu_rows are not.
         """
 
     @abstractmethod
@@ -174,10 +174,10 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def kv_deviation(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
-        """Squared L2 distance of each row's fresh K, V or both from what its slot holds, [num_rows] fp32.
+        """Squared L2 distance between each row's fresh K, V or both and the contents of its slot, [num_rows] fp32.
 
-        k: rotated, as the pool's K is; a rotation keeps distances. slots: [num_rows] int64. kind: "k", "v" or "kv" (the
-        sum). CacheBlend (arXiv 2405.16444), section 4.3.
+        k: rotated, as the pool's K is; a rotation preserves distances. slots: [num_rows] int64. kind: "k", "v" or "kv"
+        (the sum). CacheBlend (arXiv 2405.16444), section 4.3.
         """
 
     @abstractmethod
@@ -193,5 +193,8 @@ class KernelBackend(ABC):
         """activation(gate) * up for gate_up [num_rows, 2 * intermediate]; activation: silu, gelu or gelu_pytorch_tanh."""
 
     def warm_up(self, q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int) -> None:  # noqa: B027
-        """Compile all that attention of a layer may launch over contexts of up to max_keys positions, where there is something
-        to compile. q: one row of it, [1, num_heads, head_dim]; cache: of at least one block, which is read, not written."""
+        """Compile every variant that a layer's attention may launch over contexts of up to max_keys positions.
+
+        q: one row, [1, num_heads, head_dim]; cache: at least one block, which is read and not written. Backends without
+        compilation do nothing.
+        """

@@ -1,4 +1,4 @@
-"""Which backends there are, and which one a device gets."""
+"""Available kernel backends, and the choice for a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CLASSES = {"triton": "TritonBackend", "xformers": "XformersBackend"}
 
 
 def select_backend(name: str, device: torch.device) -> KernelBackend:
-    """The backend of that name for the device. `auto`: triton on a GPU it runs on, torch everywhere else.
+    """Return the backend with this name for the device. `auto`: triton on a GPU that supports it, otherwise torch.
 
-    Raises KernelError when there is no such backend, or it cannot run here; the message names what is missing.
+    Raises KernelError if there is no such backend or it cannot run here; the message names what is missing.
     """
     if name not in ("auto", *BACKENDS):
         raise KernelError(f"unknown attention backend {name!r}", f"known: auto, {', '.join(BACKENDS)}")
@@ -27,7 +27,7 @@ def select_backend(name: str, device: torch.device) -> KernelBackend:
 
 
 def fallback_reason(name: str, device: torch.device) -> str | None:
-    """Why `auto` takes torch on a GPU, in words for the user; None where it takes what is made for the device."""
+    """Return why `auto` falls back to torch on a GPU, as a message for the user; None if it does not."""
     if name != "auto" or device.type != "cuda":
         return None
     try:
@@ -39,7 +39,7 @@ def fallback_reason(name: str, device: torch.device) -> str | None:
 
 
 def missing_for(device: torch.device) -> dict[str, str | None]:
-    """Every backend's name, and why it cannot run on the device; None: it can."""
+    """Return, per backend name, why it cannot run on the device; None if it can."""
     found: dict[str, str | None] = {}
     for name in BACKENDS:
         try:

@@ -1,4 +1,4 @@
-"""Attention in torch, on any device: the reference of the other backends, and what a CPU runs on."""
+"""Attention in torch, on any device: the reference for the other backends, and the implementation used on CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheblend_kernels.interface import AttentionParams
 
-TILE_ROWS, PRODUCT_ROWS = 128, 448  # most rows of a tile, and of a product: a tile's rows for each head of a group
+TILE_ROWS, PRODUCT_ROWS = 128, 448  # maximum rows of a tile, and of a product (a tile's rows for each head of a group)
 LOGITS = 7 << 20
 """Most of a product: 28 MiB. The C library gets what takes more than 32 from the system each time anew, page by page, which
 takes six times as long as the product."""
@@ -21,12 +21,14 @@ ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
-    """softmax(cap(q k^T * scale)) v of one sequence, causal by position. q: [num_rows, num_heads, head_dim], positions
-    [num_rows] strictly increasing; k, v: [kv_len, num_kv_heads, head_dim]. Returns what q's shape is.
+    """softmax(cap(q k^T * scale)) v of one sequence, causal by position.
 
-    KV head by KV head and in tiles of rows, each against the keys from its first window's start up to its last position:
-    no N x N mask is ever made. Logits and softmax are in fp32, also of 16-bit q. On a CPU without matrix instructions this
-    takes half to three quarters of SDPA's time.
+    q: [num_rows, num_heads, head_dim]; positions: [num_rows], strictly increasing; k, v: [kv_len, num_kv_heads,
+    head_dim]. Returns the shape of q.
+
+    One KV head and one tile of rows at a time, each against the keys from the start of its first window to its last
+    position: no N x N mask is materialised. Logits and softmax are fp32, for 16-bit q too. On a CPU without matrix
+    instructions this takes half to three quarters of SDPA's time.
     """
     (num_keys, num_kv_heads, head_dim), group = k.shape, q.shape[1] // k.shape[1]
     tiles = list(_tiles(positions, group, params.sliding_window))
@@ -39,7 +41,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
         keys[:num_keys], values[:num_keys] = k[:num_keys, head], v[:num_keys, head]
         queries = q[:, own].transpose(0, 1).float() * params.scale
         span, columns = (0, 0), values
-        for tile in reversed(tiles):  # the largest first: what is freed of one has room for the next
+        for tile in reversed(tiles):  # largest first: the memory freed by one tile fits the next
             logits = _product(queries[:, tile.rows].flatten(0, 1), keys[tile.first : tile.last])
             logits = _capped(logits, params).unflatten(0, (group, -1))
             logits[..., tile.clear - tile.first :] += tile.bias
@@ -52,7 +54,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, params
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-    """As `prefill_attention`, of one row at the last position. q: [num_heads, head_dim]."""
+    """`prefill_attention` of one row at the last position. q: [num_heads, head_dim]."""
     if params.sliding_window is not None:
         k, v = k[-params.sliding_window :], v[-params.sliding_window :]
     num_kv_heads, head_dim = k.shape[1:]
@@ -65,8 +67,10 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows that are computed together, and the keys first:last that they see between them, of which each sees those
-    before `clear`; bias: fp32 [num_rows, last - clear], -inf at keys from `clear` on that a row does not see."""
+    """Rows computed together, and the range of keys first:last they see. All rows see the keys before `clear`.
+
+    bias: fp32 [num_rows, last - clear], -inf where a row does not see the key.
+    """
 
     rows: slice
     first: int
@@ -76,7 +80,7 @@ class _Tile:
 
 
 def _tiles(positions: Tensor, group: int, window: int | None) -> Iterator[_Tile]:
-    """group: query heads of a KV head."""
+    """Yield the tiles of the rows. group: query heads per KV head."""
     host, start = positions.tolist(), 0
     while start < len(host):
         first = 0 if window is None else max(0, host[start] - window + 1) // KEY_STEP * KEY_STEP
@@ -98,8 +102,10 @@ def _capped(logits: Tensor, params: AttentionParams) -> Tensor:
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension, with one logit more where there are sinks. logits: fp32 [heads, rows, keys], which may be
-    overwritten. sinks: [heads], or [heads, rows]."""
+    """Softmax over the last dimension, with one extra logit if there are sinks.
+
+    logits: fp32 [heads, rows, keys], may be overwritten. sinks: [heads], or [heads, rows].
+    """
     if sinks is None:
         return torch.softmax(logits, -1, out=logits)
     sink = (sinks[:, None] if sinks.dim() == 1 else sinks)[..., None].expand(*logits.shape[:-1], 1)
@@ -107,7 +113,7 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    """x w^T. x: [rows, in]; w: [out, in], contiguous. By oneDNN where it can: MKL's of these takes twice to three times as long."""
+    """x w^T. x: [rows, in]; w: [out, in], contiguous. Uses oneDNN where possible: MKL takes two to three times as long here."""
     if x.device.type == "cpu" and x.dtype in ONEDNN_DTYPES and torch.backends.mkldnn.is_available():
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w, None, "none", [], "")
         return out

@@ -99,7 +99,7 @@ class TorchBackend(KernelBackend):
 
 
 def dequantized(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
-    """K and V [num_rows, num_kv_heads, head_dim]: as they are, or in fp32 where they are stored with scales."""
+    """K and V [num_rows, num_kv_heads, head_dim]: unchanged, or in fp32 if they are stored with scales."""
     k, v, k_scale, v_scale = stored.k, stored.v, stored.k_scale, stored.v_scale
     if k_scale is None or v_scale is None:
         return k, v
@@ -115,17 +115,17 @@ def dequantized(stored: StoredKV, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Codes [..., head_dim] uint8 of [..., head_dim / 2] bytes, the even ones from the low four bits."""
+    """Unpack codes [..., head_dim] uint8 from [..., head_dim / 2] bytes; even channels are in the low four bits."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def _unscaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Values of a float8 pool, [keys, num_kv_heads, head_dim]; another pool's as they are."""
+    """Dequantise values of a float8 pool, [keys, num_kv_heads, head_dim]; return values of other pools unchanged."""
     return x if scale is None else (x.float() * scale[:, None]).to(dtype)
 
 
 def _write(pool: Tensor, rows: Tensor, scale: Tensor | None, where: Tensor | slice) -> None:
-    """rows [num_rows, num_kv_heads, head_dim] to their slots of K's or V's pool; a float8 pool saturates."""
+    """Write rows [num_rows, num_kv_heads, head_dim] to their slots of the K or V pool; float8 pools saturate."""
     if scale is not None:
         rows = (rows.float() / scale[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX)
     rows, pool = rows.to(pool.dtype), _slots(pool)
@@ -145,8 +145,10 @@ def _slots(cache: Tensor) -> Tensor:
 def _keys_of(
     cache: LayerCache, meta: AttentionMetadata, seq: int, kv_len: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view when its blocks are adjacent, else gathered.
-    Those of a float8 pool are values of `dtype`."""
+    """K and V of one sequence, [kv_len, num_kv_heads, head_dim]: a view if its blocks are adjacent, else gathered.
+
+    Values of a float8 pool are returned in `dtype`.
+    """
     first = meta.contiguous_slots[seq] if meta.contiguous_slots else -1
     if first >= 0:
         span = slice(first, first + kv_len)

@@ -1,8 +1,8 @@
-"""The xformers backend: its attention operators where they take the launch, our Triton kernels everywhere else.
+"""xformers backend: its attention operators where they support the launch, our Triton kernels everywhere else.
 
-- Decode: `triton_splitk` with a paged bias (it wants a block size that is a multiple of 64, fp16 or bf16, and has no
-  sliding window, soft cap or sinks). It is written with Triton's block pointers, which newer Triton releases no longer have.
-- Full prefill, when the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
+- Decode: `triton_splitk` with a paged bias (block size a multiple of 64, fp16 or bf16; no sliding window, soft cap
+  or sinks). It uses Triton's block pointers, which newer Triton releases have removed.
+- Full prefill, if the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
 - Scattered rows fit none of its biases, and it has no cache writes, deviation or norms: Triton.
 """
 
@@ -25,7 +25,7 @@ DECODE_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def import_xformers() -> Any:
-    """xformers.ops.fmha, its warning about compiled extensions silenced. Raises KernelError when it does not import."""
+    """Import xformers.ops.fmha, without its warning about compiled extensions. Raises KernelError if the import fails."""
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         from xformers.ops import fmha
@@ -37,7 +37,7 @@ def import_xformers() -> Any:
 
 
 def has_block_pointers() -> bool:
-    """Whether this Triton still takes block pointers: the function stays, and raises, where they are gone."""
+    """Whether this Triton supports block pointers: in releases that removed them the function remains, and raises."""
     make = getattr(tl, "make_block_ptr", None)
     if make is None:
         return False
@@ -51,7 +51,7 @@ def has_block_pointers() -> bool:
 
 
 class XformersBackend(TritonBackend):
-    """Raises KernelError when xformers is missing or has no operator that runs here."""
+    """Raises KernelError if xformers is missing or has no operator that runs here."""
 
     name = "xformers"
 
@@ -90,15 +90,17 @@ class XformersBackend(TritonBackend):
         return self._run(self._decode_op, inputs).reshape(q.shape)
 
     def _run(self, op: Any, inputs: Any) -> Tensor:
-        """op: named, since left to itself xformers looks among operators that take no paged bias."""
+        """Run the operator. It is named explicitly: xformers' own choice considers only operators without paged biases."""
         out: Tensor = self._fmha.memory_efficient_attention_forward(
             inputs.query, inputs.key, inputs.value, inputs.attn_bias, scale=inputs.scale, op=op
         )
         return out
 
     def _paged_bias(self, meta: AttentionMetadata, block_size: int) -> Any:
-        """The bias over these very tensors, kept from layer to layer: building one copies from the host. A captured
-        graph reads the bias's own tensors at every replay, so what is used in a capture is kept for good."""
+        """The bias over these tensors, reused from layer to layer: building one copies from the host.
+
+        A captured graph reads the bias's own tensors at every replay, so biases used during a capture are kept.
+        """
         table, kv_lens = meta.block_table, meta.kv_lens
         most = most_keys(meta, block_size, None)
         key = (table.data_ptr(), kv_lens.data_ptr(), table.shape, most, block_size)
@@ -111,12 +113,12 @@ class XformersBackend(TritonBackend):
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
+    """Whether launches now become part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def takes_decode(q: Tensor, cache: LayerCache) -> bool:
-    """Whether triton_splitk has a kernel for the shape."""
+    """Whether triton_splitk has a kernel for this shape."""
     fits = cache.k.shape[1] % PAGE == 0 and q.shape[2] in DECODE_HEAD_DIMS
     return fits and q.dtype in HALVES and q.dtype == cache.k.dtype and cache.k.is_contiguous()
 
@@ -137,9 +139,9 @@ def full_prefill_inputs(fmha: Any, q: Tensor, cache: LayerCache, first_slot: int
 
 
 def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block_size: int) -> Any:
-    """A paged bias of one query a sequence whose lengths are read from kv_lens on the device, not from the host.
+    """A paged bias of one query per sequence that reads the lengths from kv_lens on the device.
 
-    most: upper bound of the lengths; the operator uses it to choose the number of splits alone.
+    most: upper bound of the lengths, used only to choose the number of splits.
     """
     num_seqs = block_table.shape[0]
     bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
@@ -150,7 +152,7 @@ def paged_bias(fmha: Any, block_table: Tensor, kv_lens: Tensor, most: int, block
 
 
 def decode_inputs(fmha: Any, q: Tensor, cache: LayerCache, bias: Any, scale: float) -> Any:
-    """fmha.Inputs of one query a sequence over the whole pool: [1, slots, kv heads, group, head_dim], nothing copied."""
+    """fmha.Inputs of one query per sequence over the whole pool: [1, slots, kv heads, group, head_dim], without copies."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[2]
     group = num_heads // num_kv_heads

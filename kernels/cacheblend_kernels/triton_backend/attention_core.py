@@ -1,4 +1,4 @@
-"""What prefill and decode attention share: addressing paged keys, one step of online softmax, joining splits.
+"""Shared parts of prefill and decode attention: addressing paged keys, one step of online softmax, joining splits.
 
 Online softmax: Milakov and Gimelshein, arXiv 1805.02867; tiling: FlashAttention-2, arXiv 2307.08691; splitting
 the context: Flash-Decoding (Dao et al., 2023). Logits are kept in base 2, since exp2 is one instruction.
@@ -70,7 +70,7 @@ def load_keys(
 ):
     """K or V [BLOCK_N, BLOCK_D] of one head in the dtype of the product.
 
-    BOUNDED: keys not `visible` are read as zeros, so that whatever lies there (NaN included) cannot reach a sum.
+    BOUNDED: keys that are not `visible` are read as zeros, so that NaN in unused slots cannot reach a sum.
     """
     ptrs = ptr + slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dims[None, :]
     if BOUNDED:
@@ -90,7 +90,7 @@ def load_keys(
 
 @triton.jit
 def start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """total and peak [BLOCK_M] fp32 before the first key. With sinks the first split has seen one logit, which has no value."""
+    """total and peak [BLOCK_M] fp32 before the first key. With sinks, the first split starts with one logit that has no value."""
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if SINKS:  # noqa: SIM102 — one is a constant, the other a value of the program
@@ -113,7 +113,7 @@ def score(q, k, scale, soft_cap, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def score_factor(scale, SOFT_CAP: tl.constexpr):
-    """What turns scores into logits in base 2. It is applied inside exp2's multiply-add, not to the tile."""
+    """Factor that turns scores into base-2 logits. Applied inside exp2's multiply-add, not to the tile."""
     if SOFT_CAP:
         return 1.0
     return scale
@@ -197,7 +197,7 @@ def join_splits_kernel(
 
 
 def most_keys(meta: AttentionMetadata, block_size: int, sliding_window: int | None) -> int:
-    """Upper bound on the keys a row sees, without asking the device."""
+    """Upper bound on the keys a row sees, without a device synchronisation."""
     most = meta.max_kv_len or meta.block_table.shape[1] * block_size
     return most if sliding_window is None else min(most, sliding_window)
 

@@ -1,4 +1,4 @@
-"""Writes into the paged pool of fresh K and V, and the rotation alone.
+"""Writes of fresh K and V into the paged pool, and the rotation alone.
 
 Rotate-half RoPE (RoFormer, arXiv 2104.09864; the half layout of GPT-NeoX): x1' = x1 cos - x2 sin, x2' = x2 cos + x1 sin,
 in fp32, cast once.
@@ -127,7 +127,7 @@ def rope_and_cache_kernel(
 
 
 def rope_and_cache(q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
-    """As `KernelBackend.rope_and_cache`, in one launch. Rows of q, k and v may be strided; the rotated q is packed."""
+    """`KernelBackend.rope_and_cache` in one launch. Rows of q, k and v may be strided; the rotated q is packed."""
     _check_write(q, k, v, cache, slots)
     num_rows, num_kv_heads, head_dim = k.shape
     q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)

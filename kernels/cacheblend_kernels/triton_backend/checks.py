@@ -1,5 +1,7 @@
-"""What the Triton kernels assume of their tensors. Nothing here looks at a value, so nothing waits for the device, and
-each check runs for the first launch of a signature alone (`once`)."""
+"""Checks of what the Triton kernels assume about their tensors.
+
+Checks read no values, so there is no device synchronisation; each runs only for the first launch of a signature (`once`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def interpreted() -> bool:
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:
-    """Launches go to the tensor's device; the interpreter's go one after another."""
+    """Launch on the tensor's device; interpreter launches are serialised."""
     if interpreted():
         return _INTERPRETER
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
@@ -37,8 +39,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 def once(check: Callable[[*Arguments], None]) -> Callable[[*Arguments], None]:
-    """The check, which is not run again for arguments like those that have passed it: tensors of the same shape, dtype,
-    strides and device, and equal values of all else."""
+    """Wrap a check so that it is skipped for arguments like those that passed before.
+
+    Alike: tensors with the same shape, dtype, strides and device, and equal values of everything else.
+    """
     passed: set[tuple[Any, ...]] = set()
 
     @wraps(check)
@@ -72,7 +76,7 @@ def check(condition: bool, message: str, hint: str | None = None) -> None:
 
 
 def check_device(*tensors: Tensor | None) -> None:
-    """All on one device a Triton kernel can reach."""
+    """Check that all tensors are on one device that a Triton kernel can access."""
     present = [t for t in tensors if t is not None]
     devices = {t.device for t in present}
     check(len(devices) == 1, f"tensors on several devices: {', '.join(sorted(map(str, devices)))}")
@@ -85,7 +89,7 @@ def check_device(*tensors: Tensor | None) -> None:
 
 
 def check_heads(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """x is [num_rows, heads, head_dim] with packed heads; rows may be strided (a slice of a fused projection)."""
+    """Check that x is [num_rows, heads, head_dim] with packed heads; rows may be strided (a slice of a fused projection)."""
     check(x.dim() == 3, f"{name} is [num_rows, heads, head_dim], got {list(x.shape)}")
     check(x.dtype in dtypes, f"{name} is {x.dtype}", f"known: {', '.join(map(str, dtypes))}")
     packed = x.shape[0] == 0 or (x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]))
@@ -93,7 +97,7 @@ def check_heads(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) 
 
 
 def check_cache(cache: LayerCache) -> None:
-    """K's and V's pool of a layer are alike, and have scales where they are float8 and only there."""
+    """Check that a layer's K and V pools are alike, and have scales if and only if they are float8."""
     check(cache.k.shape == cache.v.shape and cache.k.dtype == cache.v.dtype, "the K and V pools differ")
     for name, pool in (("k", cache.k), ("v", cache.v)):
         shape = list(pool.shape)
@@ -114,14 +118,14 @@ def is_float8(cache: LayerCache) -> bool:
 
 
 def check_head_scales(what: str, num_kv_heads: int, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """A scale a KV head, of float8 codes."""
+    """Check for one scale per KV head of float8 codes."""
     for name, s in (("k_scale", k_scale), ("v_scale", v_scale)):
         good = s is not None and s.dtype == torch.float32 and s.shape == (num_kv_heads,) and s.is_contiguous()
         check(good, f"{what} needs {name} [{num_kv_heads}] float32")
 
 
 def check_rows_of(cache: LayerCache, k: Tensor, v: Tensor) -> None:
-    """k, v: fresh rows of the heads that the pool holds."""
+    """Check that k, v are fresh rows with the heads of the pool."""
     check_heads("k", k)
     check_heads("v", v)
     check(v.shape == k.shape, f"k is {list(k.shape)}, v is {list(v.shape)}")
@@ -179,5 +183,5 @@ def check_rope(cos: Tensor, sin: Tensor, num_rows: int, head_dim: int) -> None:
 
 
 def pool_bits(pool: Tensor) -> Tensor:
-    """A pool or stored codes as the kernels see them: float8 as its bytes, since not every architecture converts it."""
+    """A pool or stored codes as the kernels see them: float8 as bytes, since not every architecture converts it."""
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool

@@ -1,7 +1,7 @@
-"""Which tile a launch uses: a small table for each architecture and head size, and the number of context splits.
+"""Tile tables per architecture and head size, and the number of context splits.
 
 No autotuning at run time: the choice depends on shapes alone, so the same shapes always run the same code, and
-every entry can be compiled and inspected without a GPU (`benchmarks/kernel_resources.py`).
+every entry can be compiled and inspected without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIN_KEYS_PER_SPLIT = 256
 
 @dataclass(frozen=True)
 class DenseRoute:
-    """Full prefills over adjacent keys, of least_rows rows or more, go to that kernel of torch's SDPA: cudnn or flash."""
+    """Full prefills over adjacent keys with at least least_rows rows go to this SDPA kernel of torch: cudnn or flash."""
 
     kernel: str
     least_rows: int
@@ -33,9 +33,9 @@ and its report writes it; where nothing was measured there is none, and our kern
 
 @dataclass(frozen=True)
 class TileConfig:
-    """block_m: rows x heads of a group in a tile; block_n: keys a step; num_warps, num_stages: Triton's knobs.
+    """block_m: rows x heads of a group in a tile; block_n: keys per step; num_warps, num_stages: Triton's parameters.
 
-    tma: prefill copies unmasked key tiles by the tensor memory accelerator, two a step, where the launch allows it.
+    tma: prefill copies unmasked key tiles with the tensor memory accelerator, two per step, where the launch allows it.
     """
 
     block_m: int
@@ -45,17 +45,19 @@ class TileConfig:
     tma: bool = False
 
     def stages(self, direct: bool) -> int:
-        """num_stages to compile with. direct: where a key tile lies is known a step ahead. Else keys behind a block
-        table are two loads, one fed by the other; Triton shares the stages out between them, so the keys are as many
-        tiles ahead as in the direct case only with more."""
+        """num_stages to compile with. direct: the address of a key tile is known one step ahead.
+
+        Keys behind a block table take two dependent loads. Triton divides the stages between them, so reaching the same
+        prefetch distance as in the direct case needs more stages.
+        """
         return self.num_stages if direct or self.num_stages == 1 else 2 * self.num_stages - 1
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launch of attention is planned for: the architecture (`arch_of`) and its number of multiprocessors.
+    """Target of an attention launch: the architecture (`arch_of`) and its number of multiprocessors.
 
-    config, num_splits: instead of what the tables below choose.
+    config, num_splits: override the choice of the tables below.
     """
 
     arch: int
@@ -70,16 +72,18 @@ def padded(n: int) -> int:
 
 
 def arch_of(capability: tuple[int, int]) -> int:
-    """The table's key for a compute capability: 80, 90 or 100. What is neither Hopper nor a data centre's Blackwell has
-    the matrix instructions and the shared memory of 8.x."""
+    """Table key for a compute capability: 80, 90 or 100.
+
+    Devices other than Hopper and data-centre Blackwell have the matrix instructions and the shared memory of 8.x.
+    """
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
 def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = False) -> tuple[TileConfig, ...]:
-    """Every tile prefill attention may use, widest first.
+    """All tiles that prefill attention may use, widest first.
 
     Wide tiles reuse each key the most; narrow ones fill the device when there are few rows. element_size: of the queries;
-    float8: of the pool. What is smaller or shallower than its neighbours spilled registers otherwise.
+    float8: of the pool. Entries smaller or shallower than their neighbours spilled registers otherwise.
     """
     dim = padded(head_dim)
     if element_size == 4:  # no tensor cores in full fp32: small tiles, or the operands spill
@@ -99,9 +103,9 @@ def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = 
 
 
 def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_size: int, contiguous: bool) -> bool:
-    """Whether a launch's key tiles are boxes the copy engine can take: whole heads of two bytes, in one block each.
+    """Whether the copy engine can load a launch's key tiles as boxes: whole heads of 2-byte values, each in one block.
 
-    For a pool of q's dtype; float8 values are widened by the threads that read them.
+    Only for a pool of q's dtype; float8 values are widened by the threads that read them.
     """
     one_block = contiguous or block_size % config.block_n == 0
     return config.tma and element_size == 2 and head_dim == padded(head_dim) and one_block
@@ -110,7 +114,7 @@ def copies_tiles(config: TileConfig, head_dim: int, element_size: int, block_siz
 def pick_prefill_config(
     configs: tuple[TileConfig, ...], group: int, num_rows: int, num_kv_heads: int, num_sms: int, max_keys: int
 ) -> TileConfig:
-    """The narrowest tile that holds all rows; where none does the widest that still gives every multiprocessor work.
+    """The narrowest tile that holds all rows; if none does, the widest that still gives every multiprocessor work.
 
     max_keys: the longest context, which may be split. Raises KernelError when more heads share a KV head than the widest
     tile has rows.
@@ -134,12 +138,12 @@ def pick_prefill_config(
 
 
 def num_tiles(config: TileConfig, group: int, num_rows: int, num_seqs: int) -> int:
-    """Upper bound on tiles, known without reading row counts from the device: one partial tile a sequence."""
+    """Upper bound on tiles without reading row counts from the device: one partial tile per sequence."""
     return num_rows // (config.block_m // group) + num_seqs
 
 
 def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
-    """The tile of decode attention: one row a sequence, so the heads of a group are its rows."""
+    """The tile of decode attention: one row per sequence, so the heads of a group are its rows."""
     block_m = max(16, padded(group))
     dim = padded(head_dim)
     if element_size == 4:
@@ -150,7 +154,7 @@ def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
 
 
 def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
-    """How many parts to cut the context into (1: the one-kernel path, PagedAttention's v1; more: v2's reduction).
+    """Number of parts to split the context into (1: one kernel, PagedAttention v1; more: v2's reduction).
 
     num_programs: programs of an unsplit launch. Splits fill two waves of the device, keep at least
     MIN_KEYS_PER_SPLIT keys each, and are a power of two, so that a growing context rarely changes the kernel.
@@ -164,6 +168,6 @@ def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
 
 
 def split_counts(num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, ...]:
-    """Every number of splits of launches over contexts of up to max_keys: most where one tile or sequence is all there is."""
+    """All split counts of launches over contexts of up to max_keys; the largest is that of a single tile or sequence."""
     most = num_context_splits(num_kv_heads, max_keys, num_sms)
     return tuple(1 << n for n in range(most.bit_length()))

@@ -1,8 +1,8 @@
-"""Paged decode attention: one new row a sequence, the context split over programs and joined afterwards.
+"""Paged decode attention: one new row per sequence, the context split over programs and joined afterwards.
 
-Decode reads every key once and does little with it, so it runs at the speed of memory if enough programs read at
-once: a batch that fills the device is left whole (PagedAttention's v1, arXiv 2309.06180), a small one has its context
-split (v2, Flash-Decoding). The heads of a group are the rows of a tile, so K and V are read once for all of them.
+Decode reads every key once with little arithmetic, so it runs at memory bandwidth if enough programs read at once:
+a batch that fills the device is not split (PagedAttention v1, arXiv 2309.06180), a small one has its context split
+(v2, Flash-Decoding). The heads of a group are the rows of a tile, so K and V are read once for all of them.
 """
 
 # Kernels are untyped: their arguments are Triton's.
@@ -131,8 +131,10 @@ def decode_attention_kernel(
 def decode_attention(
     q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, plan: LaunchPlan
 ) -> Tensor:
-    """As `KernelBackend.decode_attention`, for the dtypes and strides of `prefill_attention`. A sequence of length 0 gets
-    zeros. meta.max_kv_len only chooses the number of splits."""
+    """`KernelBackend.decode_attention`, for the dtypes and strides of `prefill_attention`.
+
+    A sequence of length 0 gets zeros. meta.max_kv_len only chooses the number of splits.
+    """
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)
     check_sequences(q, meta.block_table, meta.kv_lens)

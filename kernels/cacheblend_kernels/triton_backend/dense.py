@@ -1,4 +1,4 @@
-"""A full prefill over adjacent keys by torch's own attention, where `configs.DENSE_ROUTES` says that it is faster than ours."""
+"""Full prefill over adjacent keys by torch's SDPA, where `configs.DENSE_ROUTES` records it as faster than our kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION
 
 
 def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
-    """Whether the rows are all positions of one sequence in adjacent blocks: known without the device."""
+    """Whether the rows are all positions of one sequence in adjacent blocks; decided on the host."""
     whole = meta.contiguous_slot >= 0 and 0 < meta.num_rows == meta.max_kv_len
     return whole and q.dtype in HALVES and q.dtype == cache.k.dtype
 
@@ -23,8 +23,8 @@ def is_full(q: Tensor, cache: LayerCache, meta: AttentionMetadata) -> bool:
 def sdpa_prefill(q: Tensor, cache: LayerCache, first_slot: int, scale: float, kernel: str) -> Tensor:
     """Causal attention of rows 0..n-1, [n, num_heads, head_dim], over the pool's slots first_slot..first_slot + n - 1.
 
-    kernel: of SDPA. cuDNN makes a plan for every length, so lengths are padded to multiples of PLANNED_ROWS: with zeros
-    behind a copy of K and V, since what lies behind them in the pool may be no number. No row sees the padding.
+    kernel: the SDPA backend. cuDNN makes a plan per length, so lengths are padded to multiples of PLANNED_ROWS, with
+    zeros after a copy of K and V, since unused slots of the pool may hold NaN. No row sees the padding.
     """
     num_rows, (num_kv_heads, head_dim) = q.shape[0], cache.k.shape[2:]
     missing = -num_rows % PLANNED_ROWS if kernel == "cudnn" else 0

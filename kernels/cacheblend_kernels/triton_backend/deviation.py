@@ -1,4 +1,4 @@
-"""KV deviation: how far fresh K and V are from what the pool holds. CacheBlend (arXiv 2405.16444), section 4.3."""
+"""KV deviation: squared distance of fresh K and V from the pool. CacheBlend (arXiv 2405.16444), section 4.3."""
 
 # Kernels are untyped: their arguments are Triton's.
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -31,7 +31,7 @@ KINDS = ("k", "v", "kv")
 
 @triton.jit
 def _held(ptrs, scale_ptrs, mask, FP8: tl.constexpr):
-    """What the pool holds, fp32."""
+    """Pool contents, fp32."""
     if FP8:
         return e4m3_to_fp32(tl.load(ptrs, mask=mask, other=0)) * tl.load(scale_ptrs, mask=mask, other=0.0)
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -76,7 +76,7 @@ def kv_deviation_kernel(
 
 
 def kv_deviation(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, kind: str = "kv") -> Tensor:
-    """As `KernelBackend.kv_deviation`. Rows may be strided; the differences and their sum are fp32."""
+    """`KernelBackend.kv_deviation`. Rows may be strided; the differences and their sum are fp32."""
     _check(k, v, cache, slots, kind)
     out = torch.empty(k.shape[0], dtype=torch.float32, device=k.device)
     if k.shape[0] == 0:

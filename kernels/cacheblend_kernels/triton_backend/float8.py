@@ -1,4 +1,4 @@
-"""float8_e4m3fn (arXiv 2209.05433) by its bits, so that every architecture reads and writes it, and all the same way.
+"""float8_e4m3fn (arXiv 2209.05433) by bit operations, so that every architecture reads and writes it identically.
 
 Sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities; both all-ones codes are NaN; largest number 448.
 """

@@ -1,5 +1,7 @@
-"""Stored K and V into the pool in one kernel: dequantise, rotate K to its new positions, cast, scatter. `StoredKV` says in
-which forms they come."""
+"""Load stored K and V into the pool in one kernel: dequantise, rotate K to its new positions, cast, scatter.
+
+`StoredKV` describes the stored formats.
+"""
 
 # Kernels are untyped: their arguments are Triton's.
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -125,7 +127,7 @@ def load_kv_kernel(
 
 
 def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
-    """As `KernelBackend.load_kv`."""
+    """`KernelBackend.load_kv`."""
     run, num_rows = slots.first_slot >= 0, stored.k.shape[0]
     num_slots = cache.k.shape[0] * cache.k.shape[1]
     check(not run or slots.first_slot + num_rows <= num_slots, "the slots run past the pool")
@@ -163,7 +165,7 @@ def load_kv(stored: StoredKV, cache: LayerCache, slots: Slots) -> None:
 
 
 def _codec(stored: StoredKV, cache: LayerCache) -> str:
-    """Which of the forms of `StoredKV` the tensors are: plain, fp8, int8 or int4."""
+    """The format of the tensors: plain, fp8, int8 or int4 (see `StoredKV`)."""
     if stored.k.dtype == torch.uint8:
         return "int8" if stored.k.shape[2] == cache.k.shape[3] else "int4"
     return "fp8" if stored.k.dtype == torch.float8_e4m3fn else "plain"
@@ -171,7 +173,7 @@ def _codec(stored: StoredKV, cache: LayerCache) -> str:
 
 @once
 def _check(stored: StoredKV, cache: LayerCache, cos: Tensor, sin: Tensor, slots: Tensor | None) -> None:
-    """slots: None where they are a run, and not read."""
+    """Check the inputs. slots: None if they are consecutive, and not read."""
     check_cache(cache)
     k, v, num_rows, (num_kv_heads, head_dim) = stored.k, stored.v, stored.k.shape[0], cache.k.shape[2:]
     check(k.shape == v.shape and k.dtype == v.dtype, f"k is {list(k.shape)} {k.dtype}, v is {list(v.shape)} {v.dtype}")

@@ -103,7 +103,7 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
 
 
 def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    """residual: x itself where nothing is added."""
+    """Launch the kernel. residual: x itself if nothing is added."""
     width = x.shape[-1]
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     num_rows = x.numel() // max(1, width)

@@ -1,13 +1,13 @@
 """Attention of scattered rows over the paged pool, causal by position.
 
-The rows need not be a run: each carries its position, and a tile of rows walks the keys from the first one its first
+Rows need not be consecutive: each carries its position, and a tile of rows walks the keys from the first one its first
 row may see up to the position of its last row. Most key tiles lie below the first row's position and need no mask;
-only the edges do, and nothing of size rows x keys ever exists. The heads that share a KV head (GQA) are rows of the
-same tile, so K and V are read once for all of them. With few rows and a long context the key range is split over
+only the edges do, and nothing of size rows x keys is materialised. The heads that share a KV head (GQA) are rows of
+the same tile, so K and V are read once for all of them. With few rows and a long context the key range is split over
 programs and joined afterwards.
 
-On Hopper and newer, key tiles that no row needs masked are copied by the tensor memory accelerator, two tiles a step: a
-block of the pool is a box of it, so paging costs one look-up a tile.
+On Hopper and newer, key tiles that need no mask are copied by the tensor memory accelerator, two tiles per step: a
+block of the pool is a box of it, so paging costs one look-up per tile.
 
 After FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180) and Flash-Decoding; the scattered rows
 are those of CacheBlend's selective recomputation (arXiv 2405.16444).
@@ -257,7 +257,7 @@ def prefill_attention_kernel(
         end = tl.minimum(begin + tiles_each * BLOCK_N, hi)
     inner_lo = tl.minimum(tl.maximum(inner_lo, begin), end)
     inner_hi = tl.maximum(tl.minimum(inner_hi, end), inner_lo)
-    if TMA:  # an odd tile out goes with the edge
+    if TMA:  # an odd last tile is processed with the edge
         inner_hi = inner_lo + (inner_hi - inner_lo) // (2 * BLOCK_N) * (2 * BLOCK_N)
 
     k_factor = 1.0
@@ -310,8 +310,10 @@ def prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams, plan: LaunchPlan
 ) -> Tensor:
-    """As `KernelBackend.prefill_attention`. q: fp16, bf16 or fp32; heads packed, rows may be strided. The pool is of q's
-    dtype, or float8_e4m3fn. Returns a new tensor [num_rows, num_heads, head_dim], contiguous, of q's dtype."""
+    """`KernelBackend.prefill_attention`. q: fp16, bf16 or fp32; heads packed, rows may be strided.
+
+    The pool has q's dtype, or float8_e4m3fn. Returns a new contiguous tensor [num_rows, num_heads, head_dim] of q's dtype.
+    """
     contiguous = meta.contiguous_slot >= 0
     check_attention(q, cache, params)
     check_sequences(q, meta.block_table, meta.kv_lens)

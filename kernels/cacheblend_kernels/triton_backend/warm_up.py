@@ -1,4 +1,4 @@
-"""Every variant of attention that a model's layer may launch, launched once: what is compiled then is not compiled later."""
+"""Warm-up: launch every attention variant that a layer may use once, so that nothing is compiled later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_THREADS = 8
 
 
 def warm_up_attention(q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int, plan: LaunchPlan) -> None:
-    """As `KernelBackend.warm_up`. The compiler leaves other threads alone for most of its time: several work side by side."""
+    """`KernelBackend.warm_up`. The compiler releases the GIL most of the time, so several threads compile in parallel."""
     launches = _launches(q, cache, params, max_keys, plan)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(launch) for launch in launches]:
@@ -30,7 +30,7 @@ def warm_up_attention(q: Tensor, cache: LayerCache, params: AttentionParams, max
 def _launches(
     q: Tensor, cache: LayerCache, params: AttentionParams, max_keys: int, plan: LaunchPlan
 ) -> list[Callable[[], Tensor]]:
-    """Of prefill every tile, of both every number of splits, with the blocks behind a table and without."""
+    """All prefill tiles, and all split counts of both kernels, with and without a block table."""
     num_kv_heads, head_dim = cache.k.shape[2:]
     keys = max_keys if params.sliding_window is None else min(max_keys, params.sliding_window)
     configs = prefill_configs(plan.arch, head_dim, q.element_size(), cache.k.dtype == torch.float8_e4m3fn)
@@ -48,7 +48,7 @@ def _launches(
 
 
 def _one_row(device: torch.device, contiguous_slot: int) -> AttentionMetadata:
-    """A row at position 0 of a sequence in block 0."""
+    """Metadata of one row at position 0 of a sequence in block 0."""
     one = torch.ones(1, dtype=torch.int32, device=device)
     return AttentionMetadata(
         positions=torch.zeros(1, dtype=torch.int64, device=device),
