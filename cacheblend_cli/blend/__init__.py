@@ -1,1 +1,1 @@
-"""The blending algorithm (CacheBlend, arXiv 2405.16444): what to recompute, and the prefill that does."""
+"""The blending algorithm (CacheBlend, arXiv 2405.16444): choosing tokens to recompute, and the blended prefill."""

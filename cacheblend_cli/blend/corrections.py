@@ -1,4 +1,4 @@
-"""Corrections of the KV that is not recomputed, from the KV that is."""
+"""Corrections of KV that is not recomputed, estimated from the KV that is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cacheblend_cli.model.rope import CosSin
 
 
 class Correction(Protocol):
-    """Made when the tokens to recompute are chosen; applied at every layer after that."""
+    """Created when the tokens to recompute are chosen; applied at every following layer."""
 
     def apply(self, layer: DecoderLayer, k: Tensor, v: Tensor) -> None: ...
 
@@ -35,13 +35,13 @@ def old_kv(layer: DecoderLayer, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class MeanShift:
-    """Moves the old K and V of a chunk by the mean change of its recomputed tokens (AgentKVShift, arXiv 2607.21604).
+    """Shift the old K and V of a chunk by the mean change of its recomputed tokens (AgentKVShift, arXiv 2607.21604).
 
-    What a chunk misses when it is computed alone is much the same for all of its tokens: who or what it is about. The
-    mean is taken a chunk and layer, of K before RoPE and of V, and shrunk towards zero where the changes differ from one
-    another more than their mean tells (James-Stein, with one variance for the chunks up to it).
+    The context missing from a chunk that was collected alone affects all of its tokens similarly. The mean is taken per
+    chunk and layer, of K before RoPE and of V, and shrunk towards zero where the changes vary more than the mean explains
+    (James-Stein, with one variance for the chunks up to it).
 
-    A token is moved by what later tokens of its own chunk say too, never by a later chunk: causal by chunk, not by token.
+    A token is shifted by later tokens of its own chunk too, never by a later chunk: causal per chunk, not per token.
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
@@ -70,27 +70,27 @@ class MeanShift:
         mean = total / count.clamp_min(1)[:, None, None]
         apart = (change - mean[self._chunk]).square().sum((1, 2))
         spread = torch.zeros(chunks, device=device).index_add_(0, self._chunk, apart)
-        variance = spread.cumsum(0) / (count - 1).clamp_min(0).cumsum(0).clamp_min(1)  # of this chunk and those before
+        variance = spread.cumsum(0) / (count - 1).clamp_min(0).cumsum(0).clamp_min(1)  # this chunk and those before it
         noise = variance / count.clamp_min(1)
         keep = (1 - noise / mean.square().sum((1, 2)).clamp_min(1e-30)).clamp_min(0)
         return (mean * keep[:, None, None])[self._stale_chunk]
 
 
 class Regression:
-    """Moves the old K and V of a token by what the changes of its chunk's recomputed tokens say of its own: Gaussian process
-    regression, a chunk and layer at a time, of K before RoPE and V together.
+    """Predict the change of a chunk's stale K and V from the changes of its recomputed tokens, by Gaussian process
+    regression, one chunk and layer at a time, over K before RoPE and V together.
 
-    All tokens of a chunk are taken to change alike (what all of it misses is the mean shift), more so the nearer they stand,
-    and where their old K and V are alike. Where recomputed tokens disagree, less is moved; where there are none, nothing.
+    The prior correlates all tokens of a chunk (the mean shift), more strongly if they are close to each other or if their
+    old K and V are similar. Recomputed tokens that disagree reduce the shift; a chunk without any is not shifted.
 
-    A token is moved by what later tokens of its own chunk say too, never by another chunk: causal by chunk, not by token.
+    A token is shifted by later tokens of its own chunk too, never by another chunk: causal per chunk, not per token.
     """
 
     def __init__(self, prompt: Prompt, every: Candidates, repaired: Candidates) -> None:
         self._pool = prompt.pool
         known = torch.isin(every.positions, repaired.positions).cpu()
         lengths = torch.unique_consecutive(every.chunk.cpu(), return_counts=True)[1].tolist()
-        number = known.cumsum(0) - 1  # of each recomputed token among these
+        number = known.cumsum(0) - 1  # for each recomputed token of these chunks
         of_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for tokens, there in zip(torch.arange(len(known)).split(lengths), known.split(lengths), strict=True):
             if 0 < (count := int(there.sum())) < len(tokens):
@@ -114,13 +114,15 @@ class Regression:
 
 @dataclass(frozen=True)
 class _Part:
-    """Chunks of much the same size, C of them: each S stale tokens and behind these M recomputed, known ones, R together. A
-    smaller chunk is filled up with a known token of its own, which is taken to be like none; its slot is written anew anyway.
+    """A batch of C chunks of similar size: S stale tokens each, followed by M recomputed (known) ones, R together.
 
-    slots: [C, R] int64. back: cos and sin of each RoPE, [C * R, head_dim], that turn old K back; forth: those that turn the
-    stale tokens' K to their places. own: [C, M] int64, which of all the recomputed ones the known are. share: fp32 [C, 1, R],
-    of a token in its chunk's mean. unlike: fp32 [C, R, 1], infinite where one fills up. placed: fp32 [C, M, R], how alike
-    their places make them.
+    Smaller chunks are padded with one of their known tokens, treated as uncorrelated with everything; its slot is
+    overwritten anyway.
+
+    slots: [C, R] int64. back: cos and sin of each RoPE, [C * R, head_dim], that undo the rotation of old K; forth: those
+    that rotate the K of stale tokens to their positions. own: [C, M] int64, indexes of the known tokens among all
+    recomputed ones. share: fp32 [C, 1, R], weight of a token in its chunk's mean. unlike: fp32 [C, R, 1], infinite for
+    padding. placed: fp32 [C, M, R], correlation by distance.
     """
 
     slots: Tensor
@@ -184,23 +186,27 @@ class _Part:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """a^-1 b, a positive definite: fp32 [C, M, M] and [C, M, width]. Not by LU (solve, inv_ex), though that is faster: MKL's of
-    a batch fails or hangs where there are several threads and M is some two hundred."""
+    """a^-1 b, a positive definite: fp32 [C, M, M] and [C, M, width].
+
+    LU (solve, inv_ex) is faster, but MKL's batched LU fails or hangs with several threads and M of about 200.
+    """
     lower = torch.linalg.cholesky_ex(a).L
     return _by_triangles(lower, b) if b.is_cuda else torch.cholesky_solve(b, lower)
 
 
 def _by_triangles(lower: Tensor, b: Tensor) -> Tensor:
-    """(lower lower^T)^-1 b. For a GPU: `cholesky_solve` of a batch is MAGMA's in torch up to 2.11, which takes memory from the
-    driver and waits for the device each time."""
+    """(lower lower^T)^-1 b. For GPUs: up to torch 2.11 a batched `cholesky_solve` is MAGMA's, which allocates from the driver
+    and synchronises on every call."""
     half = torch.linalg.solve_triangular(lower, b, upper=False)
     return torch.linalg.solve_triangular(lower.mT, half, upper=True)
 
 
 def _noise(change: Tensor, share: Tensor) -> Tensor:
-    """What of each known token's change is its own, fp32 [C, M]: in proportion to its square, so that few tokens that change
-    far more than the others (sinks of attention) do not move the chunk. change: [C, M, width]; share: [C, M], 0 where one
-    fills up."""
+    """Noise variance of each known token's change, fp32 [C, M].
+
+    Proportional to its square, so that a few tokens that change far more than the others (attention sinks) do not
+    dominate. change: [C, M, width]; share: [C, M], 0 for padding.
+    """
     size = torch.linalg.vector_norm(change, dim=-1).square_()
     mean = (size * share).sum(1, keepdim=True) / share.sum(1, keepdim=True)
     return NOISE * (size / mean.clamp_min(1e-30)).clamp_min_(LEAST_NOISE)

@@ -1,11 +1,11 @@
 """The loading controller (CacheBlend, EuroSys'25, arXiv 2405.16444, section 5.1): how much repair is free.
 
 While a layer is recomputed, the KV of the next one is loaded. The controller takes the largest recompute ratio at which
-recomputing a layer takes no longer than loading the next, at least a floor; and a full prefill where that is estimated
-to be faster than loading and blending. A pure function of speeds and workload; measuring is in speeds.py.
+recomputing a layer takes no longer than loading the next, at least a floor; or a full prefill if it is estimated to be
+faster than loading and blending. A pure function of speeds and workload; speeds.py measures the speeds.
 
-The cost of a layer is layer_s + rows * row_s + pairs * pair_s, pairs being (row, key it attends to). With s chosen and
-f fresh rows of n that are not exact, a blended prefill computes
+The cost of a layer is layer_s + rows * row_s + pairs * pair_s, pairs being (row, key it attends to). With s chosen rows
+and f fresh rows among n that are not exact, a blended prefill computes
 
 | layer                  | rows                                                                        |
 |------------------------|-----------------------------------------------------------------------------|
@@ -14,10 +14,10 @@ f fresh rows of n that are not exact, a blended prefill computes
 | after it               | s + f                                                                       |
 | the last               | K and V of the rows before, the rest of one                                 |
 
-A selector without a check layer chooses before layer 0, so every layer has s + f rows. One that follows the question's
-attention first runs the f fresh rows through the layers it looks at, whose KV it waits for: what is loaded by then hides
-no recompute any more. Where what is not recomputed is moved (`corrections.py`), each layer behind the choice takes moved_s
-for each row of that.
+A selector without a check layer chooses before layer 0, so every layer has s + f rows. A selector that follows the
+question's attention first runs the f fresh rows through the layers it probes, and waits for their KV: KV loaded by then
+no longer hides recomputation. Where stale KV is corrected (`corrections.py`), each layer after the choice takes moved_s
+per corrected row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ FULL, BLEND = "full", "blend"
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a machine takes for a model. Seconds: of a layer whatever its rows, of a row, of a row's look at one key, of
-    the output head, and from the prefill's end to the first token. bytes_per_s: of KV from the store into the pool, read,
-    checked and placed; inf when there was nothing to measure it with. prefills: how many it has learnt from; not_loaded:
-    how many of them in a row loaded nothing, so that nothing was learnt about loading. moved_s: of a row that is moved, in a
-    layer."""
+    """Measured speeds of a machine for a model. Seconds: per layer independent of rows, per row, per (row, key) pair, of
+    the output head, and from the end of the prefill to the first token.
+
+    bytes_per_s: KV from the store into the pool: read, checked and placed; inf if it could not be measured. prefills:
+    number of prefills learnt from; not_loaded: how many of the latest in a row loaded nothing, so that nothing was learnt
+    about loading. moved_s: per corrected row and layer.
+    """
 
     layer_s: float
     row_s: float
@@ -49,11 +51,14 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Workload:
-    """One prompt. inexact: cached tokens whose KV needs repair; fresh: tokens computed in any case; *_keys: how many keys
-    one of them sees on average. kv_bytes: to load, of all layers. kv_share: of a row's work in a layer, K and V's part.
-    check_layer: 0 for a selector that needs none. layer0_exact: stored K and V of layer 0 stand as they are. probe_layers:
-    the first layers, which the fresh rows run through before tokens are chosen; draft_tokens: rows that then run through
-    all of them, one by one. corrected: what is not recomputed is moved."""
+    """One prompt. inexact: cached tokens whose KV needs repair; fresh: tokens computed in any case; *_keys: the mean number
+    of keys one of them sees.
+
+    kv_bytes: to load, all layers. kv_share: the share of K and V in a row's work per layer. check_layer: 0 for a selector
+    that needs none. layer0_exact: stored K and V of layer 0 are exact. probe_layers: the first layers, which the fresh
+    rows pass through before tokens are chosen; draft_tokens: rows that then pass through all of them, one by one.
+    corrected: KV that is not recomputed is corrected.
+    """
 
     num_layers: int
     total: int
@@ -72,7 +77,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a prefill. compute_s and load_s run at the same time; stall_s: how long computing waits for KV."""
+    """Seconds of a prefill. compute_s and load_s overlap; stall_s: time that computing waits for KV."""
 
     prefill_s: float
     compute_s: float
@@ -82,8 +87,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """mode: "blend" at `ratio`, or "full" (ratio 1). layer_compute_s at that ratio after the check layer, layer_load_s: what
-    is weighed against each other. chosen, full: the estimates of what was decided and of a full prefill."""
+    """mode: "blend" at `ratio`, or "full" (ratio 1). layer_compute_s at that ratio after the check layer, layer_load_s: the
+    two sides of the trade-off. chosen, full: the estimates for the decision and for a full prefill."""
 
     mode: str
     ratio: float
@@ -95,9 +100,9 @@ class Decision:
 
 
 def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
-    """The ratio that is free, at least `floor`; a full prefill when that is estimated to be no slower.
+    """Return the largest ratio that is free, at least `floor`; or a full prefill if it is estimated to be no slower.
 
-    With nothing cached the two are one, and it is called blend: what had to be computed is then stored afterwards.
+    With nothing cached the two are the same, and the mode is blend: chunks that had to be computed are stored afterwards.
     """
     ratio = min(1.0, max(floor, free_ratio(speeds, work)))
     blend, full = estimate(speeds, work, ratio), estimate_full(speeds, work)
@@ -110,8 +115,10 @@ def decide(speeds: Speeds, work: Workload, floor: float) -> Decision:
 
 
 def free_ratio(speeds: Speeds, work: Workload) -> float:
-    """The largest share of the inexact tokens whose recompute in a layer hides under the loading of the next, of what is
-    still to load when tokens are chosen; 0 when even the fresh rows take longer, or nothing needs repair."""
+    """The largest share of the inexact tokens whose recomputation in a layer is hidden by loading the next one.
+
+    Counts what is still to load when tokens are chosen; 0 if the fresh rows alone take longer, or nothing needs repair.
+    """
     if not work.inexact:
         return 0.0
     probed, _ = _probe_s(speeds, work)
@@ -129,7 +136,7 @@ def free_ratio(speeds: Speeds, work: Workload) -> float:
 
 
 def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
-    """Of a blended prefill. A layer starts when the one before is computed and its own KV is there."""
+    """Estimate a blended prefill. A layer starts when the previous one is computed and its own KV is loaded."""
     chosen, load = _chosen(work, ratio), _layer_load_s(speeds, work)
     checked = work.check_layer if 0 < chosen < work.inexact else 0  # ratio 0 and 1: nothing to choose
     now, compute = _probe_s(speeds, work) if 0 < chosen < work.inexact else (0.0, 0.0)
@@ -142,7 +149,7 @@ def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
 
 
 def estimate_full(speeds: Speeds, work: Workload) -> Estimate:
-    """Of a full prefill, which loads nothing."""
+    """Estimate a full prefill, which loads nothing."""
     rows, pairs = _full_rows(work)
     last = _layer_s(speeds, work.kv_share * rows + (1 - work.kv_share), work.total)
     seconds = (work.num_layers - 1) * _layer_s(speeds, rows, pairs) + last + speeds.head_s
@@ -150,14 +157,14 @@ def estimate_full(speeds: Speeds, work: Workload) -> Estimate:
 
 
 def learn(speeds: Speeds, predicted_s: float, computed_s: float, kv_bytes: int, load_s: float, rest_s: float) -> Speeds:
-    """The speeds after one more prefill, as running averages.
+    """Return the speeds updated with one more prefill, as running averages.
 
-    predicted_s and computed_s: estimate and measure of its computing alone; kv_bytes, load_s: what it loaded in which
-    time (0: nothing); rest_s: from its end to the first token.
+    predicted_s and computed_s: estimated and measured compute time; kv_bytes, load_s: bytes loaded and seconds (0:
+    nothing); rest_s: from its end to the first token.
     """
     share = max(_NEW, 1 / (speeds.prefills + 2))  # the measurement counts as one prefill
     factor = (computed_s / predicted_s) if predicted_s > 0 and computed_s > 0 else 1.0
-    factor = min(_MOST, max(1 / _MOST, factor)) ** share  # one odd run does not spoil what many have said
+    factor = min(_MOST, max(1 / _MOST, factor)) ** share  # limits the influence of one outlier
     bytes_per_s = speeds.bytes_per_s
     if kv_bytes and load_s > 0:
         found = kv_bytes / load_s
@@ -175,7 +182,7 @@ def learn(speeds: Speeds, predicted_s: float, computed_s: float, kv_bytes: int, 
     )
 
 
-_NEW = 0.1  # share of the newest prefill in a running average that is old
+_NEW = 0.1  # weight of the newest prefill in a settled running average
 _MOST = 4.0
 
 
@@ -188,7 +195,7 @@ def _layer_load_s(speeds: Speeds, work: Workload) -> float:
 
 
 def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
-    """When tokens are chosen, and how much of it was computing. A layer of the probe starts when its KV is there."""
+    """(time at which tokens are chosen, computing until then), seconds. A probe layer starts when its KV is loaded."""
     seconds, load = _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys), _layer_load_s(speeds, work)
     now = 0.0
     for layer in range(work.probe_layers):
@@ -202,7 +209,7 @@ def _layer_s(speeds: Speeds, rows: float, pairs: float) -> float:
 
 
 def _moved_s(speeds: Speeds, work: Workload, chosen: int) -> float:
-    """What moving the others takes in a layer behind the choice; nobody says how where nothing is recomputed."""
+    """Seconds a layer spends on correcting rows after the choice; 0 if nothing is recomputed, since nothing is learnt then."""
     return speeds.moved_s * (work.inexact - chosen) if work.corrected and chosen else 0.0
 
 
@@ -211,7 +218,7 @@ def _full_rows(work: Workload) -> tuple[float, float]:
 
 
 def _rows(work: Workload, chosen: int, layer: int, check: int = 0) -> tuple[float, float]:
-    """(rows, pairs) of a layer, rows as parts of one row's work. check: the layer at which tokens are chosen, 0: before all."""
+    """(rows, pairs) of a layer, rows in units of one row's work. check: the layer at which tokens are chosen, 0: before all."""
     candidates = work.inexact if check and layer <= check else chosen
     done = work.inexact if layer < check else chosen
     kv_rows = candidates + work.fresh

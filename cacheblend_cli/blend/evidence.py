@@ -1,4 +1,4 @@
-"""What selectors may ask for about the cached tokens: how far fresh KV is from old, and what the question looks at."""
+"""Evidence for selectors about the cached tokens: KV deviation, and the question's attention."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ a CPU heads take turns, and what one head makes stays in its cache."""
 
 
 class BeforeLayers:
-    """Evidence there is before layer 0: what the question looks at when it runs alone over the stored KV.
+    """Evidence available before layer 0: attention of the question, run alone over the stored KV.
 
-    The fresh rows (suffix and holes) run through the layers over the pool as it was loaded. What they write is written
-    again by the blended prefill. prompt: for selectors that look in ways of their own. probe_layers: the layers whose
-    attention counts. draft_tokens: how far `draft` looks.
+    The fresh rows (suffix and missing chunks) pass through the layers over the loaded pool. Their KV is overwritten by
+    the blended prefill. prompt: for selectors that compute their own evidence. probe_layers: layers whose attention
+    counts. draft_tokens: length of the draft.
     """
 
     def __init__(self, prompt: Prompt, probe_layers: Sequence[int], draft_tokens: int) -> None:
@@ -46,9 +46,9 @@ class BeforeLayers:
         return look.found
 
     def draft(self, candidates: Candidates) -> Tensor:
-        """As `attention`, over the rows of the answer's first tokens, drafted greedily over the stored KV.
+        """`attention`, over the rows of the answer's first tokens, drafted greedily over the stored KV.
 
-        Values are looked up when the answer comes to them, not while the question is read (Lookahead Q-Cache, arXiv
+        Values are looked up when the answer reaches them, not while the question is read (Lookahead Q-Cache, arXiv
         2505.20334, evicts by the same rows).
         """
         prompt, sequence, decoder = self.prompt, self.prompt.sequence, self.prompt.decoder
@@ -70,10 +70,9 @@ class BeforeLayers:
 
 
 class _Look(Observer):
-    """What the last rows of a pass, as many as the suffix has or fewer, look at in the probe layers.
+    """Attention of the last rows of a pass (at most as many as the suffix has) in the probe layers.
 
-    found: the largest attention weight on each candidate so far, [n] fp32. stop: the layer whose queries are the last
-    that are wanted.
+    found: the largest attention weight on each candidate so far, [n] fp32. stop: the last layer whose queries are needed.
     """
 
     def __init__(
@@ -96,10 +95,10 @@ class _Look(Observer):
 
 
 class AtCheckLayer:
-    """Evidence there is at a check layer, before its fresh K and V overwrite the old.
+    """Evidence at a check layer, before its fresh K and V overwrite the old.
 
-    fresh: of all rows; candidate_index, suffix_index: which of the rows are the candidates and the suffix. kind: what
-    `deviation` compares, "k", "v" or "kv".
+    fresh: all rows; candidate_index, suffix_index: rows of the candidates and of the suffix. kind: what `deviation`
+    compares, "k", "v" or "kv".
     """
 
     def __init__(
@@ -164,8 +163,10 @@ def attention_peaks(layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Ten
 def attention_weights(
     layer: DecoderLayer, q: Tensor, positions: Tensor, keys: Tensor, at_once: int
 ) -> Iterator[Tensor]:
-    """Softmax weights, causal by position, of so many KV heads at once: fp32 [heads, group, num_rows, kv_len]. The others as
-    for `attention_peaks`."""
+    """Softmax weights, causal by position, of `at_once` KV heads at a time: fp32 [heads, group, num_rows, kv_len].
+
+    Other arguments as for `attention_peaks`.
+    """
     params, (kv_len, num_kv_heads, head_dim) = layer.attention, keys.shape
     rows = q.float().view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # KV heads, group, rows
     key_at = torch.arange(kv_len, device=positions.device)
@@ -186,5 +187,5 @@ def attention_weights(
 
 
 def heads_at_once(device: torch.device, numbers: int) -> int:
-    """KV heads in one product; numbers: of the logits of one of them."""
+    """KV heads per product. numbers: elements of one head's logits."""
     return max(1, LOGITS_AT_ONCE // numbers) if device.type == "cuda" else 1

@@ -48,7 +48,7 @@ class PrefillResult:
 def blended_prefill(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> PrefillResult:
     """Fill the sequence's KV for the whole prompt and return the logits at `output_positions` (default: the last).
 
-    With no cached segment in the plan this is a full prefill. Raises BadChunk when stored KV cannot be used.
+    Without cached segments in the plan this is a full prefill. Raises BadChunk if stored KV cannot be used.
     """
     decoder = prompt.decoder
     if output_positions is None:
@@ -63,7 +63,7 @@ def blended_prefill(prompt: Prompt, policy: BlendPolicy, output_positions: Tenso
 
 
 class BlendSteps(Observer):
-    """The steps of a blended prefill, and the rows still being computed: candidates (cached, inexact) and fresh ones."""
+    """Steps of a blended prefill, and the rows still being computed: candidates (cached, inexact) and fresh rows."""
 
     def __init__(self, prompt: Prompt, policy: BlendPolicy, output_positions: Tensor) -> None:
         self._prompt, self._policy, self._output_positions = prompt, policy, output_positions
@@ -88,7 +88,7 @@ class BlendSteps(Observer):
         return LayerStep()
 
     def fresh(self, fresh: FreshKV) -> None:
-        """Correct the old KV of the rows that an earlier choice left behind by what the fresh K and V say."""
+        """Correct the old KV of rows dropped by an earlier choice, based on the fresh K and V."""
         if self._correction is not None and fresh.layer.index > 0:
             self._correction.apply(fresh.layer, fresh.k[self._candidate_index], fresh.v[self._candidate_index])
 
@@ -97,7 +97,7 @@ class BlendSteps(Observer):
         self._choose(self._policy.checks[0][1], evidence)
 
     def _check(self, fresh: FreshKV, last: bool) -> Tensor:
-        """Narrow the candidates to the layer's ratio. Returns which rows go on."""
+        """Narrow the candidates to the layer's ratio. Returns the rows that continue."""
         own = self._fresh_index
         write_kv(fresh.layer, fresh.k[own], fresh.v[own], fresh.rows.take(own))  # the suffix attends to itself too
         suffix = own[-len(self._prompt.plan.segments[-1].token_ids) :]
@@ -121,7 +121,7 @@ class BlendSteps(Observer):
             self._correction = self._policy.correction(self._prompt, self._all, candidates)
 
     def _outputs(self) -> Tensor:
-        """The rows whose logits are asked for: no others go through the last layer."""
+        """Rows whose logits are needed: only these pass through the last layer."""
         return torch.searchsorted(self.rows.positions, self._output_positions)
 
     def _status(self, layer: int) -> Status:

@@ -1,4 +1,4 @@
-"""A prompt while it is prefilled: its plan, where its KV lies, and what loads the stored part of it."""
+"""A prompt during prefill: its plan, its KV blocks, and the loader of its stored KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 @dataclass(frozen=True)
 class Prompt:
-    """sequence: has room for the plan's tokens at least."""
+    """sequence: has capacity for at least the plan's tokens."""
 
     decoder: Decoder
     plan: PromptPlan

@@ -1,6 +1,6 @@
-"""Which of the reusable, inexact tokens to recompute. A policy is a class of a few lines that scores tokens.
+"""Selectors: which of the reusable, inexact tokens to recompute. Each policy is a small class that scores tokens.
 
-To add one: write the class and name it in SELECTORS. docs/selectors.md shows how, on an example.
+To add one: write the class and name it in SELECTORS. docs/selectors.md has an example.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cacheblend_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Candidates:
-    """The reusable, inexact tokens still in question.
+    """Reusable, inexact tokens that may be recomputed.
 
-    positions: [n] int64, sorted; chunk: [n] int64, which chunk of the prompt; offset: [n] int64, place in its chunk.
+    positions: [n] int64, sorted; chunk: [n] int64, index of the prompt's chunk; offset: [n] int64, position in its chunk.
     """
 
     positions: Tensor
@@ -35,7 +35,7 @@ class Candidates:
 
 
 class Evidence(Protocol):
-    """What a selector may ask for; each is computed when it is asked for, [n] fp32 of the candidates."""
+    """Inputs of selectors, computed on demand; each is [n] fp32 over the candidates."""
 
     def deviation(self, candidates: Candidates) -> Tensor: ...
     def attention(self, candidates: Candidates) -> Tensor: ...
@@ -44,7 +44,7 @@ class Evidence(Protocol):
 
 
 class Selector(Protocol):
-    """`needs_check_layer`: it compares fresh with old KV, so tokens are chosen at the check layer, else before layer 0."""
+    """`needs_check_layer`: compares fresh with old KV, so tokens are chosen at the check layer; otherwise before layer 0."""
 
     needs_check_layer: bool
 
@@ -81,8 +81,8 @@ class QueryAttention:
 
 
 class DraftAttention:
-    """`draft`: the tokens a draft of the answer attends to, and with falling weight the two before each, which they are
-    read with (after Lookahead Q-Cache, arXiv 2505.20334)."""
+    """`draft`: tokens a draft of the answer attends to and, with decreasing weight, the two tokens before each
+    (after Lookahead Q-Cache, arXiv 2505.20334)."""
 
     needs_check_layer = False
 
@@ -104,7 +104,7 @@ class Perturbation:
 
 
 class RandomTokens:
-    """`random`: the baseline every policy has to beat."""
+    """`random`: a baseline."""
 
     needs_check_layer = False
 
@@ -150,7 +150,7 @@ _DIGITS = 9  # of a COUNT
 
 
 def make_selector(name: str, seed: int = 0) -> Selector:
-    """The selector of that name, or a combination such as `first:4+query`. Raises UsageError."""
+    """Return the selector with this name, or a combination such as `first:4+query`. Raises UsageError."""
     *heads, last = name.split("+")
     parts = []
     for head in heads:
@@ -189,10 +189,9 @@ def choose(
 ) -> Tensor:
     """Indexes [<= count] of the tokens with the highest scores, sorted. Ties go to the earlier token.
 
-    block > 1 averages the scores over runs of `block` tokens of a chunk and takes run by run, of the last
-    one as much as `count` leaves: a token recomputed among stale neighbours is repaired worse than a run (arXiv
-    2609.17983). nucleus > 0 stops when that share of the
-    scores' sum is covered. required [n] bool: these come before the others.
+    block > 1 averages the scores over runs of `block` tokens of a chunk and takes run by run, truncating the last one to
+    `count`: a token recomputed among stale neighbours is repaired worse than a run (arXiv 2609.17983). nucleus > 0 stops
+    when that share of the scores' sum is covered. required [n] bool: tokens taken first.
     """
     most = count = min(count, scores.shape[0])
     if count == 0:
@@ -214,12 +213,12 @@ def choose(
 
 
 def budget(ratio: float, num_candidates: int) -> int:
-    """How many tokens a ratio is worth: rounded up, so that any ratio above 0 repairs something."""
+    """Number of tokens for a ratio, rounded up, so that any ratio above 0 repairs something."""
     return min(num_candidates, math.ceil(ratio * num_candidates - 1e-9))
 
 
 def _rank_in_chunk(scores: Tensor, candidates: Candidates) -> Tensor:
-    """[n] int64: how many tokens of the same chunk have a higher score."""
+    """[n] int64: the number of tokens of the same chunk with a higher score."""
     order = torch.argsort(scores, descending=True, stable=True)
     by_chunk = order[torch.argsort(candidates.chunk[order], stable=True)]
     chunk = candidates.chunk[by_chunk]

@@ -1,4 +1,4 @@
-"""Stored KV on its way to a device: which chunks of a layer travel together, and where in the buffer they lie."""
+"""Batches of stored KV on the way to a device: chunks of a layer that are copied together, and their layout in a buffer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ALIGNMENT = 512
 
 
 class KVBatch:
-    """Chunks of one layer that are copied and placed together: the same for every layer.
+    """Chunks of one layer that are copied and placed together; the batches are the same for every layer.
 
-    In the buffer lie the tensors of the codec one after another, each of all chunks in order: k of every chunk, then v.
-    So chunks stored as they are (no scales) become one tensor; a chunk with scales is a batch of its own.
+    The buffer holds the tensors of the codec one after another, each for all chunks in order: k of every chunk, then v.
+    So chunks stored without scales become one tensor; a chunk with scales is a batch of its own.
     """
 
     def __init__(self, first: int, spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int) -> None:
@@ -34,18 +34,18 @@ class KVBatch:
             self.num_bytes = bounds[-1] + -bounds[-1] % ALIGNMENT
 
     def targets(self, index: int, buffer: memoryview) -> dict[str, memoryview]:
-        """Where in the buffer the tensors of chunk `first + index` belong."""
+        """Buffer slices for the tensors of chunk `first + index`."""
         return {name: buffer[at[index] : at[index + 1]] for name, (_, _, at) in self._parts.items()}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors of all chunks as views of the buffer [num_bytes] uint8."""
+        """Tensors of all chunks as views of the buffer [num_bytes] uint8."""
         return {
             name: buffer[at[0] : at[-1]].view(dtype).view(shape) for name, (dtype, shape, at) in self._parts.items()
         }
 
 
 def batches_of(spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int, most_bytes: int) -> list[KVBatch]:
-    """Adjacent chunks of one plain codec together, up to so many bytes; every other chunk alone."""
+    """Group adjacent chunks of one plain codec, up to most_bytes; every other chunk is a batch of its own."""
     groups: list[list[StoredSpan]] = []
     room = 0
     for span in spans:

@@ -1,9 +1,9 @@
-"""How large K and V get in each head of a model: the scales of a float8 pool, found with one short prefill.
+"""Calibration of a float8 pool: the scales of K and V per head, from one short prefill.
 
-e4m3 (arXiv 2209.05433) has the same relative precision over seventeen binades, so the scale need not be tight, it must
-only be large enough: HEADROOM times the largest value seen saturates next to never, and costs no precision above
-1/7000 of that value. The tokens are the prompt's prefix and a sample of the vocabulary, so the scales are a function of
-model and template alone: the same question has the same answer whatever was asked before.
+e4m3 (arXiv 2209.05433) has the same relative precision over seventeen binades, so the scale need not be tight, only
+large enough: HEADROOM times the largest value seen almost never saturates, and costs no precision above 1/7000 of that
+value. The tokens are the prompt's prefix and a sample of the vocabulary, so the scales depend on model and template
+alone, and an answer does not depend on earlier questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST = 448.0  # of float8_e4m3fn
 
 @torch.inference_mode()
 def calibrate(decoder: Decoder, prefix_ids: Sequence[int], block_size: int) -> KVScales:
-    """Scales for this decoder. prefix_ids: what prompts begin with. Takes a prefill of at most SAMPLE tokens."""
+    """Compute the scales for this decoder. prefix_ids: the start of every prompt. Takes a prefill of at most SAMPLE tokens."""
     ids = _sample(prefix_ids, decoder.spec.vocab_size, min(SAMPLE, decoder.spec.max_context))
     pool = KVPool(decoder.spec, -(-len(ids) // block_size), block_size, decoder.dtype, decoder.device)
     sequence = pool.new_sequence(len(ids))
@@ -56,7 +56,7 @@ def _scale(size: Tensor) -> Tensor:
 
 
 def _sample(prefix_ids: Sequence[int], vocab_size: int, count: int) -> list[int]:
-    """The beginning of every prompt, then tokens from all over the vocabulary."""
+    """The start of every prompt, then tokens spread over the vocabulary."""
     begin = list(prefix_ids)[: count // 2]
     rest = count - len(begin)
     return begin + [i * vocab_size // rest for i in range(rest)]

@@ -1,8 +1,8 @@
 """The one forward pass: rows through the layers over the paged KV cache.
 
-A pass is told at each layer which of its rows get fresh K and V and which of them go on (`LayerStep`). Full prefill,
-collect, the four statuses of a blended prefill, the look at the question and decoding differ in nothing else; what else
-they want to know they see as observers.
+`LayerStep` says, per layer, which rows get fresh K and V and which rows continue. Full prefill, collect, the four
+statuses of a blended prefill, the question's probe and decoding differ only in their steps; anything else they need
+from a pass they observe (`Observer`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 
 @dataclass(frozen=True)
 class FreshKV:
-    """What a layer has computed of its rows before any of it is written.
+    """Results of a layer before they are written to the pool.
 
-    h: the rows' normed input [num_rows, hidden_size]. k (before RoPE), v: [n, num_kv_heads, head_dim], of the rows that
+    h: the rows' normed input [num_rows, hidden_size]. k (before RoPE), v: [n, num_kv_heads, head_dim] of the rows that
     get fresh K and V.
     """
 
@@ -35,11 +35,11 @@ class FreshKV:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What one layer does. An index is [n] int64, sorted, into the rows that come in.
+    """Rows processed by one layer. An index is [n] int64, sorted, into the incoming rows.
 
-    kv_rows: the rows that get fresh K and V, None for all; the others' K and V stand. next_rows: those that go on to Q,
-    attention and MLP, None for all, and none at all ends the pass; where that depends on the fresh K and V, a function of
-    them. stop: the pass ends once the queries were seen.
+    kv_rows: rows that get fresh K and V, None = all; other rows keep their stored KV. next_rows: rows that continue to Q,
+    attention and MLP, None = all, empty ends the pass; a function of the fresh K and V where it depends on them. stop: end
+    the pass after the queries were observed.
     """
 
     kv_rows: Tensor | None = None
@@ -49,21 +49,21 @@ class LayerStep:
 
 class Steps(Protocol):
     def at(self, layer: DecoderLayer) -> LayerStep:
-        """What this layer does. It is asked when the layer begins, and may wait for the layer's stored KV."""
+        """Return what this layer does. Called when the layer begins; may wait for the layer's stored KV."""
         ...
 
 
 class Observer:
-    """Sees a pass. Every method is called once a layer, and here does nothing."""
+    """Observer of a pass. Every method is called once per layer; the defaults do nothing."""
 
     def fresh(self, fresh: FreshKV) -> None:
-        """K and V are computed, and the pool still holds the old ones."""
+        """K and V are computed; the pool still holds the old values."""
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
-        """q: rotated, [num_rows, num_heads, head_dim], of the rows that go on. Their K and V are in the pool."""
+        """q: rotated, [num_rows, num_heads, head_dim], of the rows that continue. Their K and V are in the pool."""
 
     def attended(self, layer: DecoderLayer, output: Tensor) -> None:
-        """output: of attention, before o_proj, [num_rows, num_heads, head_dim]."""
+        """output: attention output before o_proj, [num_rows, num_heads, head_dim]."""
 
 
 class AllRows:
@@ -74,7 +74,7 @@ class AllRows:
 
 
 class KVOnly:
-    """Every row at every layer, and nothing after the last layer's K and V: collect needs no answer."""
+    """Every row at every layer, nothing after the last layer's K and V: collect needs no logits."""
 
     def __init__(self, decoder: Decoder, rows: Rows) -> None:
         self._last, self._none = len(decoder.layers) - 1, rows.positions[:0]
@@ -85,7 +85,7 @@ class KVOnly:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Where a pass ended: the residual stream [num_rows, hidden_size], and what the last layer adds to it."""
+    """End of a pass: the residual stream [num_rows, hidden_size], and the last layer's addition to it."""
 
     delta: Tensor
     residual: Tensor
@@ -98,7 +98,7 @@ class Hidden:
 def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, observer: Observer | None = None) -> Tensor:
     """Compute every row at every layer. token_ids: [num_rows] int64. Returns fp32 logits [num_rows, vocab_size].
 
-    Nothing in it looks at a value on the host (the torch backend's attention aside), so a CUDA graph can hold it.
+    Reads no values on the host (except for the torch backend's attention), so a CUDA graph can capture it.
     """
     hidden = run_layers(decoder, rows, token_ids, AllRows(), observer)
     assert hidden is not None
@@ -108,7 +108,7 @@ def forward(decoder: Decoder, rows: Rows, token_ids: Tensor, observer: Observer 
 def run_layers(
     decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
 ) -> Hidden | None:
-    """Run rows through the layers as `steps` say, writing fresh K and V to the pool. None where a step ended the pass."""
+    """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. None if a step ended the pass."""
     seen = observer or Observer()
     delta, residual = decoder.embed(token_ids), None
     for layer in decoder.layers:
@@ -134,7 +134,7 @@ def run_layers(
 def _project(
     layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, observer: Observer
 ) -> tuple[Tensor | None, Rows, Tensor]:
-    """Project, and write K and V. Returns the rotated q of the rows that go on (None: of none), the rows, their residual."""
+    """Project, and write K and V. Returns the rotated q of the rows that continue (None: none do), these rows, their residual."""
     if step.kv_rows is None and step.next_rows is None:  # one product, and one kernel that rotates and writes
         q, k, v = layer.project_qkv(h)
         observer.fresh(FreshKV(layer, rows, h, k, v))

@@ -1,7 +1,7 @@
-"""Whether a model on the generic path computes what transformers computes: asked of random tokens when it is first loaded.
+"""Check of models on the generic path against transformers, on random tokens, when a model is first loaded.
 
-What no config tells is found here, whatever the architecture: rows that depend on their neighbours, positions that are
-added to tokens, scores changed by something that attention is not told. A model that fails is refused.
+Finds what no config states, for any architecture: rows that depend on their neighbours, positions added to tokens,
+scores changed by something attention is not told about. A model that fails is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loading the stored KV of a prompt: threads copy it out of its source, and a transfer brings it to where the pool is."""
+"""Loading a prompt's stored KV: threads copy it from its source, and a transfer moves it to the pool's device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class StoredLoader(KVLoader):
-    """Each worker takes one batch after another, layer by layer. It waits for a free buffer of the transfer, copies the
-    batch's blobs into it, still compressed, within a reader of its own, which checks them, and sends it: dequantised and
-    rotated, its rows go to their slots. The computing thread waits until all of a layer is sent, and then for the transfer.
-    """
+    """Workers take one batch after another, layer by layer. Each waits for a free buffer of the transfer, copies the batch's
+    blobs into it (still compressed) with a reader of its own, which checks them, and sends it: dequantised and rotated,
+    its rows go to their slots. The computing thread waits until the whole layer is sent, and then for the transfer."""
 
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
         self._stored, self._transfer = stored, transfer
@@ -34,7 +33,7 @@ class StoredLoader(KVLoader):
         self._batches = batches_of(stored.spans, spec.num_kv_heads, spec.head_dim, transfer.batch_bytes)
         self._queue = LoadQueue(stored.num_layers, len(self._batches))
         self._slots: list[tuple[Slots, ...]] = []
-        self._free: SimpleQueue[int] = SimpleQueue()  # buffers that no worker has
+        self._free: SimpleQueue[int] = SimpleQueue()  # buffers not held by a worker
         self._running: list[Future[None]] = []
         self.num_bytes = stored.num_bytes
 
@@ -61,14 +60,14 @@ class StoredLoader(KVLoader):
         for running in self._running:
             running.result()
         self._transfer.close()
-        self._slots = []  # whoever keeps the loader for its figures keeps no tables
+        self._slots = []  # loaders are kept for their figures: drop the tables
 
     def wait(self, layer: int) -> None:
         self._transfer.arrive(layer)
         self._queue.wait(layer)
         self._transfer.join(layer)
 
-    @torch.inference_mode()  # it holds for a thread, and the pool may have been made in it
+    @torch.inference_mode()  # per thread, and the pool may have been created under it
     def _work(self) -> None:
         try:
             with self._stored.source.read() as reader:
@@ -99,9 +98,9 @@ class StoredLoader(KVLoader):
 
 
 def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequence, plan: PromptPlan) -> KVLoader:
-    """The loader of the plan's cached segments. Raises BadChunk where the source has one of them no more.
+    """Return the loader of the plan's cached segments. Raises BadChunk if the source no longer has one of them.
 
-    source: may be None for a plan without such segments.
+    source: may be None for a plan without cached segments.
     """
     if not any(s.cached and s.token_ids for s in plan.segments):
         return NothingToLoad()

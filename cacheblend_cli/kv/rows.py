@@ -1,4 +1,4 @@
-"""The rows of one launch: which positions of which sequences are computed, and all a layer needs to know of them."""
+"""Rows of one launch: the positions to compute, and the batch metadata a layer needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from cacheblend_cli.prompt.plan import Segment
 
 @dataclass(frozen=True)
 class Rows:
-    """pool: where their K and V go. positions, slots: [num_rows] int64; rotations: cos and sin [num_rows, head_dim] fp32 of each
-    RoPE of the model; attention: the kernel's metadata. decode: one row a sequence, behind all that the sequence holds."""
+    """Rows of one launch.
+
+    pool: destination of their K and V. positions, slots: [num_rows] int64; rotations: cos and sin [num_rows, head_dim]
+    fp32 of each RoPE of the model; attention: the kernel's metadata. decode: one row per sequence, after all its tokens.
+    """
 
     pool: KVPool
     positions: Tensor
@@ -33,11 +36,11 @@ class Rows:
         return int(self.positions.shape[0])
 
     def cos_sin(self, layer: DecoderLayer) -> CosSin:
-        """Of the layer's RoPE."""
+        """cos and sin of the layer's RoPE."""
         return self.rotations[layer.rope]
 
     def take(self, index: Tensor) -> Rows:
-        """Some of the rows of one sequence, in order. index: [n] int64."""
+        """Select rows of one sequence, in order. index: [n] int64."""
         assert self.attention.num_seqs == 1
         positions = self.positions[index]
         attention = replace(
@@ -55,12 +58,12 @@ class Rows:
 
 
 def rows_of(decoder: Decoder, sequence: PagedSequence, positions: Tensor, kv_len: int, rope_len: int) -> Rows:
-    """Rows at `positions` (sorted int64) of one sequence that holds kv_len positions. rope_len: length RoPE is told."""
+    """Rows at `positions` (sorted int64) of one sequence holding kv_len positions. rope_len: the length passed to RoPE."""
     return packed_rows(decoder, [(sequence, positions, kv_len)], rope_len)
 
 
 def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, int]], rope_len: int) -> Rows:
-    """Rows of several sequences in one launch; parts: (sequence, its positions, its kv_len). Does not wait for the device."""
+    """Rows of several sequences in one launch; parts: (sequence, its positions, its kv_len). Does not synchronise."""
     device = parts[0][1].device
     positions = torch.cat([p for _, p, _ in parts]) if len(parts) > 1 else parts[0][1]
     slots = torch.cat([s.slots(p) for s, p, _ in parts]) if len(parts) > 1 else parts[0][0].slots(positions)
@@ -77,7 +80,7 @@ def packed_rows(decoder: Decoder, parts: Sequence[tuple[PagedSequence, Tensor, i
 
 
 def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Sequence[int]) -> Rows:
-    """The rows after the kv_lens tokens the sequences hold; their blocks are grown and made theirs alone."""
+    """Rows of the token after the kv_lens tokens of each sequence; blocks are allocated and made writable."""
     parts = []
     for sequence, kv_len in zip(sequences, kv_lens, strict=True):
         sequence.ensure(kv_len + 1)
@@ -88,7 +91,7 @@ def next_rows(decoder: Decoder, sequences: Sequence[PagedSequence], kv_lens: Seq
 
 
 def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
-    """Rows of decoding, and `count` more that see nothing and write to the slots from block `spare` on."""
+    """Pad decode rows with `count` rows that see no key and write to the slots from block `spare` on."""
     if not count:
         return rows
     none = torch.zeros(count, dtype=torch.int64, device=decoder.device)
@@ -105,12 +108,12 @@ def filled(decoder: Decoder, rows: Rows, count: int, spare: int) -> Rows:
 
 
 def positions_of(segments: Sequence[Segment], device: torch.device) -> Tensor:
-    """The positions of the segments, int64."""
+    """Positions of the segments, int64."""
     return joined([torch.arange(s.start, s.end) for s in segments], device)
 
 
 def joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Runs of int64 on the host, or none, as one tensor on the device."""
+    """Concatenate runs of int64 on the host (possibly none) into one tensor on the device."""
     return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)
 
 

@@ -1,4 +1,4 @@
-"""Where stored KV comes from. A chunk store is such a source, and so may be anything else that keeps chunks."""
+"""Sources of stored KV. A chunk store is one; anything else that keeps chunks can be another."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from cacheblend_store import ChunkManifest
 
 
 class KVReader(Protocol):
-    """One look into a source, during which nothing in it changes. It belongs to one thread.
+    """A consistent snapshot of a source, used by one thread.
 
-    Every method raises StoreError for what is damaged or cannot be had. `StoreReader` is one.
+    Every method raises StoreError for damaged or unavailable data. `StoreReader` is one.
     """
 
     def manifest(self, key: bytes, /) -> ChunkManifest | None:
-        """What is stored under the key, None: nothing."""
+        """Return the manifest stored under the key, or None."""
         ...
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview], /) -> None:
-        """Copy a layer's tensors (`blobs.blob_spec`) to `targets`, each of just its size, and check the copies."""
+        """Copy a layer's tensors (`blobs.blob_spec`) to `targets`, each of exactly its size, and check the copies."""
         ...
 
 
 class KVSource(Protocol):
-    """What loaders read from, several threads at once. `ChunkStore` is one."""
+    """Read by several loader threads at once. `ChunkStore` is one."""
 
     def read(self) -> AbstractContextManager[KVReader]:
-        """A reader of the thread that asks."""
+        """Return a reader for the calling thread."""
         ...
 
 

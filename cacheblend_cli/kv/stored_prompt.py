@@ -1,4 +1,4 @@
-"""The stored part of a prompt: which chunks it is made of, and where in the pool they go."""
+"""The stored part of a prompt: its chunks, and their slots in the pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
 @dataclass(frozen=True)
 class StoredSpan:
-    """The positions start:end of a prompt, and the codec of what is stored for them."""
+    """Positions start:end of a prompt, and the codec of their stored KV."""
 
     start: int
     end: int
@@ -35,7 +35,7 @@ class StoredSpan:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """The chunks of a prompt whose KV is stored, in order: manifests[i] is of spans[i]. rope_len: length RoPE is told."""
+    """The chunks of a prompt whose KV is stored, in order: manifests[i] describes spans[i]. rope_len: length passed to RoPE."""
 
     decoder: Decoder
     source: KVSource
@@ -46,7 +46,7 @@ class StoredPrompt:
 
     @classmethod
     def find(cls, decoder: Decoder, source: KVSource, sequence: PagedSequence, plan: PromptPlan) -> StoredPrompt:
-        """Read what the source has of the plan's cached segments. Raises BadChunk for one that it has no more."""
+        """Read the manifests of the plan's cached segments. Raises BadChunk if the source no longer has one."""
         segments = [s for s in plan.segments if s.cached and s.token_ids]
         with source.read() as reader:
             manifests = tuple(_manifest(reader, segment, decoder.spec) for segment in segments)
@@ -59,13 +59,13 @@ class StoredPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is stored of it."""
+        """Stored bytes of all layers."""
         spec = self.decoder.spec
         of_spans = (blob_spec(s.codec, s.num_tokens, spec.num_kv_heads, spec.head_dim) for s in self.spans)
         return self.num_layers * sum(tensor.num_bytes for blob in of_spans for tensor in blob.values())
 
     def slots(self, spans: Sequence[StoredSpan]) -> tuple[Slots, ...]:
-        """Where the spans' rows go, one span after another, for each RoPE of the model; made on the current stream."""
+        """Slots of the spans' rows, one span after another, for each RoPE of the model; created on the current stream."""
         return slots_of(self.decoder, self.sequence, spans, self.rope_len)
 
     def place(self, layer: int, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...]) -> None:
@@ -82,7 +82,7 @@ class StoredPrompt:
 def slots_of(
     decoder: Decoder, sequence: PagedSequence, spans: Sequence[StoredSpan], rope_len: int
 ) -> tuple[Slots, ...]:
-    """Where the spans' rows go in a sequence, for each RoPE. Where they are one run, cos and sin are views of its table."""
+    """Slots of the spans' rows in a sequence, for each RoPE. For one contiguous run, cos and sin are views of its table."""
     tables = decoder.rope.tables(rope_len)
     if all(a.end == b.start for a, b in pairwise(spans)):
         start, end = spans[0].start, spans[-1].end
@@ -95,7 +95,7 @@ def slots_of(
 
 
 def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManifest:
-    """The segment's manifest, its token ids compared: a key is a digest, and digests are not taken on trust."""
+    """Return the segment's manifest after comparing its token ids: a key is a digest, and equality of digests is not trusted."""
     assert segment.key is not None
     try:
         manifest = reader.manifest(segment.key)

@@ -1,7 +1,7 @@
-"""From the threads that load to the device that computes.
+"""Transfer from the loader threads to the computing device.
 
-A buffer belongs to one after another: to the worker that fills it; from `send` on to the device, until it has copied it; and
-to the next worker, which `memory` has wait for that.
+A buffer has one owner at a time: the worker that fills it; from `send` on the device, until it has copied it; then the
+next worker, which waits for that in `memory`.
 """
 
 from __future__ import annotations
@@ -17,44 +17,46 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Moves what workers have put into buffers to the device. Every worker calls `memory` and `send`, the computing thread the
-    others. A batch, of batch_bytes or one chunk, is in one buffer."""
+    """Moves buffers filled by workers to the device. Workers call `memory` and `send`; the computing thread calls the rest.
+
+    A buffer holds one batch: up to batch_bytes, or one chunk.
+    """
 
     most_workers: int
     buffers_a_worker: int
     batch_bytes: int
 
     def open(self, num_buffers: int, num_bytes: int) -> None:
-        """Make the buffers, each of num_bytes. What is sent starts after the work queued so far."""
+        """Allocate the buffers, num_bytes each. Transfers start after the work queued so far."""
         ...
 
     def memory(self, buffer: int) -> memoryview:
-        """The buffer, once what was sent of it before is copied."""
+        """Return the buffer's memory once its previous contents have been copied."""
         ...
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
-        """Bring the buffer's first num_bytes to the device and, behind it, call place with them, uint8."""
+        """Copy the buffer's first num_bytes to the device and, after that, call `place` with them (uint8)."""
         ...
 
     def arrive(self, layer: int) -> None:
-        """Computing gets to the layer; from here on what it waits counts as stall."""
+        """Record that computing has reached the layer; waiting from here on counts as stall."""
         ...
 
     def join(self, layer: int) -> None:
-        """Computing goes on behind what was sent of the layer, which is all of it. On a GPU the stream waits, not the host."""
+        """Order computing after the transfers of the layer. On a GPU the stream waits, not the host."""
         ...
 
     def close(self) -> None:
-        """Computing goes on behind whatever was sent, and the buffers go."""
+        """Order computing after all transfers, and free the buffers."""
         ...
 
     def seconds(self) -> tuple[float, float]:
-        """(from `open` to the last layer's KV, of it waited by whoever computes). Waits for the device."""
+        """(seconds from `open` until the last layer's KV was there, seconds of it that computing waited). Synchronises."""
         ...
 
 
 class HostTransfer:
-    """Where the device is the host: the worker itself writes what it has loaded into the pool."""
+    """For a pool in host memory: the worker itself writes what it loaded into the pool."""
 
     most_workers, buffers_a_worker = 4, 1
     batch_bytes = 0  # each chunk by itself: it is still in the processor's cache
@@ -89,20 +91,20 @@ class HostTransfer:
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """To copy and to write on, for good: PyTorch hands out the same 32 in turn, and what another thread queues on the one that a
-    graph is captured on ends in the graph. The write goes before the blocks of a layer that is computed: the next layer needs
-    it soon."""
+    """Copy and write streams, created once. PyTorch hands out the same 32 streams in turn, and work another thread queues on
+    the stream of a graph capture would become part of the graph. The write stream has priority over the compute stream: the
+    next layer needs its KV soon."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
 
 
 class CudaTransfer:
-    """A copy stream, and a stream that dequantises, rotates and writes into the pool behind it; an event a layer.
+    """One copy stream, and one stream that dequantises, rotates and writes into the pool after it; an event per layer.
 
-    Pinned and device buffers come from PyTorch's caching allocators, so a second prompt makes none anew.
+    Pinned and device buffers come from PyTorch's caching allocators, so a second prompt allocates none.
     """
 
-    most_workers, buffers_a_worker = 8, 2  # one is filled while the other is copied
-    batch_bytes = 6 << 20  # some chunks: one copy and one launch for all of them, and yet several batches a layer
+    most_workers, buffers_a_worker = 8, 2  # one is filled while the other is being copied
+    batch_bytes = 6 << 20  # several chunks per copy and launch, and still several batches per layer
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -135,7 +137,7 @@ class CudaTransfer:
 
     def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
         staged, placed = self._staged[buffer][:num_bytes], self._placed[buffer]
-        copied = torch.cuda.Event(blocking=True)  # threads wait for it, and a core that spins is one that loads nothing
+        copied = torch.cuda.Event(blocking=True)  # a spinning thread would occupy a core that could load
         with self._sending:
             with torch.cuda.stream(self._copy):
                 if placed is not None:
@@ -157,8 +159,8 @@ class CudaTransfer:
         self._waits.append((self._arrived, self._timed(self._compute)))
 
     def close(self) -> None:
-        """The device buffers were taken on the compute stream: who gets them next there comes after what is waited for
-        here. Of the pinned ones PyTorch keeps events behind the copies that read them."""
+        """Device buffers were allocated on the compute stream, so their next user is ordered after the waits here. PyTorch
+        records events for the copies that read pinned buffers."""
         self._compute.wait_stream(self._copy)
         self._compute.wait_stream(self._place)
         self._host, self._staged = [], []

@@ -1,4 +1,4 @@
-"""Zeros instead of stored KV, for a prompt that is run only to have everything compiled."""
+"""Loader of zeros instead of stored KV, for prompts that run only to compile kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 
 class ZeroLoader(KVLoader):
-    """Places zeros for what the plan takes for cached, in the thread that waits. codec: what they are stored in."""
+    """Places zeros for the plan's cached segments, in the waiting thread. codec: the format to dequantise from."""
 
     def __init__(self, decoder: Decoder, sequence: PagedSequence, plan: PromptPlan, codec: str) -> None:
         spec = decoder.spec
