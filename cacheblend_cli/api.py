@@ -20,6 +20,7 @@ from cacheblend_cli.engine.request import Question, chunk_of, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.sampling import SamplingParams, as_the_model, sampling_of
 from cacheblend_cli.engine.search import with_chunks
+from cacheblend_cli.errors import UsageError
 from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
@@ -85,11 +86,11 @@ class Engine:
 
         if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
             options = replace(options, kv_dtype=self.config.kv_dtype)
-        self.runtime.take_date(store, options.salt)
-        if options.day is not None:
-            self.runtime.use_date(options.day)
+        if options.day is not None and self.runtime.template.day is None:
+            raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
+        day = options.day or self.runtime.day(store, options.salt)
         paths = paths if isinstance(paths, Paths) else Paths(paths)
-        return precompute(self.runtime.collection(options.salt), store, paths, options, on_event, confirm)
+        return precompute(self.runtime.collection(options.salt, day=day), store, paths, options, on_event, confirm)
 
     def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
         """The paths that the store remembers for this model and salt, as real ones."""
@@ -109,8 +110,8 @@ class Engine:
         """Compute `count` random chunks of this model again and compare them with the store."""
         from cacheblend_cli.collect.recheck import recheck
 
-        self.runtime.take_date(store, salt)
-        return recheck(self.runtime.collection(salt), store, count, repair=repair, progress=progress)
+        day = self.runtime.day(store, salt)
+        return recheck(self.runtime.collection(salt, day=day), store, count, repair=repair, progress=progress)
 
     def ask(
         self,
@@ -148,6 +149,7 @@ class Engine:
         sampling = as_the_model(sampling_of(inquiry.resolved, **manner.sampled), inquiry.resolved, self.runtime.model)
         blend, keys = BlendConfig.of(settings), [bytes.fromhex(key) for key in inquiry.keys or ()]
         question = Question(inquiry.question, keys, blend, sampling, settings.salt, history=inquiry.history)
+        question = question.dated(self.runtime, store)
         if inquiry.keys is None:
             lookup = Lookup.of(settings, inquiry.scope, say)
             question = with_chunks(self.runtime, store, question, lookup)
@@ -162,7 +164,8 @@ class Engine:
         said = [GENERIC_PATH] if manner.explain and self.model.spec.generic else []
         if manner.explain:
             texts = [manifest.text for key in question.keys if (manifest := chunk_of(store, key))]
-            said += self.runtime.template.differences(texts, question.text, answer.prompt_ids)
+            template = self.runtime.template_of(question.wording, question.dated(self.runtime, store).day)
+            said += template.differences(texts, question.text, answer.prompt_ids)
         return said, [self._token_uses(answer, chunk) for chunk in answer.chunks] if manner.tokens else []
 
     def _token_uses(self, answer: Answer, chunk: ChunkUse) -> list[TokenUse]:

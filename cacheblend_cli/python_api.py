@@ -190,9 +190,9 @@ def _job_of(runtime: Runtime, store: ChunkStore | None, resolved: Resolved, aske
     if asked.documents or asked.chunks or asked.search:
         if store is None:
             raise UsageError("documents and chunks need a store", "engine.use(ChunkStore.open(path, mode='write'))")
-        runtime.take_date(store, settings.salt)
+        question = question.dated(runtime, store)
         given = [documents_of.sent(text, None, _OWN) for text in asked.documents]
-        collection = runtime.collection(settings.salt)
+        collection = runtime.collection(settings.salt, day=question.day)
         planned = [chunk for _, own in documents_of.plan(collection, given, settings) for chunk in own]
         documents_of.note_texts(collection, store, planned)
         keys = [chunk.key for chunk in planned] + [store.resolve(name) for name in asked.chunks]

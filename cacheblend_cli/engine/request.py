@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
@@ -24,7 +25,8 @@ from cacheblend_cli.prompt.wording import Wording
 @dataclass(frozen=True)
 class Question:
     """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already.
-    history: what was said before, by the user and the model in turn. wording: of the prompt, None for the engine's."""
+    history: what was said before, by the user and the model in turn. wording: of the prompt, None for the engine's. day:
+    date that the template prints, None for the one that the store keeps (see `Runtime.day`)."""
 
     text: str
     keys: Sequence[bytes]
@@ -34,6 +36,11 @@ class Question:
     notes: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     wording: Wording | None = None
+    day: date | None = None
+
+    def dated(self, runtime: Runtime, store: ChunkStore | None) -> Question:
+        """The question with its date resolved, so that all of its preparation reads the same template."""
+        return self if self.day is not None else replace(self, day=runtime.day(store, self.salt))
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ def resolve(
     chunks without a store.
     """
     started, notes = time.perf_counter(), list(question.notes)
+    question = question.dated(runtime, store)
     collection = collection_of(runtime, store, question)
     if collection.day is not None:
         notes += age_note(collection.day)
@@ -124,18 +132,18 @@ def resolve(
 
 def suffix_of(runtime: Runtime, question: Question) -> tuple[int, ...]:
     """Ids of what stands behind the question's chunks. Raises UsageError."""
-    return runtime.template_of(question.wording).suffix_ids(question.text, question.history)
+    return runtime.template_of(question.wording, question.day).suffix_ids(question.text, question.history)
 
 
 def collection_of(runtime: Runtime, store: ChunkStore | None, question: Question) -> Collection:
-    """The collection to ask the question's chunks in: without a codec that was asked for, that of the first chunk this model
-    has KV for. What was stored is used."""
-    runtime.take_date(store, question.salt)
+    """Collection to look the question's chunks up in. Without a codec that was asked for, the codec of the first chunk that
+    this model has KV for."""
+    question = question.dated(runtime, store)
     if runtime.config.kv_dtype == "auto" and store is not None:
         for key in question.keys:
             if (manifest := chunk_of(store, key)) and manifest.model == runtime.model.fingerprint:
-                return runtime.collection(question.salt, manifest.codec, question.wording)
-    return runtime.collection(question.salt, wording=question.wording)
+                return runtime.collection(question.salt, manifest.codec, question.wording, question.day)
+    return runtime.collection(question.salt, None, question.wording, question.day)
 
 
 def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from datetime import date
@@ -21,7 +22,7 @@ from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
 from cacheblend_cli.engine.grammar import form_tokenizer
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
 from cacheblend_cli.engine.sampling import SamplingParams
-from cacheblend_cli.errors import PromptTooLong, UsageError
+from cacheblend_cli.errors import PromptTooLong
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import Observer
 from cacheblend_cli.kv.generic_check import check_once
@@ -48,9 +49,10 @@ _TEMPLATES = 64  # of other wordings that are remembered
 
 
 class Runtime:
-    """Made once, and asked by everything that runs a request. Not thread-safe; use one a thread.
+    """A loaded model and its prompt template, shared by every request.
 
-    load_s: what loading took. say: told what takes time once on a machine. progress: told what takes time. memory: a
+    Compute runs in one thread at a time. Templates, collections and token limits are read from any thread: they change
+    with their arguments only, and the date that a template prints is one of them. load_s: what loading took. say: told what takes time once on a machine. progress: told what takes time. memory: a
     lasting pool to begin with.
     """
 
@@ -63,7 +65,8 @@ class Runtime:
         self.progress: Say = lambda text: None
         self.controllers: dict[str, Controller] = {}  # a codec each
         self._memory = memory
-        self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings
+        self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings and dates
+        self._templates_lock = threading.Lock()
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Say | None = None, say: Say | None = None) -> Runtime:
@@ -119,44 +122,45 @@ class Runtime:
             return memory.runner
         return EagerRunner(self.decoder, pool, observer)
 
-    def template_of(self, wording: Wording | None) -> PromptTemplate:
-        """The template so worded, None for the engine's own. Raises UsageError where the chat template cannot render it."""
-        if wording is None or wording == self.template.wording:
-            return self.template
-        key = (json.dumps(wording.to_dict(), sort_keys=True), self.template.day)
-        if key not in self._templates:
-            while len(self._templates) >= _TEMPLATES:
-                self._templates.pop(next(iter(self._templates)))
-            self._templates[key] = split_template(self.model.tokenizer, wording, self.template.day)
-        return self._templates[key]
+    def template_of(self, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
+        """Template with this wording and date. None for either: the engine's own. A template that prints no date ignores
+        `day`. Raises UsageError where the chat template cannot render the wording."""
+        own = self.template
+        wording, day = wording or own.wording, own.day and (day or own.day)
+        if wording == own.wording and day == own.day:
+            return own
+        key = (json.dumps(wording.to_dict(), sort_keys=True), day)
+        with self._templates_lock:
+            if key not in self._templates:
+                while len(self._templates) >= _TEMPLATES:
+                    self._templates.pop(next(iter(self._templates)))
+                self._templates[key] = split_template(self.model.tokenizer, wording, day)
+            return self._templates[key]
 
     @cached_property
     def form_tokenizer(self) -> LLTokenizer:
         """What answers of a form are made with: worked out once. Raises UsageError where that is not installed."""
         return form_tokenizer(self.model)
 
-    def collection(self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None) -> Collection:
-        """What the keys of chunks are made of. kv_dtype, wording: None for the engine's."""
-        return Collection.of(self.model, self.template_of(wording), kv_dtype or self.config.kv_dtype, salt)
+    def collection(
+        self, salt: str = "", kv_dtype: str | None = None, wording: Wording | None = None, day: date | None = None
+    ) -> Collection:
+        """Collection whose keys depend on these values. kv_dtype, wording, day: None for the engine's."""
+        return Collection.of(self.model, self.template_of(wording, day), kv_dtype or self.config.kv_dtype, salt)
 
-    def take_date(self, store: ChunkStore | None, salt: str = "") -> None:
-        """Where the template prints a date, let it be the one that the store keeps; today's when it keeps none."""
-        if self.template.day is not None:
-            kept = dates.kept_dates(store, self.collection(salt)) if store is not None else None
-            self.use_date(kept.day if kept is not None else dates.today())
-
-    def use_date(self, day: date) -> None:
-        """Have the template print this date. Raises UsageError when it prints none."""
+    def day(self, store: ChunkStore | None, salt: str = "") -> date | None:
+        """Date for the template to print: the one that the store keeps for the salt, else today. None where the template
+        prints no date."""
         if self.template.day is None:
-            raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
-        if self.template.day != day:
-            self.template = self.template.on(day)
+            return None
+        kept = dates.kept_dates(store, self.collection(salt)) if store is not None else None
+        return kept.day if kept is not None else dates.today()
 
-    def collections(self, salt: str = "", wording: Wording | None = None) -> list[Collection]:
-        """The collections whose chunks can be used: one a codec, or the one that was asked for; then those that the same
+    def collections(self, salt: str = "", wording: Wording | None = None, day: date | None = None) -> list[Collection]:
+        """Collections whose chunks can be used: one per codec, or the one that was asked for; then those that the same
         model computed in other dtypes."""
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
-        own = [self.collection(salt, codec, wording) for codec in names]
+        own = [self.collection(salt, codec, wording, day) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
 
     @property

@@ -21,12 +21,13 @@ def with_chunks(
 
     Raises NotFoundError, which says why, when there are none: nothing of this model, or nothing in the scope.
     """
-    runtime.take_date(store, question.salt)
-    collections = [collection.id for collection in runtime.collections(question.salt, question.wording)]
+    question = question.dated(runtime, store)
+    about = question.wording, question.day
+    collections = [collection.id for collection in runtime.collections(question.salt, *about)]
     query = lookup.query or question.text
     hits = search(store, query, lookup, collections)
     if not hits:
-        own = runtime.collection(question.salt, wording=question.wording)
+        own = runtime.collection(question.salt, None, *about)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, collections)
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]), before)
     return replace(question, keys=in_order(runtime, store, hits, question, lookup.order))
@@ -42,7 +43,7 @@ def fitting(runtime: Runtime, store: ChunkStore, question: Question, before: Seq
         manifest = chunk_of(store, key)
         return manifest.num_tokens if manifest else 0
 
-    used = len(runtime.template_of(question.wording).prefix_ids) + len(suffix_of(runtime, question))
+    used = len(runtime.template_of(question.wording, question.day).prefix_ids) + len(suffix_of(runtime, question))
     used += sum(map(size, before))
     kept: list[bytes] = []
     for key in question.keys:

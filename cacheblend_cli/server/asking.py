@@ -83,9 +83,9 @@ def prepare(runtime: Runtime, host: ServerState, wanted: Wanted) -> Prepared:
     question = Question(
         wanted.text, (), BlendConfig.of(settings), wanted.sampling, tenant.salt, history=wanted.history, wording=wording
     )
-    runtime.take_date(host.store, tenant.salt)
+    question = question.dated(runtime, host.store)
     found: dict[bytes, Origin | None] = {}
-    keys = [*_sent(runtime, host, wanted, wording, found), *_named(runtime, host, wanted)]
+    keys = [*_sent(runtime, host, wanted, question, found), *_named(runtime, host, wanted)]
     if body.search is not None:
         k = body.search.k or settings.top_k
         lookup = replace(Lookup.of(replace(settings, top_k=k)), query=body.search.query or "")
@@ -135,13 +135,13 @@ def _wording(runtime: Runtime, wanted: Wanted) -> Wording:
 
 
 def _sent(
-    runtime: Runtime, host: ServerState, wanted: Wanted, wording: Wording, found: dict[bytes, Origin | None]
+    runtime: Runtime, host: ServerState, wanted: Wanted, question: Question, found: dict[bytes, Origin | None]
 ) -> list[bytes]:
     """Keys of the chunks of the request's documents; what they say is in the store then. found: is told where each is from."""
     given = wanted.body.documents or []
     if not given:
         return []
-    collection = runtime.collection(wanted.tenant.salt, wording=wording)
+    collection = runtime.collection(wanted.tenant.salt, wording=question.wording, day=question.day)
     names = [documents.sent(d.text, d.title, wanted.tenant) for d in given]
     planned = documents.plan(collection, names, host.settings)
     chunks = [chunk for _, own in planned for chunk in own]
@@ -171,7 +171,8 @@ def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, te
     if manifest.source.startswith((SENT, PUT)):
         return manifest.source.split("/", 2)[1] == tenant.name
     wordings = [None, *kept_wordings(host.store)]
-    return any(manifest.collection == c.id for w in wordings for c in runtime.collections(tenant.salt, w))
+    day = runtime.day(host.store, tenant.salt)
+    return any(manifest.collection == c.id for w in wordings for c in runtime.collections(tenant.salt, w, day))
 
 
 def _origin(host: ServerState, key: bytes) -> Origin:

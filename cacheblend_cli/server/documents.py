@@ -77,8 +77,7 @@ class Putting:
 
     def __init__(self, runtime: Runtime, store: ChunkStore, document: Document, settings: Settings, salt: str) -> None:
         """In the engine's thread, as `collect` is."""
-        runtime.take_date(store, salt)
-        collection = runtime.collection(salt)
+        collection = runtime.collection(salt, day=runtime.day(store, salt))
         [(_, self.chunks)] = plan(collection, [document], settings)
         record = document_record(collection, document, self.chunks, of_settings(CollectSettings, settings))
         self.is_new = (old := store.get_document(*record.place)) is None
@@ -103,8 +102,8 @@ class Putting:
 
 def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[dict[str, Any]]:
     """What the tenant can search, as it is told on the wire: what it put, and what was precomputed with its salt."""
-    runtime.take_date(store, tenant.salt)
-    own = {collection.id for collection in runtime.collections(tenant.salt)}
+    day = runtime.day(store, tenant.salt)
+    own = {collection.id for collection in runtime.collections(tenant.salt, day=day)}
     latest: dict[str, DocumentRecord] = {}
     for record in store.documents():
         known = latest.get(record.source)
@@ -142,8 +141,8 @@ def public_title(name: str) -> str:
 
 def find(runtime: Runtime, host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
     """The best chunks of the tenant's, as they are told on the wire; in the engine's thread."""
-    runtime.take_date(host.store, tenant.salt)
-    collections = [collection.id for collection in runtime.collections(tenant.salt)]
+    day = runtime.day(host.store, tenant.salt)
+    collections = [collection.id for collection in runtime.collections(tenant.salt, day=day)]
     found = []
     for hit in search(host.store, query, Lookup.of(replace(host.settings, top_k=k)), collections):
         manifest = chunk_of(host.store, hit.key)

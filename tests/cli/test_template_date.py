@@ -13,6 +13,8 @@ from bare_store import bare_writing
 from cacheblend_store import ChunkStore, verify
 from projects import listed, write
 
+from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.prompt import dates
 
 Cli = Callable[..., Any]
@@ -173,3 +175,17 @@ def test_a_date_that_was_changed_halfway_is_gone_on_with(
     assert statuses(dated, "docs", "--yes") == ["replaced"] * count
     assert len(dated("chunks", "ls", "--json").records) == count
     assert {c["status"] for c in ask(dated)["chunks"]} <= {"exact", "blended"}
+
+
+def test_a_date_belongs_to_its_request(dated: Cli, tmp_path: Path) -> None:
+    """Two salts of one store keep different dates: what one request reads changes nothing for the other."""
+    runtime = Engine.load(EngineConfig(model=str(tmp_path / "dated"), threads=1)).runtime
+    own, later = runtime.template, FIRST + timedelta(days=3)
+    with ChunkStore.open(tmp_path / "kept", mode="write") as store:
+        dates.keep_date(store, runtime.collection(day=FIRST))
+        dates.keep_date(store, runtime.collection("other", day=later))
+        assert [runtime.day(store, salt) for salt in ("", "other", "")] == [FIRST, later, FIRST]
+        requests = [resolve(runtime, store, Question("who?", (), salt=salt)) for salt in ("", "other")]
+    assert [request.collection.day for request in requests] == [FIRST, later]
+    assert len({request.collection.id for request in requests}) == 2
+    assert runtime.template is own
