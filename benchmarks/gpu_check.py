@@ -12,7 +12,7 @@ from FOLDER into a temporary one.
    already, transformers, then the rest.
 3. Each kernel's speed beside its ceiling, and tiles and splits of prefill attention beside SDPA by cuDNN and by flash.
 
-Each step is a process of its own (`gpu_steps.py`); this one never touches the GPU. A process that dies, hangs or cannot use the
+Each step is a process of its own (`gpu/steps.py`); this one never touches the GPU. A process that dies, hangs or cannot use the
 GPU any more is followed by another that goes on at the next case. Every row is in STEM.jsonl as soon as it is there; STEM.json
 and STEM.md are made of it after every step, by default in benchmarks/results/. What a stage's --budget has no time for is left
 out and said. --resume goes on where a run with the same STEM stopped; with --again, what failed or gave wrong numbers has
@@ -41,13 +41,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gpu_budget import Budget
-from gpu_log import Log, assemble
-from gpu_report import markdown, targets
-from gpu_steps import HOPELESS, RESTART, Step, stage_steps
+from gpu.log import Budget, Log, assemble
+from gpu.report import markdown, targets
+from gpu.steps import HOPELESS, RESTART, Step, stage_steps
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = Path(__file__).with_name("gpu_steps.py")
+STEPS = ("-m", "gpu.steps")
+sys.path.insert(0, str(ROOT / "tests" / "support"))  # for `kernel_references`; child processes get the path, too
 NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "xxhash", "lmdb", "msgspec", "platformdirs")
 LARGE = ("torch", "transformers", "triton")  # looked for, and imported by those alone who use them
 GRACE_S = 20.0  # beyond a stage's budget, for the case that runs when it ends
@@ -160,7 +160,7 @@ def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, 
         before = len(log.over(step.name))
         command = [
             sys.executable,
-            str(STEPS),
+            *STEPS,
             "--step",
             step.name,
             "--device",

@@ -13,7 +13,6 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,25 +20,20 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_cli.blend.policy import LayerReport, Status
-
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import gpu.speeds  # noqa: E402
+import gpu.steps  # noqa: E402
 import gpu_check  # noqa: E402
-import gpu_kernels  # noqa: E402
-import gpu_steps  # noqa: E402
-from gpu_budget import Budget  # noqa: E402
-from gpu_cost import Ceilings, Work, matmul_params, prefill_floor, probe_floor  # noqa: E402
-from gpu_end_to_end import PLAIN, _blend  # noqa: E402
-from gpu_log import Log, assemble  # noqa: E402
-from gpu_model import read_config  # noqa: E402
-from gpu_profile import summed  # noqa: E402
-from gpu_report import dense_route, markdown, targets  # noqa: E402
-from gpu_steps import Step  # noqa: E402
-
-from cacheblend_cli.engine.config import BlendConfig  # noqa: E402
-from cacheblend_cli.model.families import spec_from_config  # noqa: E402
+from gpu.log import (  # noqa: E402
+    Budget,
+    Log,
+    assemble,
+)
+from gpu.report import markdown  # noqa: E402
+from gpu.steps import Step  # noqa: E402
+from gpu.timing import summed  # noqa: E402
 
 
 def run(out: Path, *more: str, lacking: Sequence[str] = ()) -> tuple[int, dict[str, Any], str, str]:
@@ -117,9 +111,9 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {benchmarks!r})
-import gpu_steps
-from gpu_log import Log
-from gpu_budget import Budget
+import gpu.steps
+from gpu.log import Log
+from gpu.log import Budget
 
 def rows(case):
     yield "kernels", {{"kernel": "k", "case": case, "seconds": 1.0}}
@@ -130,7 +124,7 @@ def rows(case):
     if case == "hangs":
         time.sleep(600)
 
-class Context(gpu_steps.Context):
+class Context(gpu.steps.Context):
     def synchronize(self):
         if self.log.lines()[-1]["case"] == "spoils":
             raise RuntimeError("CUDA error: misaligned address")
@@ -143,11 +137,11 @@ def cases(context):
     if (context.folder / "broken").exists():
         raise RuntimeError("no memory for the next inputs")
 
-gpu_steps.stands()
+gpu.steps.stands()
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-gpu_steps.cases_of = cases
+gpu.steps.cases_of = cases
 log, folder = Log(Path(arguments["--log"])), Path(arguments["--folder"])
-sys.exit(gpu_steps.run_step(Context(arguments["--step"], None, True, folder, log, Budget(60))))
+sys.exit(gpu.steps.run_step(Context(arguments["--step"], None, True, folder, log, Budget(60))))
 """
 
 CASES = ("first", "dies", "raises", "spoils", "hangs", "last")
@@ -157,7 +151,7 @@ CASES = ("first", "dies", "raises", "spoils", "hangs", "last")
 def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Runs a step whose cases go wrong in every way; what the log then holds."""
     (tmp_path / "steps.py").write_text(CHILD.format(benchmarks=str(ROOT / "benchmarks"), cases=CASES))
-    monkeypatch.setattr(gpu_check, "STEPS", tmp_path / "steps.py")
+    monkeypatch.setattr(gpu_check, "STEPS", (str(tmp_path / "steps.py"),))
     log = Log(tmp_path / "log.jsonl")
     arguments = argparse.Namespace(device="cpu", tiny=False)
 
@@ -250,17 +244,17 @@ def test_what_failed_or_was_wrong_has_another_turn_where_that_is_asked_for(tmp_p
 
 
 def test_inputs_that_cannot_be_made_cost_their_family_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = gpu_kernels.works
+    made = gpu.speeds.works
 
     def works(family: str, *more: Any) -> Any:
-        if family == gpu_kernels.FAMILIES[1]:
+        if family == gpu.speeds.FAMILIES[1]:
             raise RuntimeError("out of memory")
         return made(family, *more)
 
-    monkeypatch.setattr(gpu_kernels, "works", works)
+    monkeypatch.setattr(gpu.speeds, "works", works)
     log = Log(tmp_path / "log.jsonl")
-    context = gpu_steps.Context("kernel speeds", torch.device("cpu"), True, tmp_path, log, Budget(60))
-    names = [name for name, _ in gpu_steps.speed_cases(context)]
+    context = gpu.steps.Context("kernel speeds", torch.device("cpu"), True, tmp_path, log, Budget(60))
+    names = [name for name, _ in gpu.steps.speed_cases(context)]
     assert any(name.startswith("act_and_mul") for name in names)
     assert assemble(log.lines(), tiny=True)["faults"] == [
         "kernel speeds: decode_attention: RuntimeError: out of memory"
@@ -352,135 +346,3 @@ def test_wheels_are_put_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert importlib.import_module("cacheblend_probe").answer == 42
     with pytest.raises(SystemExit, match="no wheels"):
         gpu_check.install(tmp_path / "site", tmp_path / "elsewhere")
-
-
-def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--device", "cpu", "--tiny", "--only", "swap"])
-    with pytest.raises(SystemExit, match="2"):
-        gpu_kernels.main()
-    assert "invalid choice: 'swap'" in capsys.readouterr().err
-
-
-def test_a_budget_notes_what_it_refuses() -> None:
-    budget = Budget(1000)
-    assert budget.allows(900, "short")
-    assert not budget.allows(1001, "long")
-    assert budget.skipped == ["long"]
-
-
-@pytest.mark.parametrize(("ratio", "speedup"), [(0.05, 10.5), (0.1, 7.0), (0.15, 5.3), (0.2, 4.2)])
-def test_the_cost_model_gives_the_known_ceilings(ratio: float, speedup: float) -> None:
-    """(1 + (L-1) s/N) / L for 32 layers, 4096 tokens and a suffix of 64, whatever the device."""
-    spec, length, suffix = spec_from_config(read_config("llama-3.1-8b")), 4096, 64
-    chosen = round(ratio * (length - suffix))
-    blend = [
-        LayerReport(0, Status.PREFILL, length, length - suffix),
-        LayerReport(1, Status.CHECK, length, length - suffix),
-        *(LayerReport(i, Status.AFTER_CHECK, chosen + suffix, chosen) for i in range(2, 32)),
-    ]
-    full = [LayerReport(i, Status.AFTER_CHECK, length, 0) for i in range(32)]
-    fast = Ceilings(flops=1e12, memory=1e20, bus=1e20)
-    floors = [prefill_floor(spec, Work(length, suffix, layers, 1 << 29), fast) for layers in (full, blend)]
-    assert floors[0] / floors[1] == pytest.approx(speedup, rel=0.08)
-    slow_bus = Ceilings(flops=1e12, memory=1e20, bus=1e6)
-    assert prefill_floor(spec, Work(length, suffix, blend, 1 << 29), slow_bus) == (1 << 29) / 1e6
-
-
-def test_a_probe_costs_its_layers_and_waits_for_their_kv() -> None:
-    """64 rows through 27 of 32 layers are bound by reading the weights: 27/32 of them, and each layer's K and V."""
-    spec, length, suffix = spec_from_config(read_config("llama-3.1-8b")), 4096, 64
-    layers = [LayerReport(i, Status.AFTER_CHECK, 669, 605) for i in range(32)]
-    probed = tuple(range(11, 27))
-    ceilings = Ceilings(flops=790e12, memory=4.3e12, bus=55e9)
-    plain, asked = (Work(length, suffix, layers, 0, p) for p in ((), probed))
-    weights = 2 * (matmul_params(spec) / 32) * 27
-    keys = 2 * spec.kv_size * length
-    probe = probe_floor(spec, asked, ceilings)
-    assert probe == pytest.approx((weights + (2 * 27 + 16) * keys) / ceilings.memory, rel=0.08)
-    assert prefill_floor(spec, asked, ceilings) == pytest.approx(prefill_floor(spec, plain, ceilings) + probe)
-    loaded = Work(length, suffix, layers, 1 << 29, probed)
-    slow_bus = Ceilings(flops=790e12, memory=4.3e12, bus=1e9)
-    waits = (1 << 29) / 1e9 * 27 / 32
-    expected = max(waits + prefill_floor(spec, plain, ceilings), (1 << 29) / 1e9)
-    assert prefill_floor(spec, loaded, slow_bus) == pytest.approx(expected)
-
-
-def test_targets_tell_met_missed_and_not_measured() -> None:
-    times = [
-        {"length": 4096, "case": "full", "seconds": 0.1, "tflop_s": 500.0},
-        {"length": 4096, "case": "transformers", "seconds": 0.09},
-        {"length": 4096, "case": "blend 0.15", "seconds": 0.02, "speedup": 5.0},
-    ]
-    model = {"model": "llama-3.1-8b", "times": times, "decode": [], "load": [{"length": 16384, "gb_s": 20.0}]}
-    kernel = {"kernel": "decode_attention", "case": "llama-3.1-8b batch 1, context 16384, triton", "share": 0.85}
-    found = {
-        row["what"]: row["met"]
-        for row in targets({"end_to_end": [model], "kernels": [kernel], "ceilings": {"matmul_tflop_s": 700.0}})
-    }
-    assert found["blend at ratio 0.15 over full prefill, N=4096"] is True
-    assert found["blend at ratio 0.15 over full prefill, N=16384"] is None
-    assert found["transformers' SDPA prefill's time over ours, N=4096"] is False
-    assert found["decode attention, share of the copy's ceiling, context 16384"] is True
-    assert found["store to pool, verified, GB/s"] is False
-
-
-def test_the_default_is_measured_with_its_correction_and_without() -> None:
-    plain, default = _blend(PLAIN), _blend("query 0.15")
-    assert default == BlendConfig()
-    assert plain == replace(default, correction="none")
-
-
-@pytest.mark.parametrize(
-    ("ours", "cudnn", "flash", "expected"),
-    [
-        ((10, 11, 100), (8, 8, 80), (9, 9, 90), ("cudnn", 4000, 1.25)),
-        ((10, 11, 100), (12, 10, 80), (9, 9, 90), ("cudnn", 4096, 1.1)),
-        ((10, 11, 100), (8, 8, 98), (9, 9, 99), None),  # not where prompts are long
-        ((10, 11, 100), (8, 8, 90), (7, 7, 80), ("flash", 4000, 10 / 7)),
-        ((10, 11, 100), (), (), None),  # torch without either
-        ((), (8, 8, 80), (9, 9, 90), None),
-    ],
-)
-def test_a_dense_prefill_goes_where_it_was_measured_to_be_faster(
-    ours: tuple[int, ...], cudnn: tuple[int, ...], flash: tuple[int, ...], expected: tuple[str, int, float] | None
-) -> None:
-    names = {"128 x 64, 1 splits": ours, "64 x 32, 1 splits": [2 * t for t in ours], "SDPA by cudnn": cudnn}
-    sweep = [
-        {"case": f"N={n} full, {n} rows, {name}", "seconds": seconds}
-        for name, times in {**names, "SDPA by flash": flash}.items()
-        for n, seconds in zip((4000, 4096, 16384), times, strict=False)
-    ]
-    sweep.append({"case": "N=4096 scattered 5%, 266 rows, 128 x 64, 1 splits", "seconds": 0.1})
-    found = dense_route({"sweep": sweep})
-    assert found == (expected and (*expected[:2], pytest.approx(expected[2])))
-
-
-def test_wrong_numbers_are_shown() -> None:
-    case = {"kernel": "prefill_attention", "tflop_s": 1.0, "share": 0.5}
-    sweep = [
-        {**case, "case": f"N=4096 full, 4096 rows, {name}", "seconds": seconds}
-        for name, seconds in (("128 x 64, 1 splits", 2.0), ("SDPA by flash", 1.0))
-    ]
-    row = {"kernel": "rms_norm", "case": "width 80", "dtype": "float16", "backend": "triton", "tolerance": 1e-3}
-    result = {
-        "hardware": {"device": "GPU", "cpu": "CPU", "cores": 1, "memory_gib": 1},
-        "versions": {},
-        "tiny": False,
-        "seconds": 1.0,
-        "skipped": [],
-        "faults": [],
-        "sanitizer": [{"tool": "memcheck", "ok": False, "cases": 9, "told": ["ERROR SUMMARY: 1 error"]}],
-        "assumed": [],
-        "sweep": [],
-        "checks": [{**row, "error": None, "ok": False, "message": "CUDA error: an illegal memory access"}],
-        "ceilings": {},
-        "end_to_end": [],
-        "kernels": [],
-    }
-    text = markdown(result)
-    assert "DenseRoute" not in text
-    assert "`DenseRoute('flash', 4096)` belongs in `DENSE_ROUTES`" in markdown({**result, "sweep": sweep})
-    assert "0 of 1 cases" in text
-    assert "illegal memory access" in text
-    assert "ERROR SUMMARY: 1 error" in text
-    assert text.count("not measured") == len(targets(result))

@@ -14,7 +14,6 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `cases`
-sys.path.append(str(HERE.parents[1] / "benchmarks"))  # for `kernel_references`
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if INTERPRETED or torch.cuda.is_available() else ["numeric"]

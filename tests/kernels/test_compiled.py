@@ -1,10 +1,11 @@
 """Kernels compiled for GPUs that are not here: no register spills, no more shared memory than a block may use.
 
-A subset of a bf16 model with heads of 128 (`core`); benchmarks/kernel_resources.py compiles every variant.
+A subset of a bf16 model with heads of 128 (`core`); benchmarks/gpu/resources.py compiles every variant.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -120,12 +121,10 @@ def test_the_context_is_split_where_the_batch_leaves_the_device_idle() -> None:
 
 
 def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the results are written: they would be of no kernel."""
+    """Before anything is compiled."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import kernel_resources
-
-    monkeypatch.setattr(kernel_resources, "write", lambda *_: pytest.fail("results written"))
-    monkeypatch.setattr(sys, "argv", ["kernel_resources.py", "--family", "attention"])
+    resources = importlib.import_module("gpu.resources")
+    monkeypatch.setattr(sys, "argv", ["resources.py", "--family", "attention"])
     with pytest.raises(SystemExit, match="2"):
-        kernel_resources.main()
+        resources.main()
     assert "invalid choice: 'attention'" in capsys.readouterr().err

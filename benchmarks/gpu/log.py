@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,7 @@ def rows_of(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, A
 
 
 def assemble(lines: list[dict[str, Any]], tiny: bool) -> dict[str, Any]:
-    """The result that `gpu_report.py` prints."""
+    """The result that `report.py` prints."""
     rows = rows_of(lines)
     unknown = {"device": "device not known", "cpu": "CPU not known", "cores": "?", "memory_gib": "?"}
     result: dict[str, Any] = {"hardware": unknown, "versions": {}, "tiny": tiny, "skipped": [], "faults": []}
@@ -129,3 +131,32 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Budget:
+    """Seconds from now on. `skipped`: what was left out."""
+
+    def __init__(self, seconds: float) -> None:
+        self._start, self.seconds = time.monotonic(), seconds
+        self.skipped: list[str] = []
+
+    @property
+    def used(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.used
+
+    def take_skipped(self) -> list[str]:
+        """What was left out since the last time this was asked."""
+        taken, self.skipped = self.skipped, []
+        return taken
+
+    def allows(self, seconds: float, what: str) -> bool:
+        """Whether there is time for something that takes about so long; if not, it is noted."""
+        if seconds <= self.left:
+            return True
+        self.skipped.append(what)
+        print(f"  left out, {max(0.0, self.left):.0f} s are left: {what}", file=sys.stderr, flush=True)
+        return False

@@ -1,12 +1,14 @@
-"""Timing of device work: a captured graph over several input sets, replayed between events; medians."""
+"""Time device work (CUDA graphs over several input sets, medians), and count the kernels that a run launches."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 Call = Callable[[], object]
 
@@ -69,3 +71,33 @@ def num_input_sets(bytes_a_call: int, device: torch.device, *, most: int = 16) -
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(most, -(-3 * cache // max(1, bytes_a_call))))
+
+
+def profile(run: Callable[[], object]) -> dict[str, Any]:
+    """{kernels, copies, busy_ms, wall_ms} of one run. busy_ms: when at least one kernel or copy ran, on whatever stream."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - start
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return {**summed(found), "wall_ms": wall * 1e3}
+
+
+def summed(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
+    """{kernels, copies, busy_ms} of (name, start, end) in microseconds; what runs side by side counts once."""
+    kernels = copies = 0
+    busy, until = 0.0, float("-inf")
+    for name, start, end in sorted(events, key=lambda event: event[1]):
+        if name.startswith(("Memcpy", "Memset")):
+            copies += 1
+        else:
+            kernels += 1
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return {"kernels": kernels, "copies": copies, "busy_ms": busy / 1e3}

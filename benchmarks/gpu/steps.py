@@ -1,8 +1,8 @@
 """The steps of `gpu_check.py`, each run in a process of its own:
 
-    python benchmarks/gpu_steps.py --step "kernel checks 1/4" --device cuda --log STEM.jsonl --folder /dev/shm/x --seconds 300
+    python -m gpu.steps --step "kernel checks 1/4" --device cuda --log STEM.jsonl --folder /dev/shm/x --seconds 300
 
-A step is a row of cases. What is over already (`gpu_log.py`) is not run again. Where a case that raises has left a CUDA context
+A step is a row of cases. What is over already (`log.py`) is not run again. Where a case that raises has left a CUDA context
 in which nothing runs any more, the process ends with RESTART and another goes on behind that case.
 """
 
@@ -24,8 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_budget import Budget
-from gpu_log import ASSUMED, Log, rows_of
+from gpu.log import ASSUMED, Budget, Log, rows_of
 
 RESTART, HOPELESS = 3, 4
 PACKAGES = ("torch", "triton", "transformers", "xformers", "lmdb")
@@ -99,13 +98,13 @@ def cases_of(context: Context) -> Cases:
         return sweep_cases(context)
     if name == "compute-sanitizer":
         return sanitizer_cases(context)
-    from gpu_end_to_end import cases
+    from gpu.end_to_end import cases
 
     return cases(context)
 
 
 def ceiling_cases(context: Context) -> Cases:
-    from gpu_kernels import CEILINGS
+    from gpu.speeds import CEILINGS
 
     def measure(name: str) -> Rows:
         yield "ceilings", {name: CEILINGS[name](context.device, context.tiny)}
@@ -137,7 +136,7 @@ def environment(context: Context) -> dict[str, Any]:
 
 
 def check_cases(context: Context) -> Cases:
-    from gpu_checks import checks_of
+    from gpu.checks import checks_of
 
     part, parts = map(int, context.step.rsplit(" ", 1)[1].split("/"))
 
@@ -150,7 +149,7 @@ def check_cases(context: Context) -> Cases:
 
 
 def speed_cases(context: Context) -> Cases:
-    from gpu_kernels import FAMILIES, measure_work, works
+    from gpu.speeds import FAMILIES, measure_work, works
 
     def run(work: Any) -> Rows:
         yield "kernels", measure_work(work, context.device, context.tiny, context.ceilings())
@@ -166,8 +165,8 @@ def speed_cases(context: Context) -> Cases:
 
 
 def sweep_cases(context: Context) -> Cases:
-    from gpu_kernels import measure_work
-    from gpu_sweep import sweep_works
+    from gpu.speeds import measure_work
+    from gpu.sweep import sweep_works
 
     def run(work: Any) -> Rows:
         yield "sweep", measure_work(work, context.device, context.tiny, context.ceilings())
@@ -189,7 +188,7 @@ def sanitizer_cases(context: Context) -> Cases:
             )
             return
         inner = context.folder / f"{tool}.jsonl"
-        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--tiny"]
+        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "gpu.steps", "--tiny"]
         command += ["--step", "kernel checks 1/24", "--device", str(context.device), "--log", str(inner)]
         command += ["--folder", str(context.folder), "--seconds", "75"]
         uncached = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -248,7 +247,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, required=True)
     arguments = parser.parse_args()
     stands()
-    sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "store", "kernels")]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("", "store", "kernels")]
     import torch
 
     device = torch.device(arguments.device)

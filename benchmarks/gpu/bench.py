@@ -1,7 +1,7 @@
-"""A model with random weights, a store of its chunks and prompts over them, as `gpu_end_to_end.py` measures them.
+"""A model with random weights, a store of its chunks and prompts over them, as `end_to_end.py` measures them.
 
 The prompts are what the tool makes: a prefix, chunks of 512 tokens, a suffix of 64. No chunk is taken for exact unless it
-is asked for: the first is repaired like the others, as the cost model has it (`gpu_cost.py`).
+is asked for: the first is repaired like the others, as the cost model has it (`cost.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from gpu_budget import Budget
-from gpu_cost import Ceilings
-from gpu_model import RandomModel, transformers_model
+from gpu.cost import Ceilings
+from gpu.log import Budget
+from gpu.model import RandomModel, transformers_model
 from torch import Tensor
 
 from cacheblend_cli.blend.policy import row_tile_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import AttentionParams, KernelBackend, KernelError, LayerCache, Slots, select_backend
-from gpu_inputs import AttentionInputs, attention_inputs, rope_tables, scattered_positions
+from gpu.inputs import AttentionInputs, attention_inputs, rope_tables, scattered_positions
 from kernel_references import decoded, poisoned_outputs, rope_reference, stored_kv
 from torch import Tensor
 
@@ -21,16 +21,6 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FLOAT8 = 2**-4  # half a step of a number with three bits after the first
 NUM_ROWS = 70
 Case = tuple[str, str, float, Callable[[], tuple[Tensor, Tensor]]]  # kernel, case, tolerance, () -> (got, want fp64)
-
-
-def run_kernel_checks(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
-    """Rows {kernel, case, dtype, backend, error, tolerance, ok}; a kernel that raises is a row with `message`."""
-    return list(kernel_checks(device, tiny))
-
-
-def kernel_checks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
-    """The rows as they come."""
-    return (check() for _, check in checks_of(device, tiny))
 
 
 def checks_of(

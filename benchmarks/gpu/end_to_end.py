@@ -1,6 +1,6 @@
 """From the question to the answer with random weights at a model's shape: time to the first token of transformers, of our
 full prefill and of the blend from a warm store, loading alone, and decoding with and without graphs, every time beside the
-cost model's floor (`gpu_cost.py`).
+cost model's floor (`cost.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from cacheblend_store.format.codecs import decode_kv, view_kv
-from gpu_bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded, Scenario
-from gpu_checks import TOLERANCE, rope_reference, row_error
-from gpu_cost import Ceilings, Work, decode_floor, decode_weight_bytes, prefill_floor, prefill_flops
-from gpu_model import random_model, read_config
-from gpu_profile import profile
-from gpu_steps import Cases, Context, Rows
+from gpu.bench import BLOCK_SIZE, FULL, TINY, Bench, HostMeter, Loaded, Scenario
+from gpu.checks import TOLERANCE, rope_reference, row_error
+from gpu.cost import Ceilings, Work, decode_floor, decode_weight_bytes, prefill_floor, prefill_flops
+from gpu.model import random_model, read_config
+from gpu.steps import Cases, Context, Rows
+from gpu.timing import profile
 from torch import Tensor
 
 from cacheblend_cli.blend.policy import LayerReport, Status
@@ -217,7 +217,7 @@ def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
 
 
 def checks(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Rows like those of `run_kernel_checks`: what the whole path gives beside what it must give."""
+    """Rows like those of `checks_of`: errors of the whole path against its references."""
     allowed = LOGITS_TOLERANCE[bench.scenario.dtype]
     full = bench.run(length, BlendConfig(mode="full"))[1].result.logits
     found = {

@@ -1,29 +1,20 @@
-"""Each kernel's speed beside the ceiling of what it is bound by, and its numbers beside fp64, on one device.
+"""Speed of each kernel against its ceiling (copy bandwidth or bf16 matrix product), and its error against fp64.
 
-`gpu_check.py` imports CEILINGS, `works` and `measure_work` from here. To run this file alone,
-with the checks of `gpu_checks.py`:
-
-    python benchmarks/gpu_kernels.py [--device cuda] [--tiny] [--only prefill_attention]
-
-Every line runs on the CPU too (`--device cpu --tiny`), on the torch backend.
+`works` yields the measurements of a family, `measure_work` runs one; both run on the CPU too, with the torch backend.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from cacheblend_kernels import AttentionParams, KernelBackend, KernelError, LayerCache, Slots, select_backend
-from gpu_checks import run_kernel_checks
-from gpu_inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
-from gpu_timing import Call, median_seconds, num_input_sets
+from gpu.inputs import AttentionInputs, Shape, decode_inputs, prefill_inputs, rope_tables
+from gpu.timing import Call, median_seconds, num_input_sets
 from kernel_references import stored_kv
 from torch import Tensor
 
@@ -288,37 +279,3 @@ _WORK: tuple[Callable[[torch.device, bool], Iterator[Work]], ...] = (
 
 
 FAMILIES = tuple(make.__name__[1:] for make in _WORK)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="shapes that any CPU takes")
-    parser.add_argument("--only", choices=FAMILIES, help="one family")
-    parser.add_argument("--out", type=Path, help="write JSON here")
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    checks = [] if args.only else run_kernel_checks(device, args.tiny)
-    ceilings = {name: measure(device, args.tiny) for name, measure in CEILINGS.items()}
-    chosen = [args.only] if args.only else FAMILIES
-    kernels = [
-        measure_work(work, device, args.tiny, ceilings)
-        for family in chosen
-        for work in works(family, device, args.tiny)
-    ]
-    for row in checks:
-        print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['kernel']} {row['case']} {row['dtype']}: {row['error']:.2e}")
-    print(json.dumps(ceilings))
-    for row in kernels:
-        if "message" in row:
-            print(f"FAIL {row['kernel']} {row['case']}: {row['message']}")
-            continue
-        speed = f"{row['tflop_s']:.1f} TFLOP/s" if "tflop_s" in row else f"{row['gb_s']:.1f} GB/s"
-        print(f"{row['kernel']} {row['case']}: {row['seconds'] * 1e6:.1f} us, {speed}, {row['share']:.0%} of ceiling")
-    if args.out:
-        args.out.write_text(json.dumps({"checks": checks, "ceilings": ceilings, "kernels": kernels}, indent=1) + "\n")
-    return 0 if all(row["ok"] for row in checks) and not any("message" in row for row in kernels) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,31 +1,31 @@
-"""Compile every kernel variant for sm_80, sm_90 and sm_100 and write what each takes. Runs without a GPU.
+"""Compile every kernel variant for sm_80, sm_90 and sm_100, and report registers, spills and shared memory. Needs no GPU.
 
-    python benchmarks/kernel_resources.py [--arch 80 --arch 90] [--family decode_attention] [--core] [--jobs 2]
+    python benchmarks/gpu/resources.py [--arch 80 --arch 90] [--family decode_attention] [--core] [--jobs 2]
 
-Writes benchmarks/results/kernel_resources.json (every variant) and .md (a table a family). With --arch or --family only
-their rows are compiled anew, and others stay as they are if toolchain and kernel sources are still the same; interrupted,
-it writes what it has; --core writes nothing. Exits 1 when a kernel does not fit its architecture.
+A complete run writes benchmarks/results/kernel_resources.md; a run over some of the variants prints its table. Exits 1 when
+a kernel does not fit its architecture.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import cacheblend_kernels.triton_backend
 import torch
 import triton
-from kernel_compile import KernelResources, compile_variant
-from kernel_variants import all_variants
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from kernel_compile import KernelResources, compile_variant  # noqa: E402
+from kernel_variants import all_variants  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "kernel_resources.md"
 ARCHS = (80, 90, 100)
 
 
@@ -37,9 +37,9 @@ def compile_index(task: tuple[int, int]) -> KernelResources:
 def markdown(rows: list[KernelResources], toolchain: dict[str, str], num_variants: int) -> str:
     spilling = [r for r in rows if r.spill_bytes]
     lines = [
-        "# What each kernel takes on each architecture",
+        "# Kernel resources by architecture",
         "",
-        "Written by `benchmarks/kernel_resources.py`: compiled here, run nowhere. "
+        "Written by `benchmarks/gpu/resources.py`: compiled, not run. "
         + ", ".join(f"{name} {version}" for name, version in toolchain.items())
         + ".",
         "",
@@ -59,15 +59,6 @@ def markdown(rows: list[KernelResources], toolchain: dict[str, str], num_variant
                 f"{sum(r.spill_bytes > 0 for r in some)} | {max(r.spill_bytes for r in some)} | "
                 f"{max(r.shared_bytes for r in some)} | {matrix} |"
             )
-    lines += ["", "## Attention, bf16, head_dim 128", "", "| variant | arch | warps | stages | registers |"]
-    lines[-1] += " spill bytes | shared bytes | matrix instruction |"
-    lines.append("|---|---|---|---|---|---|---|---|")
-    lines += [
-        f"| {r.family} {r.label} | sm_{r.arch} | {r.num_warps} | {r.num_stages} | {r.registers} | {r.spill_bytes} | "
-        f"{r.shared_bytes} | {r.matrix} |"
-        for r in rows
-        if "attention" in r.family and "bf16 d128" in r.label
-    ]
     if spilling:
         lines += ["", "## Variants that spill", "", "| variant | arch | registers | spill bytes |", "|---|---|---|---|"]
         lines += [f"| {r.family} {r.label} | sm_{r.arch} | {r.registers} | {r.spill_bytes} |" for r in spilling]
@@ -85,20 +76,6 @@ def provenance() -> dict[str, str]:
     return found
 
 
-def write(rows: list[KernelResources], toolchain: dict[str, str]) -> None:
-    """These rows, and beside them those that stand."""
-    path = RESULTS / "kernel_resources.json"
-    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    order = {(arch, v.family, v.label): (arch, i) for arch in ARCHS for i, v in enumerate(all_variants(arch))}
-    found = {(r.arch, r.family, r.label): r for r in rows}
-    if old.get("toolchain") == toolchain:
-        found = {(row["arch"], row["family"], row["label"]): KernelResources(**row) for row in old["kernels"]} | found
-    rows = [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"toolchain": toolchain, "kernels": [asdict(row) for row in rows]}, indent=1) + "\n")
-    (RESULTS / "kernel_resources.md").write_text(markdown(rows, toolchain, len(order)))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="only this architecture (repeatable)")
@@ -107,11 +84,13 @@ def main() -> int:
     parser.add_argument("--core", action="store_true", help="only the variants of the quick check")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
+    all_tasks = {(arch, index): variant for arch in ARCHS for index, variant in enumerate(all_variants(arch))}
     tasks = [
         (arch, index)
-        for arch in args.arch or ARCHS
-        for index, variant in enumerate(all_variants(arch))
-        if variant.family in (args.family or [variant.family]) and (variant.core or not args.core)
+        for (arch, index), variant in all_tasks.items()
+        if arch in (args.arch or ARCHS)
+        and variant.family in (args.family or [variant.family])
+        and (variant.core or not args.core)
     ]
     rows = []
     try:
@@ -125,9 +104,11 @@ def main() -> int:
                     file=sys.stderr,
                 )
     except KeyboardInterrupt:
-        print(f"interrupted: {len(tasks) - len(rows)} variants are not compiled", file=sys.stderr)
-    if not args.core:
-        write(rows, provenance())
+        print(f"interrupted: {len(tasks) - len(rows)} variants were not compiled", file=sys.stderr)
+    table = markdown(rows, provenance(), len(all_tasks))
+    if len(rows) == len(all_tasks):
+        RESULTS.write_text(table, encoding="utf-8")
+    print(table)
     return 0 if all(row.fits for row in rows) else 1
 
 

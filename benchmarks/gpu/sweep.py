@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from cacheblend_kernels import AttentionParams
-from gpu_inputs import prefill_inputs
-from gpu_kernels import LLAMA_8B, SUFFIX, TINY, Work
-from gpu_timing import Call
+from gpu.inputs import prefill_inputs
+from gpu.speeds import LLAMA_8B, SUFFIX, TINY, Work
+from gpu.timing import Call
 
 SPLITS = (1, 2, 4, 8)
 UNEVEN = 4000  # tokens of a prompt that is no multiple of what cuDNN's plans are padded to
