@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_cli.cli import options
+from cacheblend_cli.cli.config_file import read_document, remove_setting, settings_file, write_text
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
-from cacheblend_cli.settings import FILE, PATHS, Settings, config_files, parse_setting, resolve
+from cacheblend_cli.settings import PATHS, Settings, parse_setting, resolve
 
 if TYPE_CHECKING:
-    from tomlkit import TOMLDocument
+    pass
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change the settings.")
 
@@ -48,12 +49,12 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write a file that is there anew.")] = False,
 ) -> None:
     """Write a cacheblend.toml here, with every setting, its default and what it does, commented out."""
-    file = _file(user=user, new=True)
+    file = settings_file(user=user, new=True)
     if file.exists() and not force:
         raise UsageError(
             f"{file} is there already", "change it: cacheblend config set KEY VALUE; --force writes it anew"
         )
-    _write(file, "\n".join(_template()))
+    write_text(file, "\n".join(_template()))
     Output().note(f"wrote {file}")
 
 
@@ -66,14 +67,14 @@ def set_(
     """Set a setting in the project's cacheblend.toml, or, where there is none, in one made here."""
     from tomlkit import dumps
 
-    file = _file(user=user)
+    file = settings_file(user=user)
     name, value = parse_setting(key, values)
     if name in PATHS:
         value = _from(file, value)
-    document = _read(file)
-    _take(document, name)
+    document = read_document(file)
+    remove_setting(document, name)
     document[name] = value
-    _write(file, dumps(document))
+    write_text(file, dumps(document))
     Output().note(f"{name} is {value!r} in {file}")
 
 
@@ -82,28 +83,12 @@ def unset(key: Key, user: User = False) -> None:
     """Take a setting out of the project's cacheblend.toml."""
     from tomlkit import dumps
 
-    file, name = _file(user=user), key.replace("-", "_")
-    document = _read(file)
-    if not _take(document, name):
+    file, name = settings_file(user=user), key.replace("-", "_")
+    document = read_document(file)
+    if not remove_setting(document, name):
         raise NotFoundError(f"{file} does not set {key}", "see: cacheblend config show")
-    _write(file, dumps(document))
+    write_text(file, dumps(document))
     Output().note(f"{name} is no longer set in {file}")
-
-
-def _file(*, user: bool, new: bool = False) -> Path:
-    """The user's file; else the project's, and where there is none, or a `new` one is wanted, the one to make here."""
-    files = config_files()
-    if user:
-        return files[0]
-    return Path.cwd() / FILE if new or len(files) < 2 else files[-1]
-
-
-def _take(document: TOMLDocument, name: str) -> bool:
-    """Remove a setting, however its name is written. Whether it was there."""
-    found = [known for known in document if known.replace("-", "_") == name]
-    for known in found:
-        del document[known]
-    return bool(found)
 
 
 def _template() -> Iterator[str]:
@@ -130,29 +115,3 @@ def _from(file: Path, value: str) -> str:
     if path.is_absolute() or not path.exists() or Path.cwd() == file.parent:
         return value
     return os.path.relpath(path, file.parent)
-
-
-def _read(file: Path) -> TOMLDocument:
-    from tomlkit import document, parse
-    from tomlkit.exceptions import TOMLKitError
-
-    if not file.exists():
-        return document()
-    try:
-        return parse(file.read_text(encoding="utf-8"))
-    except (TOMLKitError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is not valid TOML: {error}", "mend or remove it") from error
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}", "check its permissions") from error
-
-
-def _write(file: Path, text: str) -> None:
-    """In the place of the old one, whole or not at all."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UsageError(f"{file} cannot be written: {error.strerror}", "check its permissions") from error

@@ -36,6 +36,7 @@ _HOMES = {
     "demo": "demo:demo",
     "doctor": "doctor:doctor",
     "config": "config:app",
+    "init": "init:init",
 }
 """Command -> the module of this package and its function, or the group's app: only the one that runs is imported."""
 

@@ -1,0 +1,87 @@
+"""Model recommendation by memory and cores, for `cacheblend init`. Imports no torch unless there is a GPU."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend_cli.model.named import INSTALL, SMOLLM2
+
+GPU_SHARE, CPU_SHARE = 0.5, 0.4
+"""Share of GPU or host memory that weights may take. The rest is for KV, activations and other programs."""
+CPU_BYTES_A_CORE = 900 * 10**6
+"""Weights per core. Decoding reads all weights for every token, so larger models decode slower than people read."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory in bytes (host, and the largest GPU, 0 without one), and usable CPU cores."""
+
+    memory_bytes: int
+    cores: int
+    gpu_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to begin with. name: the value of --model; weight_bytes: in bfloat16; get: the command that fetches it."""
+
+    name: str
+    weight_bytes: int
+    license: str
+    get: str
+
+
+def _hub(name: str, parameters: float) -> Candidate:
+    return Candidate(name, int(round(2 * parameters, 1) * 10**9), "Apache-2.0", f"cacheblend models pull {name}")
+
+
+CANDIDATES = (
+    Candidate(SMOLLM2, 270 * 10**6, "Apache-2.0", INSTALL),
+    _hub("Qwen/Qwen3-0.6B", 0.6),
+    _hub("Qwen/Qwen3-1.7B", 1.7),
+    _hub("Qwen/Qwen3-4B-Instruct-2507", 4.0),
+    _hub("Qwen/Qwen3-8B", 8.2),
+)
+"""Smallest first."""
+
+
+def detect() -> Machine:
+    """Read memory (a container's limit included), cores and GPU memory of this machine."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # "max": no limit
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(memory, cores, _gpu_bytes())
+
+
+def _gpu_bytes() -> int:
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return max(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
+def weight_budget(machine: Machine) -> int:
+    """Bytes of weights that run well on the machine."""
+    if machine.gpu_bytes:
+        return int(machine.gpu_bytes * GPU_SHARE)
+    return min(int(machine.memory_bytes * CPU_SHARE), machine.cores * CPU_BYTES_A_CORE)
+
+
+def recommend(machine: Machine) -> Candidate:
+    """Return the largest candidate within the budget, or the smallest of all."""
+    budget = weight_budget(machine)
+    return max((c for c in CANDIDATES if c.weight_bytes <= budget), key=lambda c: c.weight_bytes, default=CANDIDATES[0])
+
+
+def fit(candidate: Candidate, machine: Machine) -> str:
+    """Describe how the candidate suits the machine: "fits", "slow or tight" or "too large"."""
+    if candidate.weight_bytes > (machine.gpu_bytes or machine.memory_bytes):
+        return "too large"
+    return "fits" if candidate.weight_bytes <= weight_budget(machine) else "slow or tight"
