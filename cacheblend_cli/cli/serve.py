@@ -30,7 +30,9 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more get 429.")] = 256,
     max_body: Annotated[int, typer.Option(min=1, help="MiB of a request at most.")] = 32,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to finish at the end.")] = 30.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that running answers have to finish when the server stops.")
+    ] = 30.0,
     idle_exit: Annotated[
         float | None,
         typer.Option(
@@ -45,8 +47,8 @@ def serve(
     background: Annotated[
         bool, typer.Option("--background", help="Return once it answers, and leave it running.")
     ] = False,
-    status: Annotated[bool, typer.Option("--status", help="Say what runs over this store.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End what runs over this store.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Show the engines that run over this store.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the engines that run over this store.")] = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
@@ -60,7 +62,7 @@ def serve(
     if stop:
         from cacheblend_cli.server.background import stop_all
 
-        for pid in stop_all(settings):
+        for pid in stop_all(settings, grace):
             _told({"pid": pid, "stopped": True}, f"the engine of process {pid} has ended", output, json=json)
         return
     if status:

@@ -1,4 +1,4 @@
-"""Engines in the background: started, asked how they are, ended. Imports neither torch nor numpy."""
+"""Start, query and stop engines in the background. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cacheblend_cli.errors import CacheBlendError, NotFoundError
+from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.server.client import Connection
 from cacheblend_cli.server.place import make_folder, socket_of, sockets_of
 from cacheblend_cli.settings import Settings
 
 _START_S = 300.0
 _LOOK_S = 0.05
+_REPLY_S = 10.0  # for the status of an engine that listens
+_END_S = 15.0  # beyond its grace, to close the store and give memory back
 
 
 def start(settings: Settings, idle_exit_s: float) -> dict[str, Any]:
-    """Run the same command without --background in a session of its own; what it tells of itself, once it answers.
+    """Run the same command without --background in a session of its own. Returns its status once it replies.
 
-    Raises CacheBlendError with what it said when it ends before.
+    Raises CacheBlendError with its message and exit code when it ends before.
     """
     path = socket_of(settings)
     make_folder(path.parent)
@@ -44,15 +47,18 @@ def _started(path: Path, log: Path, idle_exit_s: float) -> dict[str, Any]:
         if process.poll() is not None:
             said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             told = dict(line.partition(": ")[::2] for line in reversed(said))  # the first of each kind
-            raise CacheBlendError(told.get("error", "it ended at once"), told.get("hint", f"see {log}"))
+            error = CacheBlendError(told.get("error", "the engine ended at once"), told.get("hint", f"see {log}"))
+            with suppress(ValueError):  # killed by a signal
+                error.exit_code = ExitCode(process.returncode)
+            raise error
         time.sleep(_LOOK_S)
     process.terminate()
     raise CacheBlendError(f"the engine did not answer within {_START_S:.0f} seconds", f"see {log}")
 
 
 def ask_status(path: Path) -> dict[str, Any] | None:
-    """What the engine tells of itself; None when none listens, or it ends."""
-    connection = Connection.to(path)
+    """Status of the engine behind a socket; None where none listens, or it ends or does not reply in time."""
+    connection = Connection.to(path, _REPLY_S)
     if connection is None:
         return None
     with connection:
@@ -70,22 +76,33 @@ def running(settings: Settings) -> list[dict[str, Any]]:
     return found
 
 
-def stop_all(settings: Settings) -> list[int]:
-    """End every engine over the store, and wait for it; their process ids. Raises NotFoundError when none runs."""
+def stop_all(settings: Settings, grace_s: float) -> list[int]:
+    """Stop every engine over the store and wait until its process has ended. Returns the process ids.
+
+    grace_s: the engine's time for running answers. Raises NotFoundError when none runs, CacheBlendError when a process does
+    not end in that time and a margin.
+    """
     ended = []
     for told in running(settings):
-        connection = Connection.to(Path(told["socket"]))
+        pid, deadline = told["pid"], time.monotonic() + grace_s + _END_S
+        connection = Connection.to(Path(told["socket"]), _REPLY_S)
         if connection is not None:
-            with connection:
+            with connection, suppress(CacheBlendError):  # one that does not reply may end all the same
                 list(connection.request({"op": "stop"}))
-        while _is_alive(told["pid"]):
+        while _is_alive(pid):
+            if time.monotonic() >= deadline:
+                raise CacheBlendError(
+                    f"the engine of process {pid} has not ended {grace_s + _END_S:.0f} seconds after it was told to",
+                    f"wait for it, or end it now: kill -9 {pid}",
+                )
             time.sleep(_LOOK_S)
-        ended.append(told["pid"])
+        ended.append(pid)
     return ended
 
 
 def _is_alive(pid: int) -> bool:
-    """A child of ours that has ended is reaped."""
+    """Whether the process still runs. A child of this process that has ended is reaped; a zombie that its parent does not
+    reap has ended."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0] == pid:
             return False
@@ -95,4 +112,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    with suppress(OSError):  # a system without /proc
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     return True

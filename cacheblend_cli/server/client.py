@@ -27,8 +27,9 @@ class Connection:
         self._socket, self._file = connected, connected.makefile("rb")
 
     @classmethod
-    def to(cls, path: Path) -> Connection | None:
-        """None where no engine of this user's listens: a socket that was left behind does not matter."""
+    def to(cls, path: Path, timeout_s: float | None = None) -> Connection | None:
+        """Connect. None where no engine of this user listens, as behind a stale socket. timeout_s: for each read, None for no
+        limit."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connected.settimeout(_CONNECT_S)
         try:
@@ -38,7 +39,7 @@ class Connection:
         except OSError:
             connected.close()
             return None
-        connected.settimeout(None)
+        connected.settimeout(timeout_s)
         return cls(connected)
 
     def __enter__(self) -> Connection:

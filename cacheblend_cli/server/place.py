@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cacheblend_cli.settings import Settings, grouped
 PROTOCOL = 3
 _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
+_ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"
 
 
 def socket_of(settings: Settings) -> Path:
@@ -44,15 +46,26 @@ def folder_of(settings: Settings) -> Path:
     name = f"cacheblend-{hashlib.blake2b(os.fsencode(store), digest_size=8).hexdigest()}"
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     fits = len(os.fsencode(own)) + len(name) + len(_NAME) + 36 <= _LONGEST
-    return (own if fits else Path("/tmp")) / f"cacheblend-{os.getuid()}" / name
+    return (own if fits else Path("/tmp")) / _own_name() / name
 
 
 def make_folder(folder: Path) -> None:
-    """Where it is not the store's. Raises UsageError when it is somebody else's."""
+    """Make the socket's directory. Raises UsageError when it, or the fallback directory it is in, is another user's or
+    others may write to it: they could put a socket of their own in its place."""
+    is_fallback = folder.parent.name == _own_name()
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise UsageError(f"{folder} is not this user's", "set XDG_RUNTIME_DIR to a directory of your own")
+    for part in (folder.parent, folder) if is_fallback else (folder,):
+        info = part.lstat() if is_fallback else part.stat()
+        if info.st_uid != os.getuid() or (is_fallback and not stat.S_ISDIR(info.st_mode)):
+            raise UsageError(f"{part} is not a directory of this user", _ELSEWHERE)
+        if is_fallback and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(f"other users may write to {part}", f"run: chmod 700 {part}; or {_ELSEWHERE}")
+
+
+def _own_name() -> str:
+    """Name of this user's directory below the directory for run-time files."""
+    return f"cacheblend-{os.getuid()}"
 
 
 def _model(name: str) -> str:

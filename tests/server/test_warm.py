@@ -21,7 +21,7 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.inquiry import Inquiry
-from cacheblend_cli.server import place
+from cacheblend_cli.server import background, place
 from cacheblend_cli.server.background import ask_status
 from cacheblend_cli.server.client import Connection, EngineLost
 from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
@@ -304,6 +304,54 @@ def test_an_engine_in_the_background(cli: Cli) -> None:
     assert cli("serve", "--stop").code == 0
     assert cli("serve", "--status").code == cli("serve", "--stop").code == 3
     assert list(Path("store0").glob("*.sock")) == []
+
+
+def test_an_engine_over_a_new_store_in_the_background(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "new"))
+    refused = process("serve", "--background", "--port", "0", "--model", "/nowhere")
+    assert refused.code == 3
+    monkeypatch.setenv("CACHEBLEND_MODEL", str(model))
+    started = process("serve", "--background", "--port", "0", "--json")
+    assert started.code == 0, started.err
+    assert process("serve", "--stop").code == 0
+    assert ChunkStore.open(tmp_path / "new", mode="write").generation
+
+
+def test_stop_does_not_wait_for_a_zombie(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has reaped it
+    monkeypatch.setattr(os, "waitpid", not_ours)
+    monkeypatch.setattr("cacheblend_cli.server.warm.os.getpid", lambda: child.pid)
+    assert cli("serve", "--stop").code == 0
+    monkeypatch.undo()
+    assert child.wait() == 0
+
+
+def not_ours(*_: Any) -> Any:
+    raise ChildProcessError
+
+
+def test_stop_gives_up_on_an_engine_that_does_not_end(server: Any, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process serves and goes on after it was told to stop."""
+    monkeypatch.setattr(background, "_END_S", 0.0)
+    stuck = cli("serve", "--stop", "--grace", "0")
+    assert (stuck.code, str(os.getpid()) in stuck.err, "kill" in stuck.err) == (1, True, True)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_socket_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    own = tmp_path / f"cacheblend-{os.getuid()}"
+    own.mkdir()
+    own.chmod(mode)
+    with pytest.raises(UsageError):
+        place.make_folder(own / "folder")
+    own.chmod(0o700)
+    place.make_folder(own / "folder")
+    (own / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError):
+        place.make_folder(own / "link")
 
 
 def test_a_killed_engine_does_not_matter(cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from contextlib import suppress
@@ -13,6 +14,8 @@ from cacheblend_store.lmdb_file.translation import again_hint, system_errors
 
 DATA, LOCK, MAKING = "data.mdb", "lock.mdb", "making.tmp"
 OWN_FILES = ("writer.lock", "open.lock", MAKING, "search.sqlite3", "search.sqlite3-journal")
+_SERVER_FILES = re.compile(r"engine-[0-9a-f]+\.(log|sock(\.\d+)?)")
+"""Log and socket of a server, which are made before it opens the store."""
 _MIN_FREE_BYTES = 64 << 20
 _TREE_BYTES = 1 << 20  # more than the pages of its trees that a commit writes anew
 _NETWORK = {
@@ -48,7 +51,7 @@ def _is_there(path: Path, *, create: bool) -> bool:
         raise lost(path)
     if not create:
         raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
-    others = sorted(names - set(OWN_FILES))
+    others = sorted(name for name in names - set(OWN_FILES) if not _SERVER_FILES.fullmatch(name))
     if others:
         raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
     with system_errors(path):
