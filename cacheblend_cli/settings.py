@@ -18,6 +18,8 @@ from cacheblend_cli.text_files import check_text
 
 FILE = "cacheblend.toml"
 _ENV = "CACHEBLEND_"
+API_KEY_VARIABLE = "CACHEBLEND_API_KEY"
+"""Keys of `serve`: a secret, so it is not a setting, which `config show` prints."""
 
 
 def _setting(default: Any, help: str = "", *, shown: str | bool = True, flag: str = "") -> Any:
@@ -191,7 +193,7 @@ def resolve(flags: Mapping[str, Any]) -> Resolved:
         if path.is_file():
             _merge(values, origin, _read(path), str(path), path.parent)
     for variable, text in os.environ.items():
-        if variable.startswith(_ENV) and text:  # an empty variable is an unset one
+        if variable.startswith(_ENV) and variable != API_KEY_VARIABLE and text:  # an empty variable is an unset one
             _merge(values, origin, {variable.removeprefix(_ENV).lower(): _Text(text)}, variable)
     _merge(values, origin, {k: v for k, v in flags.items() if v is not None and v != []}, "flag")
     return Resolved(Settings(**values), origin)

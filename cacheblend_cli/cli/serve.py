@@ -11,7 +11,7 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Resolved
+from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
 INSTALL = "pip install 'cacheblend[serve]'"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -25,7 +25,7 @@ def serve(
     unix_socket: Annotated[Path | None, typer.Option(help="Listen on this socket, not on an address.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="KEY, or NAME:KEY for a tenant with KV of its own (repeatable)."),
+        typer.Option(help="KEY, or NAME:KEY for a tenant with KV of its own (repeatable).", envvar=API_KEY_VARIABLE),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more get 429.")] = 256,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from platformdirs import user_config_path
 
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.cli.main import run
+from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import GROUPS, Settings, resolve
 
 
@@ -147,3 +148,13 @@ def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_setting_is_of_one_group() -> None:
     names = [name for group in GROUPS.values() for name in group]
     assert sorted(names) == sorted(f.name for f in fields(Settings))
+
+
+def test_the_key_of_a_server_is_not_a_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A secret in the environment is neither refused nor shown, and `serve` takes it: a bad one is refused there."""
+    monkeypatch.setenv("CACHEBLEND_API_KEY", "short")
+    assert run(["config", "show", "--json"]) == 0
+    assert "short" not in capsys.readouterr().out
+    assert run(["serve", "--model", "handbook"]) == ExitCode.USAGE
