@@ -13,7 +13,7 @@ from cacheblend_cli.engine.confirm import confirm, seeded
 from cacheblend_cli.engine.controller import AutoReport, decided, learn_from
 from cacheblend_cli.engine.gate import Gate, gated
 from cacheblend_cli.engine.generate import NOBODY, Continuation, Generation, Listener, generate
-from cacheblend_cli.engine.holes import store_holes
+from cacheblend_cli.engine.holes import has_holes, store_holes
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request, chunk_of
 from cacheblend_cli.engine.runtime import Runtime
@@ -47,7 +47,10 @@ def ask(
         answer.risk = None if gate is None else gate.found
     finally:
         done.sequence.release()
-    conclude(runtime, done, answer, save_holes=wanted.save_holes)
+    conclude(runtime, done, answer)
+    if wanted.save_holes and has_holes(done):
+        for _ in store_holes(done):
+            pass
     return answer
 
 
@@ -103,16 +106,14 @@ def answer_of(runtime: Runtime, done: Prefilled, generation: Generation, report:
     )
 
 
-def conclude(runtime: Runtime, done: Prefilled, answer: Answer, *, save_holes: bool) -> None:
-    """What is done once the answer is there: the controller learns, the store is told what was used and gets what it lacks."""
+def conclude(runtime: Runtime, done: Prefilled, answer: Answer) -> None:
+    """Let the controller learn from the answer, and the store note what was used."""
     if answer.auto is not None and not done.hot_tokens:
         learn_from(runtime, answer.auto, done)
     request, store = done.request, done.request.store
     if store is not None and request.blend.mode != "full":  # before holes are stored, which may need room
         used = [s.key for s in done.plan.chunks if s.cached and s.key]
         store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)
-    if save_holes:
-        store_holes(done)
 
 
 def _chunk_uses(done: Prefilled, attention: list[float] | None) -> list[ChunkUse]:

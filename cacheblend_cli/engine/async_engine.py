@@ -37,6 +37,7 @@ class AsyncEngine:
         self._runtime, self._limits = runtime, limits or Limits()
         self._stepper = EngineCore(runtime, store, self._limits, self._tell)
         self._changed = threading.Condition()
+        self._arrived = deque[Ticket]()
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
         self._live: set[Ticket] = set()
         self._numbers = itertools.count()
@@ -56,7 +57,8 @@ class AsyncEngine:
                 raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
             ticket = Ticket(job, on_event, next(self._numbers))
             self._live.add(ticket)
-            self.run(lambda _: self._stepper.arrive(ticket))
+            self._arrived.append(ticket)
+            self._changed.notify_all()
         return ticket
 
     def ask(self, job: Job) -> Future[Answer]:
@@ -85,7 +87,8 @@ class AsyncEngine:
                 ticket.cancelled = True
 
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
-        """Have `work` done in the engine's thread, between two steps. Raises QueueFull when the service closes."""
+        """Run `work` in the engine's thread: KV to compute, one launch a call. Between two calls there is a step, so that
+        running answers go on. Raises QueueFull when the service closes."""
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
@@ -127,16 +130,21 @@ class AsyncEngine:
         """Until there is something to do. False: the service is closed."""
         with self._changed:
             stepper = self._stepper
-            self._changed.wait_for(lambda: stepper.busy or self._work or self._closing or stepper.may_refine)
-            return not self._closing or bool(stepper.busy or self._work)
+            self._changed.wait_for(
+                lambda: stepper.busy or self._arrived or self._work or self._closing or stepper.may_refine
+            )
+            return not self._closing or bool(stepper.busy or self._arrived or self._work)
 
     def _take_in(self) -> None:
-        """What came since the last step is done: jobs wait from now on."""
+        """Queue the jobs that arrived since the last step, and do one piece of work."""
         with self._changed:
-            work = list(self._work)
-            self._work.clear()
-        for function, future in work:
-            _do(self._runtime, function, future)
+            arrived = list(self._arrived)
+            self._arrived.clear()
+            work = self._work.popleft() if self._work else None
+        for ticket in arrived:
+            self._stepper.arrive(ticket)
+        if work is not None:
+            _do(self._runtime, *work)
 
     def _tell(self, ticket: Ticket, event: Event) -> None:
         with self._changed:

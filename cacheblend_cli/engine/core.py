@@ -53,12 +53,12 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return bool(self._runs)
+        return bool(self._runs) or self._ends.storing
 
     @property
     def may_refine(self) -> bool:
         """Whether there is something to do though nobody asks."""
-        return not self._runs and bool(self.refiner)
+        return not self.busy and bool(self.refiner)
 
     def arrive(self, ticket: Ticket) -> None:
         """A job joins those that wait, or fails at once: when it makes no sense, or can never fit."""
@@ -69,7 +69,7 @@ class EngineCore:
 
     def _run_of(self, ticket: Ticket) -> Run:
         runtime, job = self._runtime, ticket.job
-        request = resolve(runtime, self._store, job.question)
+        request = job.request or resolve(runtime, self._store, job.question)
         room = runtime.room(request.sampling)
         runtime.check_length(request.plan.num_tokens, room)
         request, report = as_run(runtime, request, job)
@@ -86,8 +86,11 @@ class EngineCore:
         return run
 
     def step(self) -> None:
-        """Do the next thing. Jobs that were cancelled, or whose deadline has passed, end first. Without any, refine a piece."""
-        if self.refiner and not self._runs:
+        """Do the next thing. Jobs that were cancelled, or whose deadline has passed, end first. Chunks to store are computed
+        one launch a step. Without any of these, refine a piece."""
+        if self._ends.storing:
+            self._ends.store_piece()
+        elif self.refiner and not self._runs:
             self.counts.refined += self.refiner.piece()
             self.blocks.check_idle()
             return

@@ -1,6 +1,8 @@
-"""Holes: chunks an answer had to compute, missing ones and ones whose KV was bad. They are stored after it."""
+"""Missing chunks: those an answer had to compute because the store had no usable KV. They are stored after it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from cacheblend_store import ChunkStore, StoreError
 
@@ -12,14 +14,20 @@ from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
 
 
-def store_holes(done: Prefilled) -> None:
-    """Collect and store the prompt's computed chunks, where its store is open for writing; a note says how it went."""
+def has_holes(done: Prefilled) -> bool:
+    """Whether the prompt had chunks to compute, and its store takes them."""
+    store = done.request.store
+    can_store = store is not None and store.writable and done.request.blend.mode != "full"
+    return can_store and any(s.status == "computed" for s in done.plan.chunks)
+
+
+def store_holes(done: Prefilled) -> Iterator[None]:
+    """Collect and store the prompt's computed chunks, one launch or less between two values; a note says how it went.
+
+    `has_holes` is true of the prompt."""
     request, store = done.request, done.request.store
-    if store is None or not store.writable or request.blend.mode == "full":
-        return
+    assert store is not None, "has_holes says so"
     count = len({s.key for s in done.plan.chunks if s.status == "computed"})
-    if not count:
-        return
     told = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
         keep_date(store, request.collection)
@@ -29,6 +37,7 @@ def store_holes(done: Prefilled) -> None:
         planned = _planned(done, store)
         for own, kv in zip(planned, collector.collect(planned), strict=True):
             collector.put(own, kv)
+            yield
         request.notes.append(f"stored {told}")
     except (StoreError, DeviceError) as error:  # the answer is there, and stands without
         request.notes.append(f"{told} could not be stored: {error.message}")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.config import AskOptions
-from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.request import Question, Request
 from cacheblend_cli.engine.sampling import TokenLogprob
 from cacheblend_cli.errors import UsageError
 
@@ -19,11 +19,13 @@ Early = Literal["cancelled", "deadline"]
 @dataclass(frozen=True)
 class Job(AskOptions):
     """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
-    deadline_s: from submission; afterwards the job ends with finish_reason "deadline"."""
+    deadline_s: from submission; afterwards the job ends with finish_reason "deadline". request: the question as `resolve`
+    made it outside the engine's thread, None to have the engine do it."""
 
     question: Question
     priority: int = 0
     deadline_s: float | None = None
+    request: Request | None = None
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and self.deadline_s <= 0:

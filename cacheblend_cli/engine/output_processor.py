@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from cacheblend_cli.engine.ask import answer_of, conclude
 from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.confirm import confirm
 from cacheblend_cli.engine.generate import Listener
+from cacheblend_cli.engine.holes import has_holes, store_holes
 from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, Reasoning, Text, Ticket, Token
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.refine import Refiner
@@ -52,6 +54,7 @@ class OutputProcessor:
     ) -> None:
         self._runtime, self._blocks, self._runs = runtime, blocks, runs
         self._counts, self._refiner, self._tell = counts, refiner, tell
+        self._storing = deque[tuple[Ticket, list[Answer], Iterator[None]]]()
 
     def finish(self, sequence: Sequence, early: Early | None = None) -> None:
         """The answer is complete: its KV stays hot, its blocks are others'. With the last one the job is done."""
@@ -94,16 +97,43 @@ class OutputProcessor:
             if run.done is not None and early is None:
                 if self._refiner is not None and run.origin.exact_until < run.num_tokens:
                     self._refiner.note(run.request, run.origin)
-                conclude(self._runtime, run.done, answers[0], save_holes=run.ticket.job.save_holes)
+                conclude(self._runtime, run.done, answers[0])
         except Exception as error:
             self.fail(run, error)
             return
         self._remove(run)
+        if early is None and run.ticket.job.save_holes and run.done is not None and has_holes(run.done):
+            self._storing.append((run.ticket, answers, store_holes(run.done)))
+        else:
+            self._over(run.ticket, answers, early)
+
+    @property
+    def storing(self) -> bool:
+        """Whether chunks are left to collect that finished jobs had to compute."""
+        return bool(self._storing)
+
+    def store_piece(self) -> None:
+        """Collect and store some of these chunks, one launch. With the last of a job's it is done."""
+        ticket, answers, pieces = self._storing[0]
+        try:
+            if not ticket.cancelled:
+                next(pieces)
+                return
+        except StopIteration:
+            pass
+        except Exception as error:
+            self._storing.popleft()
+            self.failed(ticket, error)
+            return
+        self._storing.popleft()
+        self._over(ticket, answers, None)
+
+    def _over(self, ticket: Ticket, answers: list[Answer], early: Early | None) -> None:
         if early is None:
             self._counts.finished += 1
         else:
             self._counts.cancelled += 1
-        self._tell(run.ticket, Done(answers, early))
+        self._tell(ticket, Done(answers, early))
 
     def _answers(self, run: Run) -> list[Answer]:
         """The best of them where more were made than wanted; none where the prompt was not done."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 from houses import SAMPLING, WAIT_S, House, Listener, open_house
 
 from cacheblend_cli.api import BlendConfig, Question
+from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Started, Text, Ticket
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
@@ -21,8 +23,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def submit(service: AsyncEngine, job: Job) -> tuple[Listener, Ticket]:
-    listener = Listener()
+def submit(service: AsyncEngine, job: Job, listener: Listener | None = None) -> tuple[Listener, Ticket]:
+    listener = listener or Listener()
     return listener, service.submit(job, listener)
 
 
@@ -162,6 +164,41 @@ def test_work_runs_in_the_engines_thread(house: House, service: AsyncEngine) -> 
     with pytest.raises(ZeroDivisionError):
         service.run(lambda runtime: 1 // 0).result(WAIT_S)
     assert service.run(lambda runtime: runtime.context).result(WAIT_S) == 1024
+
+
+def test_an_answer_goes_on_between_two_pieces_of_work(house: House, service: AsyncEngine) -> None:
+    go = held(service)
+    listener, _ = submit(service, Job(house.question(max_tokens=100, logprobs=0)))
+    lengths = [service.run(lambda runtime: len(listener.events)) for _ in range(20)]
+    go.set()
+    counts = [length.result(WAIT_S) for length in lengths]
+    assert len(set(counts[-15:])) == 15
+    assert listener.done().answers
+
+
+def test_an_answer_goes_on_while_anothers_chunks_are_stored(
+    house: House, service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.store.evict_chunks(house.keys)
+    listener, counts = Listener(), list[int]()
+    put = Collector.put
+    monkeypatch.setattr(Collector, "put", lambda *given: (counts.append(len(listener.events)), put(*given))[1])
+    submit(service, Job(Question("who?", (), BlendConfig(), replace(SAMPLING, max_tokens=400, logprobs=0))), listener)
+    [answer] = submit(service, Job(house.question()))[0].done().answers
+    assert len(counts) == len(house.keys) == len(set(counts))
+    assert all(map(house.store.has_kv, house.keys))
+    assert any("stored" in note for note in answer.notes)
+    assert listener.done().answers
+
+
+def test_what_is_left_to_store_is_dropped_when_the_engine_closes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    house.store.evict_chunks(house.keys)
+    service, put = AsyncEngine(house.engine.runtime, house.store), Collector.put
+    monkeypatch.setattr(Collector, "put", lambda *given: (service.cancel_all(), put(*given))[1])
+    listener, _ = submit(service, Job(house.question()))
+    assert len(listener.done().answers) == 1
+    assert sum(map(house.store.has_kv, house.keys)) == 1
+    service.close()
 
 
 def test_closing_lets_what_runs_finish_or_cancels_it(house: House) -> None:
