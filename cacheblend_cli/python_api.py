@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,12 +20,12 @@ from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
 from cacheblend_cli.engine.request import Question
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import as_the_model, sampling_of
 from cacheblend_cli.engine.search import with_chunks
-from cacheblend_cli.errors import UsageError
+from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import DEFAULTS, Resolved, of_settings
@@ -63,6 +66,7 @@ class Engine:
         self._loaded, self._resolved, self._limits = loaded, resolved, limits
         self._service: AsyncEngine | None = None
         self._store: ChunkStore | None = None
+        self._lock = threading.RLock()  # guards the two above
 
     @classmethod
     def load(cls, model: str | None = None, **settings: Any) -> Engine:
@@ -88,16 +92,18 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's thread. What is being answered is cancelled."""
-        if self._service is not None:
-            self._service.close()
-            self._service = None
+        with self._lock:
+            if self._service is not None:
+                self._service.close()
+                self._service = None
 
     def use(self, store: ChunkStore | None) -> None:
         """Take chunks from this store from now on; `add` does so, too. No question may be running."""
-        if self._service is None or store is not self._store:
-            self.close()
-            self._store = store
-            self._service = AsyncEngine(self._loaded.runtime, store, self._limits)
+        with self._lock:
+            if self._service is None or store is not self._store:
+                self.close()
+                self._store = store
+                self._service = AsyncEngine(self._loaded.runtime, store, self._limits)
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[Added]:
         """Store documents, (id, text) each, in place of what was stored under the same ids; their KV is computed now.
@@ -127,50 +133,97 @@ class Engine:
         return self._submit(_asked(question, about)).result()
 
     def stream(self, question: str | Asked, **about: Any) -> Iterator[str]:
-        """The pieces of the answer as they are made. Leaving the loop early ends the answer."""
-        pieces: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        """Yield pieces of the answer as they are generated. Leaving the loop early cancels the answer."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         service = self._run()
-        ticket = service.submit(self._job(_asked(question, about)), pieces.put)
-        ended = False
+        ticket = service.submit(self._job(_asked(question, about)), events.put)
         try:
-            while not ended:
-                event = pieces.get()
-                ended = isinstance(event, Done | Failed)
+            while not isinstance(event := events.get(), Done):
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Text):
                     yield event.text
         finally:
-            if not ended:
-                service.cancel(ticket)
+            service.cancel(ticket)
 
     def ask_many(self, questions: Iterable[str | Asked], **about: Any) -> list[Answer]:
-        """The answers in order; the questions are answered together. Raises what the first of them fails of."""
-        futures = [self._submit(_asked(question, about)) for question in questions]
-        return [future.result() for future in futures]
+        """Return the answers in order. The questions are answered side by side, however many there are: as many are queued as
+        the engine takes. Raises the error of the first that fails, and cancels the others."""
+        answers, running = list[Answer](), deque[Future[Answer]]()
+        try:
+            for question in questions:
+                asked = _asked(question, about)
+                while (submitted := self._submit_unless_full(asked, wait=not running)) is None:
+                    answers.append(running.popleft().result())
+                running.append(submitted)
+            while running:
+                answers.append(running.popleft().result())
+        finally:
+            for future in running:
+                future.cancel()
+        return answers
 
     async def ask_async(self, question: str | Asked, **about: Any) -> Answer:
-        """As `ask`, without holding up the event loop."""
-        future = await asyncio.to_thread(self._submit, _asked(question, about))
-        return await asyncio.wrap_future(future)
+        """Answer without blocking the event loop. Cancelling the task cancels the answer."""
+        asked, left = _asked(question, about), threading.Event()
+
+        def submit() -> Future[Answer]:
+            future = self._submit(asked)
+            if left.is_set():
+                future.cancel()
+            return future
+
+        try:
+            return await asyncio.wrap_future(await asyncio.to_thread(submit))
+        finally:
+            left.set()
 
     async def stream_async(self, question: str | Asked, **about: Any) -> AsyncIterator[str]:
-        """As `stream`, without holding up the event loop."""
-        pieces = self.stream(question, **about)
+        """Stream without blocking the event loop. Leaving the loop, or cancelling the task, cancels the answer."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        asked, left = _asked(question, about), threading.Event()
+        service, tickets = await asyncio.to_thread(self._run), list[Ticket]()
+
+        def on_event(event: Event) -> None:
+            if not left.is_set():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def submit() -> None:
+            tickets.append(service.submit(self._job(asked), on_event))
+            if left.is_set():
+                service.cancel(tickets[0])
+
         try:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                yield piece
+            await asyncio.to_thread(submit)
+            while not isinstance(event := await events.get(), Done):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Text):
+                    yield event.text
         finally:
-            await asyncio.to_thread(pieces.close)  # type: ignore[attr-defined]
+            left.set()
+            for ticket in tickets:
+                service.cancel(ticket)
 
     def _run(self) -> AsyncEngine:
-        if self._service is None:
-            self.use(self._store)
-        assert self._service is not None
-        return self._service
+        with self._lock:
+            if self._service is None:
+                self.use(self._store)
+            assert self._service is not None
+            return self._service
 
     def _submit(self, asked: Asked) -> Future[Answer]:
         return self._run().ask(self._job(asked))
+
+    def _submit_unless_full(self, asked: Asked, *, wait: bool) -> Future[Answer] | None:
+        """Queue the question. With a full queue return None, or with `wait` try again until it has room."""
+        while True:
+            try:
+                return self._submit(asked)
+            except QueueFull:
+                if not wait:
+                    return None
+                time.sleep(_FULL_S)
 
     def _job(self, asked: Asked) -> Job:
         resolved = _with(self._resolved, asked.settings or {})
@@ -178,6 +231,7 @@ class Engine:
 
 
 _OWN = Tenant("", "")
+_FULL_S = 0.05  # between two looks at a queue that others have filled
 
 
 def _job_of(runtime: Runtime, store: ChunkStore | None, resolved: Resolved, asked: Asked) -> Job:

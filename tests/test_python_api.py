@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from checkpoints import write_checkpoint
 
 from cacheblend_cli import Asked, ChunkStore, Engine
+from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -108,3 +111,34 @@ def test_the_names_cost_nothing_until_they_are_used() -> None:
     code = "import sys, cacheblend_cli; print('torch' in sys.modules, 'Engine' in dir(cacheblend_cli) or cacheblend_cli.__all__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("False")
+
+
+def test_more_questions_than_the_queue_holds(engine: Engine, store: ChunkStore) -> None:
+    with Engine(engine._loaded, engine._resolved, Limits(max_waiting=3)) as small:
+        answers = small.ask_many([f"who {i}?" for i in range(20)], max_tokens=2)
+    assert [a.text for a in answers] == [engine.ask(f"who {i}?", max_tokens=2).text for i in range(20)]
+
+
+def test_threads_that_ask_first_share_one_service(engine: Engine, store: ChunkStore) -> None:
+    engine.close()
+    with ThreadPoolExecutor(6) as pool:
+        texts = set(pool.map(lambda _: engine.ask("who?", max_tokens=2).text, range(12)))
+    assert len(texts) == 1
+    assert [t.name for t in threading.enumerate()].count("cacheblend-engine") == 1
+
+
+def test_a_cancelled_task_cancels_its_answer(engine: Engine, store: ChunkStore) -> None:
+    service = engine._run()
+
+    async def leave() -> None:
+        for coroutine in (engine.ask_async("who?", max_tokens=900), first_piece()):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(coroutine, 0.2)
+
+    async def first_piece() -> None:
+        async for _ in engine.stream_async("who?", max_tokens=900):
+            pass
+
+    asyncio.run(leave())
+    assert engine.ask("who?", max_tokens=2).generated_ids  # behind the cancelled ones
+    assert service.stats().cancelled == 2

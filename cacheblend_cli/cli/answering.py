@@ -62,14 +62,11 @@ class LocalEngine:
         return self._engine.plan(self._store, job.question, auto=job.auto)
 
     def serve(self, concurrency: int) -> None:
-        """Begin to answer so many questions side by side.
-
-        What an answer is does not depend on those beside it: no KV that was blended for one question serves another.
-        """
+        """Answer this many questions at once from now on."""
         from cacheblend_cli.engine.async_engine import AsyncEngine
         from cacheblend_cli.engine.jobs import Limits
 
-        limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency, hot_blended=False)
+        limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
         self._service = AsyncEngine(self._engine.runtime, self._store, limits)
 
     def close(self) -> None:

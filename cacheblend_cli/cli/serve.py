@@ -44,6 +44,13 @@ def serve(
     refine: Annotated[
         bool, typer.Option("--refine", help="While nobody asks, make exact what was blended, for who asks it again.")
     ] = False,
+    reuse_repaired: Annotated[
+        bool,
+        typer.Option(
+            "--reuse-repaired",
+            help="Reuse repaired KV for other questions over the same chunks: faster, and answers depend on earlier ones.",
+        ),
+    ] = False,
     background: Annotated[
         bool, typer.Option("--background", help="Return once it answers, and leave it running.")
     ] = False,
@@ -106,7 +113,9 @@ def serve(
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
         engine = options.load_engine(settings, output)
         sampling = as_the_model(sampling, resolved, engine.model)
-        service = AsyncEngine(engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine))
+        service = AsyncEngine(
+            engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine, reuse_repaired=reuse_repaired)
+        )
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None
             serving_host = ServerState(

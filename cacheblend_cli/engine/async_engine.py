@@ -24,6 +24,8 @@ from cacheblend_cli.model.loading import make_current
 
 T = TypeVar("T")
 logger = logging.getLogger("cacheblend")
+STUCK_S = 60.0
+"""Seconds after which a step is not expected to end; a slice of a prefill on a slow CPU takes a few."""
 
 
 class AsyncEngine:
@@ -45,6 +47,7 @@ class AsyncEngine:
         self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last jobs
         self._last_end = time.monotonic()
         self._stats = self._snapshot()
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="cacheblend-engine", daemon=True)
         self._thread.start()
 
@@ -62,18 +65,21 @@ class AsyncEngine:
         return ticket
 
     def ask(self, job: Job) -> Future[Answer]:
-        """Queue the job, as `submit` does; its first answer, or what it fails of."""
+        """Queue the job as `submit` does. Returns its first answer; cancelling the future cancels the job."""
         answered: Future[Answer] = Future()
 
-        def heard(event: Event) -> None:
+        def on_event(event: Event) -> None:
+            if not isinstance(event, Done | Failed) or not answered.set_running_or_notify_cancel():
+                return
             if isinstance(event, Failed):
                 answered.set_exception(event.error)
-            elif isinstance(event, Done) and event.answers:
+            elif event.answers:
                 answered.set_result(event.answers[0])
-            elif isinstance(event, Done):
+            else:
                 answered.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
 
-        self.submit(job, heard)
+        ticket = self.submit(job, on_event)
+        answered.add_done_callback(lambda future: self.cancel(ticket) if future.cancelled() else None)
         return answered
 
     def cancel(self, ticket: Ticket) -> None:
@@ -102,14 +108,29 @@ class AsyncEngine:
         with self._changed:
             return replace(self._stats, waiting=self._num_waiting)
 
-    def close(self, grace_s: float = 0.0) -> None:
-        """Take no more jobs. What is there may finish for so long, and is cancelled then. Returns when the thread has ended."""
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the current step or work item has been running; 0 between two of them."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether one step has been running for so long that it is not expected to end."""
+        return self.busy_s > STUCK_S
+
+    def close(self, grace_s: float = 0.0, give_up_s: float = STUCK_S) -> bool:
+        """Take no more jobs. Running jobs may finish within grace_s and are cancelled then. Returns whether the thread has
+        ended; a step that does not end within another give_up_s is left to the end of the process."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(grace_s)
         self.cancel_all()
-        self._thread.join()
+        self._thread.join(give_up_s)
+        if self._thread.is_alive():
+            logger.error("the engine did not stop: one step has been running for %.0f seconds", self.busy_s)
+        return not self._thread.is_alive()
 
     @property
     def _num_waiting(self) -> int:
@@ -118,11 +139,14 @@ class AsyncEngine:
     def _loop(self) -> None:
         make_current(self._runtime.decoder.device)
         while self._wait():
+            self._step_began = time.monotonic()
             self._take_in()
+            self._step_began = time.monotonic()
             try:
                 self._stepper.step()
             except Exception:
                 logger.exception("a step of the engine failed")
+            self._step_began = None
             with self._changed:
                 self._stats = self._snapshot()
 

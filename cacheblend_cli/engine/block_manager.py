@@ -22,7 +22,7 @@ class Found:
 
 class BlockManager:
     """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
-    such as the spare one that decoding fills its batches with. hot, hot_blended: see `Limits`. window: positions that a layer
+    such as the spare one that decoding fills its batches with. hot, reuse_repaired: see `Limits`. window: positions that a layer
     looks back at most, None where one of them looks at all."""
 
     def __init__(
@@ -30,10 +30,10 @@ class BlockManager:
         pool: KVPool,
         watermark: float = 0.02,
         hot: bool = True,
-        hot_blended: bool = True,
+        reuse_repaired: bool = False,
         window: int | None = None,
     ) -> None:
-        self._hot_blended, self._window = hot_blended, window
+        self._reuse_repaired, self._window = reuse_repaired, window
         self.pool, self._hot, self._keeps = pool, PrefixCache(pool), hot
         self._reserve = int(watermark * pool.allocator.num_blocks)
         self._in_use = pool.allocator.num_used
@@ -97,7 +97,7 @@ class BlockManager:
     def keep(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:
         """What stands in the sequence's full blocks is final: whoever asks the like of it finds it."""
         if self._keeps:
-            last = len(token_ids) if self._hot_blended or not origin.blended else origin.exact_until
+            last = len(token_ids) if self._reuse_repaired or not origin.blended else origin.exact_until
             self._hot.keep(sequence, token_ids[:last], origin)
 
     def keep_copy(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:

@@ -41,7 +41,7 @@ class EngineCore:
         hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockManager(memory.pool, hot=hot, hot_blended=limits.hot_blended, window=window)
+        self.blocks = BlockManager(memory.pool, hot=hot, reuse_repaired=limits.reuse_repaired, window=window)
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
         self.scheduler = Scheduler(self.blocks, limits.max_sequences, ahead, self._begin, self.counts)
@@ -143,21 +143,31 @@ class EngineCore:
 
     def _answers_begin(self, run: Run, done: Prefilled) -> None:
         """The first token of each; they share the prompt's blocks."""
-        first, plan = run.sequences[0], run.request.plan.with_hot(done.hot_tokens)
+        first, plan = run.sequences[-1], run.request.plan.with_hot(done.hot_tokens)
         assert first.paged is not None
         run.done = done
+        if done.hot_tokens > run.origin.exact_until:
+            run.request.notes.append(
+                "the chunks' KV is reused as it was repaired for another question (--reuse-repaired)"
+            )
         self.counts.computed += plan.fresh_tokens
         self.counts.reused += plan.exact_tokens + plan.inexact_tokens
         self.counts.repaired += len(done.result.chosen)
         self.counts.hot += done.hot_tokens
         self.counts.stall_s += done.loader.stall_s
         self.blocks.keep(first.paged, plan.token_ids, run.origin)
-        if run.ticket.job.verify:
+        if run.ticket.job.verify and run.first_logits is None:
             run.first_logits = done.logits.clone()
-        for index in range(1, run.num_answers):
-            run.sequences.append(Sequence(run, index, Status.RUNNING, first.paged.fork()))
+        begun, run.num_started = (
+            run.num_started,
+            run.num_started + self.scheduler.wave(run.num_answers - run.num_started),
+        )
+        wave = [first]
+        for index in range(begun + 1, run.num_started):
+            wave.append(Sequence(run, index, Status.RUNNING, first.paged.fork()))
+        run.sequences += wave[1:]
         sampling = run.request.sampling
-        for index, sequence in enumerate(run.sequences):
+        for index, sequence in enumerate(wave, begun):
             params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
             hears = listener(self._tell, run.ticket, index)
             if run.num_answers > sampling.n:  # nobody hears them before the best are chosen, by their log-probabilities
@@ -166,7 +176,7 @@ class EngineCore:
             sequence.kv_len = run.num_tokens
             sequence.watch = AttentionShares(self._runtime.decoder, run.request.plan)
         logits = done.logits if run.gate is None else self._gated(first, done.logits)
-        drawn = [(s, s.utterance, s.utterance.draw(logits)) for s in run.sequences if s.utterance is not None]
+        drawn = [(s, s.utterance, s.utterance.draw(logits)) for s in wave if s.utterance is not None]
         for sequence, utterance, draw in drawn:
             if not utterance.hear(draw):
                 self._ends.finish(sequence)

@@ -115,33 +115,64 @@ class Channels:
 
 
 class StopStrings:
-    """An answer ends before a stop string, however its text comes in pieces: what may be the beginning of one is held back."""
+    """Ends an answer before the first stop string, however its text is cut into pieces; the beginning of a possible stop string is
+    held back. Each character is looked at once for each stop string (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.hit = stops, "", False
+        self._borders = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)  # characters of each stop string that end the text so far
 
     def push(self, piece: str) -> str:
-        """The text that is safe to show. After a hit nothing more is."""
+        """Return the text that can be shown. After a hit, nothing."""
         if self.hit:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [i for s in self._stops if (i := text.find(s)) >= 0]
-        if found:
+        end, length, self._matched = self._search(piece)
+        if length:
+            shown = text[: len(self._held) + end - length]
             self.hit, self._held = True, ""
-            return text[: min(found)]
-        keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+            return shown
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def is_in(self, piece: str) -> bool:
         """Whether pushing the piece would be a hit."""
-        return any(s in self._held + piece for s in self._stops)
+        return bool(self._search(piece)[1])
 
     def flush(self) -> str:
+        """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return "" if self.hit else held
+
+    def _search(self, piece: str) -> tuple[int, int, list[int]]:
+        """Return where in the piece the first stop string ends, its length (0 = none), and the match lengths after the piece."""
+        matched = list(self._matched)
+        for at, char in enumerate(piece):
+            for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+                n = matched[i]
+                while n and stop[n] != char:
+                    n = borders[n - 1]
+                matched[i] = n + (stop[n] == char)
+            hits = [n for n, stop in zip(matched, self._stops, strict=True) if n == len(stop)]
+            if hits:
+                return at + 1, max(hits), matched
+        return 0, 0, matched
+
+
+def _borders(text: str) -> list[int]:
+    """Length of the longest proper prefix of each text[: i + 1] that is also its suffix."""
+    borders = [0] * len(text)
+    n = 0
+    for i in range(1, len(text)):
+        while n and text[i] != text[n]:
+            n = borders[n - 1]
+        n += text[i] == text[n]
+        borders[i] = n
+    return borders
 
 
 class Detokenizer:

@@ -106,18 +106,17 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Limits:
-    """max_waiting: jobs in the queue before more are refused. max_sequences: answers that are made at once. max_rows: tokens
-    of a full prefill that one step computes. pool_tokens: positions whose KV the engine holds, None for what memory allows.
-    hot: keep KV in the pool after its answer, for who asks the like of it; hot_blended: blended KV too, though the tokens that
-    were repaired were chosen for another question over the same chunks. refine: compute the exact KV of what was blended while
-    nobody asks."""
+    """max_waiting: queued jobs before more are refused. max_sequences: answers decoded at once; one job gets at most half of
+    them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool, None = what memory
+    allows. hot: keep KV as a prefix cache. reuse_repaired: keep blended KV too, whose repaired tokens were chosen for another
+    question over the same chunks. refine: compute the exact KV of blended prompts while the engine is idle."""
 
     max_waiting: int = 256
     max_sequences: int = 16
     max_rows: int = 512
     pool_tokens: int | None = None
     hot: bool = True
-    hot_blended: bool = True
+    reuse_repaired: bool = False
     refine: bool = False
 
     def __post_init__(self) -> None:

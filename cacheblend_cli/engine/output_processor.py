@@ -72,7 +72,11 @@ class OutputProcessor:
             generation, run.confirmation = confirm(self._runtime, run.done, generation, leave)
         sequence.generation = generation
         sequence.finish()
-        if early is None and not any(run.unfinished):
+        if early is not None or any(run.unfinished):
+            return
+        if run.num_started < run.num_answers:  # the next wave: its prompt is prefilled again
+            run.sequences.append(Sequence(run, run.num_started))
+        else:
             self.end(run)
 
     def _verify(self, run: Run, sequence: Sequence) -> None:

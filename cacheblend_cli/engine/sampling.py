@@ -16,6 +16,7 @@ from cacheblend_cli.kv.swap import to_host
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.settings import Resolved, of_settings
 
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
 LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as greedy
 
@@ -66,6 +67,11 @@ class SamplingParams:
             (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs is from 0 to 20"),
             (all(self.stop), "a stop string is not empty"),
+            (len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} stop strings"),
+            (
+                all(len(s) <= MAX_STOP_CHARS for s in self.stop),
+                f"a stop string has at most {MAX_STOP_CHARS:,} characters",
+            ),
             (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
             (1 <= self.n <= 64, "n is from 1 to 64"),
             (all(abs(x) < MOST for x in self._added), f"temperature and penalties are numbers below {MOST:,}"),

@@ -57,6 +57,15 @@ class Scheduler:
             decoding = [s for s in running if not s.prefilling]
         return decoding
 
+    @property
+    def num_places(self) -> int:
+        """Sequences that could begin now. Each prompt that is prefilled holds one place until its answers begin."""
+        return self.max_sequences - len(self.those(Status.RUNNING)) - len(self.those(Status.SWAPPED))
+
+    def wave(self, num_left: int) -> int:
+        """How many of a job's num_left answers begin now: at most half of all places, so that other jobs get in."""
+        return max(1, min(num_left, self.num_places + 1, max(1, self.max_sequences // 2)))
+
     def preempt(self, sequence: Sequence) -> None:
         """Take its blocks: one that decodes is swapped out, one whose prompt is not done begins again later."""
         self.counts.preempted += 1
@@ -71,8 +80,7 @@ class Scheduler:
     def _may_begin(self, sequence: Sequence) -> bool:
         run, running = sequence.run, self.those(Status.RUNNING)
         prefilling = [s for s in running if s.prefilling]
-        taken = len(running) + sum(s.run.num_answers - 1 for s in prefilling)
-        if running and (taken + run.num_answers > self.max_sequences or len(prefilling) > self.ahead):
+        if running and (self.num_places < 1 or len(prefilling) > self.ahead):
             return False
         found = run.find(self.blocks)
         return self.blocks.can_allocate(run.num_tokens, run.room, found, run.behind) is Allocation.OK

@@ -94,7 +94,8 @@ class Sequence:
 class Run:
     """A job and its answers. request: as it is run now; report: what the loading controller decided of it; origin: how its KV
     comes to be. prefilling: while its prompt is prefilled; done: afterwards. first_logits: those after the prompt, where they
-    are to be verified. gate: watches over its answer, where that is asked for."""
+    are to be verified. gate: watches over its answer, where that is asked for. num_started: answers begun so far; they are
+    made in waves where there are more than the engine has places for."""
 
     ticket: Ticket
     request: Request
@@ -105,6 +106,7 @@ class Run:
     sequences: list[Sequence] = field(default_factory=list)
     prefilling: PrefillState | None = None
     done: Prefilled | None = None
+    num_started: int = 0
     first_logits: Tensor | None = None
     verification: Verification | None = None
     confirmation: Confirmation | None = None
@@ -126,7 +128,7 @@ class Run:
 
     @property
     def num_answers(self) -> int:
-        """Made at once."""
+        """Answers to make, of which `sampling.n` are given."""
         return max(self.request.sampling.n, self.request.sampling.best_of)
 
     @property
@@ -161,8 +163,8 @@ class Run:
             self.request = self.request.without(bad.key, bad.reason)
         self.stop_prefilling()
         self.origin = origin_of(self.request)
-        self.sequences[0].release()
-        self.sequences[0].status = Status.WAITING
+        self.sequences[-1].release()
+        self.sequences[-1].status = Status.WAITING
 
 
 def origin_of(request: Request) -> KVProvenance:

@@ -222,3 +222,23 @@ def test_the_engines_thread_makes_the_device_its_own(house: House, monkeypatch: 
     )
     AsyncEngine(house.engine.runtime, house.store).close()
     assert made == [("cacheblend-engine", house.engine.model.decoder.device)]
+
+
+def test_a_step_that_does_not_end_is_given_up(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    service = AsyncEngine(house.engine.runtime, house.store)
+    go = held(service)
+    assert service.busy_s > 0
+    assert not service.is_stuck
+    assert not service.close(give_up_s=0.01)
+    go.set()
+    assert service.close()
+    assert service.busy_s == 0
+
+
+def test_a_cancelled_future_cancels_its_job(house: House, service: AsyncEngine) -> None:
+    go = held(service)
+    future = service.ask(Job(house.question()))
+    assert future.cancel()
+    go.set()
+    submit(service, Job(house.question()))[0].done()
+    assert service.stats().cancelled == 1

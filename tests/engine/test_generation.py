@@ -197,3 +197,23 @@ def test_choose_takes_the_highest_and_whole_runs() -> None:
     assert choose(scores, 0, candidates).tolist() == []
     assert choose(scores, 99, candidates).tolist() == list(range(n))
     assert [budget(r, 10) for r in (0.0, 0.001, 0.15, 0.2, 1.0)] == [0, 1, 2, 2, 10]
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_stop_strings_that_overlap_themselves(size: int) -> None:
+    for text, stops, shown in (
+        ("aabaabaaac", ("aabaaa",), "aab"),
+        ("xabab-abac", ("abac", "zz"), "xabab-"),
+        ("abab", ("abc",), "abab"),
+    ):
+        stop, said = StopStrings(stops), ""
+        for at in range(0, len(text), size):
+            said += stop.push(text[at : at + size])
+        assert said + stop.flush() == shown
+
+
+def test_stop_strings_are_bounded() -> None:
+    SamplingParams(stop=("a" * 1024,) * 16)
+    for stops in (("a",) * 17, ("a" * 1025,), ("",)):
+        with pytest.raises(UsageError):
+            SamplingParams(stop=stops)

@@ -13,7 +13,7 @@ from cacheblend_cli.api import Answer, BlendConfig, Question
 from cacheblend_cli.engine.jobs import Limits
 
 FULL, BLEND = BlendConfig(mode="full"), BlendConfig(ratio=0.3)
-ROOMY = Limits(pool_tokens=4096)
+ROOMY = Limits(pool_tokens=4096, reuse_repaired=True)
 
 
 @pytest.fixture(scope="module")

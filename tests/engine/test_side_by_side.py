@@ -214,3 +214,18 @@ def test_a_stop_token_ends_an_answer(house: House) -> None:
     [ids] = bench.ask(house.question())
     [short] = bench.ask(house.question(stop_ids=(ids[2],)))
     assert short == ids[: ids.index(ids[2]) + 1]
+
+
+def test_many_answers_to_one_question_leave_places_for_others(house: House) -> None:
+    """They are made in waves of at most half the places, with the same seeds as at once."""
+    sampling = SamplingParams(max_tokens=4, temperature=2.0, seed=3, n=9, ignore_eos=True)
+    question = replace(house.question(), sampling=sampling)
+    at_once = Bench(house, Limits(max_sequences=32, hot=False)).ask(question)
+    bench = Bench(house, Limits(max_sequences=4, hot=False))
+    many, _ = bench.arrive(question)
+    one, _ = bench.arrive(house.question(max_tokens=2))
+    while not one.last.done():
+        bench.step()
+    assert not many.last.done()
+    bench.run()
+    assert ids_of(many) == at_once
