@@ -1,19 +1,24 @@
-"""Every family beside transformers and beside a second implementation of blending: writes docs/models.md.
+"""Compare every model family with transformers and with a reference implementation of blending; fill in docs/models.md.
 
-    python benchmarks/models.py
+    python benchmarks/models.py [--speed [--rounds 5]]
 
-It runs the configurations of tests/model/test_parity.py: random weights in small, as models on the hub have their files.
+Runs the configurations of tests/model/test_parity.py: small checkpoints with random weights and the files of models on the
+hub. --speed first measures a full prefill against transformers at a common small shape (float32, one prompt, alternating in
+one process, medians after a warm-up) and writes benchmarks/results/model_speed.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import platform
+import re
+import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,62 +31,47 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import hub_families  # noqa: E402
 import hub_generic  # noqa: E402
 import hub_models  # noqa: E402
+from hub_models import HubModel  # noqa: E402
+from machine import hardware  # noqa: E402
 from parity import Parity, compare, write_documents  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question  # noqa: E402
+from cacheblend_cli.engine.prefill import prefill  # noqa: E402
+from cacheblend_cli.engine.request import resolve  # noqa: E402
+from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS  # noqa: E402
 from cacheblend_cli.model.families.unsupported import UNSUPPORTED  # noqa: E402
 
-HEAD = """# Models
-
-Which families load, and how far each is from transformers. Written by `python benchmarks/models.py`, which runs what
-`tests/model/test_parity.py` asserts. Every configuration is a checkpoint with random weights in small, with the files and
-fields of a model on the hub, in {tokens} tokens of prompt. The engine computes in float32, transformers in float64; a
-difference is the largest of any logit.
-
-- full: a full prefill and transformers, at every position;
-- blend 1.0: blending with a recompute ratio of 1 and the full prefill, over the question;
-- blend .15: blending with a ratio of .15 (`hkvd`) and a second implementation on transformers' own layers, over the question,
-  which recomputes the same tokens;
-- repair: how far that is from a full prefill, at least: what a difference is to be held against;
-- decoding: greedy tokens are those of transformers' `generate`;
-- time: of a full prefill, of what transformers takes for it (below 1 is faster), both in float32 at a common small shape.
-{speed}
-| model_type | configurations | full | blend 1.0 | blend .15 | repair | decoding | time |
-|---|---|---|---|---|---|---|---|
-"""
+PAGE = ROOT / "docs" / "models.md"
 SPEED = ROOT / "benchmarks" / "results" / "model_speed.json"
-
-
-GENERIC = """## Any other decoder: the generic path
-
-A model_type without a file in `model/families/` runs on transformers' own layers, if transformers knows it, its attention
-goes through `AttentionInterface`, and its layers turn out to be of a kind that can be blended. It is exact and slower: a
-layer is run twice, once for what it projects and once for what it makes of attention's output, and transformers is
-imported. `models show`, `doctor` and `ask --explain` say "generic path". GGUF, quantised checkpoints and `--weight-dtype`
-are not for it. No code of a model's own is run.
-
-Nothing of it is believed before it is seen. When such a model is loaded, it is refused, with the reason, unless (the last of
-these is looked at once for a model and versions, and remembered)
-
-- its layers are one list, called one after the other with rows, RoPE's cos and sin, and a mask; nothing happens between
-  them, nothing that depends on positions or neighbours before them, and behind them only what concerns a row alone;
-- every layer calls attention once, with heads of the same number and size in all layers;
-- the mask's own rule, asked at positions over the whole context, is causal, with or without a window;
-- RoPE has one of the two usual forms, over all or the first channels of a head, and q and k stand at positions up to the
-  context's last as `rope_parameters` say; norms behind RoPE, and RoPE that depends on the prompt's length, are refused;
-- no layer chooses which keys it sees;
-- over random tokens, each layer in float32 gives what transformers' own layer gives with its own attention: every row at
-  once; some rows over the KV of the others; both at the first positions and at far ones. A convolution, a shift or a state
-  over tokens shows there, whatever its name.
-
-`models check` compares the whole of a model, over a longer prompt.
-
-"""
+TOKENS = 480
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+WIDER = {"head_dim": 64, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+EXPLAINED = 1e-3  # difference that rounding explains, relative to the largest logit
 
 
 def main() -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speed", action="store_true", help="measure speed first (needs a quiet machine)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds for --speed")
+    arguments = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    if arguments.speed:
+        measure_speeds(arguments.rounds)
+    page = PAGE.read_text(encoding="utf-8")
+    for name, block in {"table": parity_table(), "refused": refused()}.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        page = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n{m[2]}", page, flags=re.DOTALL)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def parity_table() -> str:
+    """Run every configuration and return a row per model_type: the largest differences over its configurations."""
     begin = time.perf_counter()
     found: dict[str, list[Parity]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
@@ -94,19 +84,18 @@ def main() -> None:
             print(f"{model.name}: {parity}", file=sys.stderr)
     missing = {*FAMILIES, *WRAPPERS} - set(found)
     assert {f"{name}_text" for name in WRAPPERS} >= missing, f"no configuration of {missing}"
-    tokens = f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))}"
-    text = HEAD.format(tokens=tokens, speed=_speed_told())
     generic = {name for name in found if name not in FAMILIES and name not in WRAPPERS}
+    every = [parity for family in found.values() for parity in family]
+    text = "| model_type | configurations | full | blend 1.0 | blend .15 | repair | decoding | time |\n|---|---|---|---|---|---|---|---|\n"
     text += "".join(_row(name, found[name]) for name in sorted(set(found) - generic))
     text += "".join(_row(name, found[name], "generic path") for name in sorted(generic))
-    every = [parity for family in found.values() for parity in family]
     text += _row("all", every) + "\n"
     text += (
-        f"{len(every)} configurations of {len(found)} model_types in {time.perf_counter() - begin:.0f} s, one thread; "
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, {platform.machine()}.\n\n"
+        f"{len(every)} configurations of {len(found)} model_types in {time.perf_counter() - begin:.0f} s, one thread, prompts of "
+        f"{min(_all(found, 'num_tokens'))} to {max(_all(found, 'num_tokens'))} tokens; torch {torch.__version__.split('+')[0]}, "
+        f"transformers {transformers.__version__}, {platform.machine()}.{_speed_setup()}\n"
     )
-    text += GENERIC + _unsupported()
-    (ROOT / "docs" / "models.md").write_text(text, encoding="utf-8")
+    return text
 
 
 def _family(config: dict[str, object]) -> str:
@@ -131,20 +120,17 @@ def _row(name: str, family: list[Parity], path: str = "") -> str:
 
 
 def _time(name: str) -> str:
-    """Of the runs of benchmarks/model_speed.py; empty where there is none."""
+    """Our share of transformers' time for a full prefill; empty where it was not measured."""
     measured = _speeds().get("models", {}).get(name)
     return f"{measured['ours_s'] / measured['theirs_s']:.2f}" if measured else ""
 
 
-def _speed_told() -> str:
+def _speed_setup() -> str:
     speeds = _speeds()
     if not speeds:
         return ""
     h, shape = speeds["hardware"], speeds["shape"]
-    return (
-        f"  {speeds['tokens']} tokens, {shape['hidden_size']} wide, {h['cpu']}, {h['threads']} threads; "
-        "`python benchmarks/model_speed.py`.\n"
-    )
+    return f" Time: {speeds['tokens']} tokens, hidden size {shape['hidden_size']}, {h['cpu']}, {h['threads']} threads."
 
 
 def _speeds() -> dict[str, Any]:
@@ -155,15 +141,88 @@ def _all(found: dict[str, list[Parity]], name: str) -> list[int]:
     return [getattr(parity, name) for family in found.values() for parity in family]
 
 
-def _unsupported() -> str:
+def refused() -> str:
+    """Return a list of the model_types that are refused, by reason."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for model_type, reason in UNSUPPORTED.items():
         reasons[reason].append(f"`{model_type}`")
-    lines = [f"- {reason}: {', '.join(sorted(types))}\n" for reason, types in reasons.items()]
-    return (
-        "## Refused by name\n\nA model_type that is neither here nor above, and that transformers does not know, is unknown, and said to be.\n\n"
-        + "".join(lines)
-    )
+    return "".join(f"- {reason}: {', '.join(sorted(types))}\n" for reason, types in reasons.items())
+
+
+def measure_speeds(rounds: int) -> None:
+    """Write results/model_speed.json: medians of a full prefill, ours and transformers', for each model_type."""
+    found: dict[str, dict[str, Any]] = {}
+    seen = set[Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, model in enumerate([*hub_models.RUN, *hub_families.RUN, *hub_generic.RUN]):
+            path = Path(folder) / str(number)
+            if model.config in seen:
+                continue  # this class was measured with another configuration
+            try:
+                wide(model).write(path)
+                kind = _family(json.loads((path / "config.json").read_text(encoding="utf-8")))
+                if kind in found:
+                    continue
+                measured = measure(path, rounds)
+            except Exception as error:  # this configuration does not exist in the common shape
+                print(f"{model.name}: left out, {type(error).__name__}: {str(error).splitlines()[:1]}", file=sys.stderr)
+                continue
+            if measured["difference"] > EXPLAINED:
+                print(f"{model.name}: left out, {measured['difference']:.1g} apart", file=sys.stderr)
+                continue
+            if model.config not in (hub_models.LlamaConfig, hub_models.MistralConfig):  # of several model_types
+                seen.add(model.config)
+            found[kind] = {"configuration": model.name, **measured}
+            print(f"{kind}: {measured['ours_s']:.3f} s, transformers {measured['theirs_s']:.3f} s", file=sys.stderr)
+    result = {"hardware": hardware(), "tokens": TOKENS, "shape": SHAPE, "models": dict(sorted(found.items()))}
+    SPEED.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def wide(model: HubModel) -> HubModel:
+    """Return the same configuration in the common shape."""
+    own: dict[str, Any] = {name: size for name, size in WIDER.items() if name in model.shape}
+    rope = model.shape.get("rope_parameters", {})
+    if "mrope_section" in rope:  # a share of the frequencies each
+        first, second, third = rope["mrope_section"]
+        step = WIDER["head_dim"] // 2 // (first + second + third)
+        own["rope_parameters"] = rope | {"mrope_section": [first * step, second * step, third * step]}
+    edit = {name: WIDER.get(name, value) if type(value) is int else value for name, value in model.edit.items()}
+    return replace(model, shape=model.shape | SHAPE | own, edit=edit, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def measure(path: Path, rounds: int) -> dict[str, float]:
+    """Return median seconds of a full prefill, ours and transformers', and the relative difference of the last logits."""
+    engine = Engine.load(EngineConfig(model=str(path), dtype="float32", prompt="{chunks}\n\n{question}"))
+    runtime, ordinary = engine.runtime, ordinary_ids(engine.model)
+    ids = random_ids(ordinary, TOKENS, torch.Generator().manual_seed(1))
+    request = resolve(runtime, None, Question("", (), BlendConfig(mode="full")), ids)
+    plan = request.plan.token_ids
+    sees = "vision_config" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    theirs = auto.from_pretrained(path, dtype=torch.float32).eval()
+    row = torch.tensor([list(plan)])
+
+    def ours_once() -> torch.Tensor:
+        done = prefill(runtime, request)
+        logits = done.logits.float().flatten()
+        done.sequence.release()
+        return logits
+
+    def theirs_once() -> torch.Tensor:
+        last: torch.Tensor = theirs(row, attention_mask=torch.ones_like(row), logits_to_keep=1).logits[0, -1].float()
+        return last
+
+    seconds: dict[str, list[float]] = {"ours_s": [], "theirs_s": []}
+    for number in range(rounds + 1):
+        for name, once in (("ours_s", ours_once), ("theirs_s", theirs_once)):
+            start = time.perf_counter()
+            once()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    reference = theirs_once()
+    apart = float((ours_once() - reference).abs().max() / reference.abs().max())
+    return {name: statistics.median(values) for name, values in seconds.items()} | {"difference": apart}
 
 
 if __name__ == "__main__":

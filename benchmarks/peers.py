@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import MOST_USED, Others
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM
-from quiet import MOST_USED, Others
 
 from cacheblend_cli.cli.main import VARIABLES
 
@@ -100,7 +100,7 @@ def prepare(models: Models, config: Path) -> None:
     """Write what is not there yet. In a process of its own, so that its peak is nobody's."""
     import gguf
     import torch
-    from prefill import write_checkpoint
+    from machine import write_checkpoint
     from safetensors.torch import load_file, save_file
 
     if not (models.checkpoint("float32") / "model.safetensors").exists():
@@ -291,7 +291,7 @@ def main() -> None:
         models.ids.write_text(json.dumps(json.loads(told.stdout)["prompt_ids"]))
     if arguments.prepare:
         return
-    from prefill import hardware
+    from machine import hardware
 
     result: dict[str, Any] = {} if arguments.anew or not RESULTS.exists() else json.loads(RESULTS.read_text())
     result |= {"hardware": hardware(), "shape": arguments.config.stem}

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,9 +23,9 @@ from typing import Any
 
 import torch
 from cacheblend_store import ChunkStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from machine import ROOT, hardware, write_checkpoint
+from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.demo import model_dir
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.speed import (
@@ -35,14 +33,12 @@ from cacheblend_cli.evaluation.speed import (
     Layout,
     SpeedPrompt,
     ceiling,
-    device_name,
     in_turn,
     ordinary_ids,
     random_ids,
 )
 from cacheblend_cli.model.loading import Precision, load_model
 
-ROOT = Path(__file__).parent.parent
 CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32
 BLENDS = {
     "reuse": BlendConfig(mode="reuse"),
@@ -71,19 +67,6 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     arguments.out.with_suffix(".md").write_text(table(result))
     print(table(result))
-
-
-def write_checkpoint(path: Path, config: Path) -> Path:
-    """Random weights in the shape of the config, with the demo model's tokenizer (only ids matter here)."""
-    torch.manual_seed(0)
-    path.mkdir(parents=True)
-    shutil.copy(config, path / "config.json")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
-    model.save_pretrained(path)
-    shutil.copy(config, path / "config.json")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(model_dir() / name, path / name)
-    return path
 
 
 def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
@@ -163,17 +146,6 @@ def peak(command: list[str]) -> dict[str, float]:
     if child.returncode:
         raise subprocess.CalledProcessError(child.returncode, command)
     return {"resident": resident / 1024, "anonymous": anonymous / 1024}
-
-
-def hardware() -> dict[str, Any]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": device_name(torch.device("cpu")),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory, 1),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
 
 
 def shape() -> dict[str, int]:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quiet import Others
+from machine import Others
 
 from cacheblend_cli.cli.main import VARIABLES
 
@@ -66,7 +66,7 @@ def main() -> None:
         model, tokens, chunks = arguments.child
         print(json.dumps(of_prompt(Path(model), int(tokens), int(chunks))))
         return
-    from prefill import hardware, write_checkpoint
+    from machine import hardware, write_checkpoint
 
     result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     result |= {"hardware": hardware(), "bytes": bytes_per_million()}

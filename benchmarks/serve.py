@@ -29,7 +29,7 @@ from typing import Any
 
 import serve_others
 from cacheblend_store import ChunkStore
-from prefill import hardware, write_checkpoint
+from machine import hardware, write_checkpoint
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.engine.async_engine import AsyncEngine

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_store import ChunkStore
-from prefill import hardware
+from machine import hardware
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir

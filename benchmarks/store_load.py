@@ -15,7 +15,7 @@ import torch
 from cacheblend_kernels import select_backend
 from cacheblend_store import ChunkManifest, ChunkStore, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.codecs import CODECS, encode_kv, is_lossless
-from prefill import ROOT, SUFFIX_TOKENS, write_checkpoint
+from machine import ROOT, write_checkpoint
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
@@ -32,7 +32,7 @@ from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 
-TOKENS, CHUNK_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 64, 0.15
+TOKENS, CHUNK_TOKENS, SUFFIX_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 32, 64, 0.15
 CPU = torch.device("cpu")
 Chunk = tuple[ChunkManifest, list[bytes]]
 

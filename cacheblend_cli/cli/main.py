@@ -20,7 +20,7 @@ from cacheblend_cli.errors import ExitCode
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
 """How long a thread of OpenMP's spins at a barrier before it sleeps. libgomp's own is some 300,000: beside busy programs a
-thread that spins takes the core from the one it waits for (benchmarks/results/busy.md)."""
+thread that spins takes the core from the one it waits for (benchmarks/README.md)."""
 _HOMES = {
     "precompute": "precompute:precompute",
     "sync": "sync:sync",

@@ -33,7 +33,7 @@ def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN can keep this weight in a layout of its own: on a CPU it then multiplies about twice as fast in fp32,
-    and a third faster in bf16 (benchmarks/results/linear.md)."""
+    and a third faster in bf16 (benchmarks/README.md)."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in PACKABLE

@@ -1,10 +1,10 @@
-"""Recall of `cacheblend search`: how often the five best chunks hold one that answers, by words, by meaning, by both.
+"""Recall of `cacheblend search`: how often one of the five best chunks answers, by words, by meaning and by both.
 
-    python benchmarks/search.py [--musique musique_dev.json] [--embeddings DIR] [--out benchmarks/results/search.json]
+    python study/search_recall.py [--musique musique_dev.json] [--embeddings DIR] [--out study/results/search_recall.json]
 
-The handbook's questions are asked over its paragraphs: one answers where it is of the page asked about and has the
-answer's last word. MuSiQue's (the file CacheBlend published: `inputs/musique_s.json`, 75 of its questions) are asked over
-the contexts of them all: one answers where it is of the question's own and has the answer's words.
+The handbook's questions are searched over its paragraphs: a chunk answers if it is on the page asked about and has the last
+word of the answer. MuSiQue's questions (CacheBlend's `inputs/musique_s.json`, 75 of them) are searched over the contexts of all
+of them: a chunk answers if it is one of the question's own and has the answer's words.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--musique", type=Path)
     parser.add_argument("--embeddings", default="")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "search_recall.json")
     args = parser.parse_args()
     sets = {"handbook": handbook()} | ({"musique": musique(args.musique)} if args.musique else {})
     embedder = find_embedder(args.embeddings)
     if embedder is None:
-        parser.error("there are no embedding weights: pip install 'cacheblend[meaning]'")
+        parser.error("no embedding weights found: pip install 'cacheblend[meaning]'")
     results = [
         {"questions": name, "count": len(asked), "chunks": sum(map(len, corpus.values())), **measure(corpus, asked, args.embeddings)}
         for name, (corpus, asked) in sets.items()
