@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCES = [f for d in ("cacheblend_cli", "store", "kernels", "tools", "benchmarks", "study") for f in (ROOT / d).rglob("*.py")]
+SOURCES = [
+    f for d in ("cacheblend_cli", "store", "kernels", "tools", "benchmarks", "study") for f in (ROOT / d).rglob("*.py")
+]
 
 
 def test_no_code_from_data() -> None:

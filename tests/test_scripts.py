@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(str(p.relative_to(ROOT)) for folder in ("benchmarks", "study", "tools") for p in (ROOT / folder).rglob("*.py"))
+SCRIPTS = sorted(
+    str(p.relative_to(ROOT)) for folder in ("benchmarks", "study", "tools") for p in (ROOT / folder).rglob("*.py")
+)
 PACKAGES = ("cacheblend_cli", "cacheblend_store", "cacheblend_kernels")
 
 
