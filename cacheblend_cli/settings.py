@@ -112,7 +112,8 @@ class Settings:
     lock_timeout: float = _setting(30.0, "Seconds to wait for another writer of the store.")
     force_store: bool = False
     max_size: str = _setting(
-        "", "The most KV the store keeps, as 20GB: the least recently used goes, its text stays. 0: all."
+        "",
+        "Quota of the store for KV and text, such as 20GB: the least recently used KV is removed, documents' text stays. 0: none.",
     )
     salt: str = _setting("", "Keep the chunks of this tenant apart.")
     threads: int | None = _setting(None, "CPU threads.")

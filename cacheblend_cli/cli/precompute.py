@@ -212,9 +212,9 @@ class _View:
 
 def _say_room(room: Room) -> str:
     return (
-        f"the KV of these documents takes {format_size(room.needed)}, and the store keeps at most "
-        f"{format_size(room.max_bytes)}: {room.without_kv} of the {room.chunks} chunks are found and cited, and computed when "
-        f"they are asked for; --max-size {size_for(room.needed)} has room for all"
+        f"text and KV of the documents take {format_size(room.needed)}, and the store's quota is {format_size(room.max_bytes)}: "
+        f"{room.without_kv} of the {room.chunks} chunks get no KV; they are found and cited, and computed when a question needs "
+        f"them; --max-size {size_for(room.needed)} has room for all"
     )
 
 

@@ -54,8 +54,11 @@ def stats(
     output.text(
         f"{settings.store_path}: {chunks} chunks of {found.documents} documents, {format_size(of_chunks)} of KV"
     )
-    quota = f"; together {format_size(found.live_bytes)} of at most {format_size(found.max_bytes)}"
-    output.text(f"beginnings of prompts {format_size(found.prefixes.bytes)}" + (quota if found.max_bytes else ""))
+    quota = f"; {format_size(found.live_bytes + found.text_bytes)} of the quota of {format_size(found.max_bytes)} used"
+    output.text(
+        f"prompt prefixes {format_size(found.prefixes.bytes)}, text {format_size(found.text_bytes)}"
+        + (quota if found.max_bytes else "")
+    )
     output.text(f"file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free")
     if found.without_kv:
         output.text(f"{found.without_kv} chunks have no KV now: they are computed when they are asked for")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cacheblend_store import ChunkManifest, ChunkStore
 from cacheblend_store.format.codecs import encode_kv
+from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.store import PutStatus
 
 from cacheblend_cli.collect.commits import Whole, commit
@@ -60,10 +61,9 @@ class Collector:
         """Store the prefix's KV as a chunk of its own, so that `ask` loads it instead of computing it."""
         ids = self.prefix.token_ids
         if ids:
-            text = self.collection.model.tokenizer.decode(ids, skip_special_tokens=False)
-            chunk = Chunk(0, text, ids, 0, len(text))
-            planned = PlannedChunk(self.collection.prefix_key, PREFIX_SOURCE, chunk, (), "prefix")
-            self.put(planned, self.prefix.kv)  # unchanged when it is there, repaired when it is damaged
+            self.put(
+                prefix_chunk(self.collection), self.prefix.kv
+            )  # unchanged if it is stored, repaired if it is damaged
 
     def put(self, planned: PlannedChunk, kv: ChunkKV) -> None:
         """Encode and commit the KV of one chunk."""
@@ -74,37 +74,55 @@ class Collector:
         """Store the chunks without KV, as far as they are not there: they are listed, found and cited from now on."""
         assert self._store is not None, "a collector that stores has a store"
         for start in range(0, len(chunks), _TEXTS):
-            self._store.put_records(map(self._manifest, chunks[start : start + _TEXTS]))
+            texts = [chunk_manifest(self.collection, planned) for planned in chunks[start : start + _TEXTS]]
+            self._store.put_records(texts, self._keep)
 
     def _whole(self, planned: PlannedChunk, kv: ChunkKV) -> Whole:
         assert planned.key == kv.key
         blobs = [encode_kv(k, v, self.collection.codec) for k, v in zip(kv.k, kv.v, strict=True)]
-        return self._manifest(planned), blobs
+        return chunk_manifest(self.collection, planned), blobs
 
-    def _manifest(self, planned: PlannedChunk) -> ChunkManifest:
-        collection, chunk = self.collection, planned.chunk
-        model = collection.model
-        before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
-        return ChunkManifest(
-            key=planned.key,
-            token_ids=chunk.token_ids,
-            text=chunk.text,
-            model=model.fingerprint,
-            model_name=model.name,
-            tokenizer=model.tokenizer.fingerprint,
-            collection=collection.id,
-            context=planned.context,
-            left_context_ids=planned.left,
-            collected_len=before + len(chunk.token_ids),
-            codec=collection.codec,
-            num_layers=model.spec.num_layers,
-            num_kv_heads=model.spec.num_kv_heads,
-            head_dim=model.spec.head_dim,
-            source=planned.source,
-            index=chunk.index,
-            span=(chunk.start, chunk.end),
-            created=time.time(),
-        )
+
+def prefix_chunk(collection: Collection) -> PlannedChunk:
+    """Return the prompt's prefix as a chunk of its own."""
+    ids = collection.prefix_ids
+    text = collection.model.tokenizer.decode(ids, skip_special_tokens=False)
+    return PlannedChunk(collection.prefix_key, PREFIX_SOURCE, Chunk(0, text, ids, 0, len(text)), (), "prefix")
+
+
+def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManifest:
+    """Return the manifest of a chunk, without sizes and digests of blobs."""
+    chunk, model = planned.chunk, collection.model
+    before = 0 if planned.context == "prefix" else len(collection.prefix_ids) + len(planned.left)
+    return ChunkManifest(
+        key=planned.key,
+        token_ids=chunk.token_ids,
+        text=chunk.text,
+        model=model.fingerprint,
+        model_name=model.name,
+        tokenizer=model.tokenizer.fingerprint,
+        collection=collection.id,
+        context=planned.context,
+        left_context_ids=planned.left,
+        collected_len=before + len(chunk.token_ids),
+        codec=collection.codec,
+        num_layers=model.spec.num_layers,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        source=planned.source,
+        index=chunk.index,
+        span=(chunk.start, chunk.end),
+        created=float(
+            int(time.time())
+        ),  # whole seconds, so that `record_bytes` knows the record's size before it is written
+    )
+
+
+def record_bytes(collection: Collection, planned: PlannedChunk) -> int:
+    """Return the bytes of a chunk's record once its KV is stored."""
+    manifest, layers = chunk_manifest(collection, planned), collection.model.spec.num_layers
+    size = collection.stored_bytes(len(planned.chunk.token_ids)) // layers
+    return len(encode_manifest(replace(manifest.without_kv(), blob_sizes=(size,) * layers)))
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, collect_sequences
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest, collect_sequences
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, survey
 from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
 from cacheblend_cli.collect.paths import Paths
@@ -236,8 +236,8 @@ class _Run:
         stored = {d.source: self._found.replaced(d.source, part.collection, part.settings.context) for d, _ in batch}
         before = {name: {c.key for record in old for c in record.chunks} for name, old in stored.items()}
         news = [record for record in records if is_news(record, store.get_document(*record.place))]
-        report.removed += len(store.put_documents(news))
-        collector.store_texts([planned for key, planned in wanted.items() if key not in there])
+        texts = [chunk_manifest(part.collection, planned) for key, planned in wanted.items() if key not in there]
+        report.removed += len(store.put_documents(news, (), texts, keep))
 
         def tell(planned: PlannedChunk, status: str) -> None:
             if status == "new" and before[planned.source] and planned.key not in before[planned.source]:

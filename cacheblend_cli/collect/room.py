@@ -1,4 +1,4 @@
-"""Which of a run's chunks have KV where the store's quota has no room for all of it."""
+"""Which chunks of a run have KV when the store's quota has no room for all of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from cacheblend_store import ChunkStore
+from cacheblend_store.format.keys import KEY_BYTES
 
+from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
 from cacheblend_cli.collect.plan import Part
 
 
 @dataclass(frozen=True)
 class Room:
-    """keep: keys of the chunks that have KV or get it, which nothing in this run evicts; the prefix is one of them where it
-    fits. chunks, without_kv: how many chunks there are, and how many get none. needed, max_bytes: bytes of the KV of all of
-    them, and of the quota (0: none)."""
+    """The part of a run's KV that the quota has room for.
+
+    keep: keys of the chunks that have KV or get it, and of the prompt's prefix where it fits; nothing in this run evicts them.
+    chunks: number of chunks. without_kv: number of chunks that get no KV. needed: bytes of KV and text with which all of them
+    have KV, text of other documents included. max_bytes: the quota in bytes, 0 = none.
+    """
 
     keep: Set[bytes] = field(default_factory=frozenset)
     chunks: int = 0
@@ -24,24 +29,46 @@ class Room:
 
 
 def room_for(store: ChunkStore | None, parts: Sequence[Part], max_bytes: int) -> Room:
-    """What is there stays, then comes what is missing, in order, while there is room. So the same run again finds what it
-    left, and nothing is computed that would be evicted before anybody asks for it. KV of other documents makes way."""
+    """Choose the chunks that have KV under a quota of max_bytes bytes, 0 = none.
+
+    Text comes first: that of this run's chunks and of other documents. Then KV that is stored, then what is missing, in order,
+    while it fits. The same run again finds what it left, and nothing is computed that would be evicted before it is used. KV
+    of other documents is evicted to make room.
+    """
     prefixes, chunks = dict[bytes, int](), dict[bytes, int]()
     for part in parts:
         of = part.collection
         prefixes |= {of.prefix_key: of.stored_bytes(len(of.prefix_ids))} if of.prefix_ids else {}
         chunks |= {p.key: of.stored_bytes(len(p.chunk.token_ids)) for p in part.chunks}
     sizes = prefixes | chunks
-    needed = sum(sizes.values())
-    if not max_bytes or needed <= max_bytes:
+    if not max_bytes:
+        return Room(sizes.keys(), len(chunks), 0, sum(sizes.values()), 0)
+    texts = _text_bytes(store, parts, sizes.keys())
+    needed = sum(sizes.values()) + texts
+    if needed <= max_bytes:
         return Room(sizes.keys(), len(chunks), 0, needed, max_bytes)
     there: list[bytes] = []
     if store is not None:
         with store.read() as reader:
             there = [key for key in sizes if reader.has_kv(key)]
-    keep, left = set[bytes](), max_bytes
+    keep, left = set[bytes](), max_bytes - texts
     for key in dict.fromkeys((*prefixes, *there, *sizes)):
         if sizes[key] <= left:
             keep.add(key)
             left -= sizes[key]
     return Room(keep, len(chunks), len(chunks.keys() - keep), needed, max_bytes)
+
+
+def _text_bytes(store: ChunkStore | None, parts: Sequence[Part], own: Set[bytes]) -> int:
+    """Return the bytes of the records of this run's chunks and prefixes, and of other documents' chunks."""
+    sizes = dict[bytes, int]()
+    for part in parts:
+        of = part.collection
+        if of.prefix_ids:
+            sizes[of.prefix_key] = record_bytes(of, prefix_chunk(of))
+        sizes |= {planned.key: record_bytes(of, planned) for planned in part.chunks}
+    if store is not None:
+        with store.read() as reader:
+            others = {name[:KEY_BYTES] for name in reader.keys_from(b"", "refs")} - own
+            sizes |= {node.key: node.size for node in reader.pages.nodes("chunks") if node.key in others}
+    return sum(sizes.values())

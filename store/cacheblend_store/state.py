@@ -22,22 +22,24 @@ Get = Callable[[str, bytes], bytes | memoryview | None]
 
 @dataclass(frozen=True)
 class State:
-    """Counters, exact as of the transaction that reads them, and the quota.
+    """Counters, exact in the transaction that reads them, and the quota. All sizes are in bytes.
 
-    generation: rises by the clock, with every commit that adds or removes chunks or documents. live_bytes: of all blobs.
-    max_bytes: the quota, which bounds live_bytes (0: none).
+    generation: increases with every commit that adds or removes chunks or documents; derived from the clock, so that no two
+    copies of a store share one. live_bytes: all blobs. text_bytes: all chunk records (text, token ids, digests); None in a
+    store of an earlier version, which did not count them. max_bytes: the quota for live_bytes + text_bytes, 0 = none.
     """
 
     generation: int = 0
     live_bytes: int = 0
     max_bytes: int = 0
+    text_bytes: int | None = None
 
 
 def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
     meta = dbs["meta"]
     transaction.put(_VERSION, str(FORMAT_VERSION).encode(), db=meta)
     transaction.put(_IDENTITY, seal(_IDENTITY, uuid.uuid4().hex.encode()), db=meta)
-    write_state(transaction, dbs, State(generation=1))
+    write_state(transaction, dbs, State(generation=1, text_bytes=0))
 
 
 def read_identity(get: Get, where: str) -> str:
@@ -65,12 +67,12 @@ def check_format(get: Get, where: str) -> None:
 
 
 def read_state(get: Get, pages: PageReader) -> State:
-    """The state record; counted anew, with a generation that none had before and without a quota, when it is damaged."""
-    return decode_state(get) or State(generation=time.time_ns(), live_bytes=count_live_bytes(pages))
+    """Return the state record. A damaged one is replaced by a new generation, new counts and no quota."""
+    return decode_state(get) or State(time.time_ns(), count_bytes(pages, "blobs"), 0, count_bytes(pages, "chunks"))
 
 
 def decode_state(get: Get) -> State | None:
-    """None when the record is missing or damaged."""
+    """Return the state record, or None if it is missing or damaged."""
     try:
         return typed(load_object(unseal(_STATE, get("meta", _STATE) or b""), 1 << 12), State)
     except (BadBlob, ValueError):
@@ -81,5 +83,6 @@ def write_state(transaction: Any, dbs: Mapping[str, Any], state: State) -> None:
     transaction.put(_STATE, seal_json(_STATE, vars(state)), db=dbs["meta"])
 
 
-def count_live_bytes(pages: PageReader) -> int:
-    return sum(node.size for node in pages.nodes("blobs"))
+def count_bytes(pages: PageReader, database: str) -> int:
+    """Return the total size of a database's values in bytes."""
+    return sum(node.size for node in pages.nodes(database))

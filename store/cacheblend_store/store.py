@@ -7,21 +7,36 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from cacheblend_store.errors import AmbiguousId, ChunkNotFound, StoreError, StoreNoSpace, StorePermission
+from cacheblend_store.errors import (
+    AmbiguousId,
+    ChunkNotFound,
+    StoreError,
+    StoreFull,
+    StoreNoSpace,
+    StorePermission,
+)
 from cacheblend_store.format.keys import KEY_BYTES
-from cacheblend_store.format.records import ChunkManifest, DocumentRecord, Memo, document_key, encode_memo, memo_key
+from cacheblend_store.format.records import (
+    ChunkManifest,
+    DocumentRecord,
+    Memo,
+    document_key,
+    encode_manifest,
+    encode_memo,
+    memo_key,
+)
 from cacheblend_store.lmdb_file.directory import check_directory, check_space
 from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.opened import acquire, release
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
-from cacheblend_store.writer import Blob, PutStatus, StoreWriter
+from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
@@ -214,24 +229,52 @@ class ChunkStore:
             self.transact(StoreWriter.changed)  # LMDB takes pages that a commit freed from the second one after it on
 
         def put(writer: StoreWriter) -> list[PutStatus]:
-            keys = {manifest.key for manifest, _ in given}
             if writer.state.max_bytes:
-                there = sum(m.num_bytes for key in keys if (m := writer.manifest(key)) is not None)
-                writer.make_room(num_bytes - there, keys.union(keep))
+                whole = [with_digests(*chunk) for chunk in given]
+                sizes = {m.key: m.num_bytes + len(encode_manifest(m)) for m in whole}
+                writer.make_room(sum(sizes.values()) - sum(map(writer.size_of, sizes)), sizes, keep)
             return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
-        self.flush_touches()  # what goes is what was not used for longest
+        self.flush_touches()  # so that the least recently used chunks are known
         return self.transact(put)
 
-    def put_records(self, manifests: Iterable[ChunkManifest]) -> int:
-        """Store chunks without KV, in one transaction, unless they are there; how many were not."""
-        given = list(manifests)
-        return self.transact(lambda writer: sum(map(writer.put_record, given))) if given else 0
+    def put_records(self, manifests: Iterable[ChunkManifest], keep: Collection[bytes] = ()) -> int:
+        """Store chunks of no document without KV, in one transaction, unless they are stored. Returns how many were missing.
 
-    def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
-        """Replace the record of each place and remove those whose keys are in `removed`, in one transaction: a document moves
-        so. Chunks no document refers to any more go; returns their keys."""
-        return self.transact(lambda writer: writer.put_documents(records, removed)) if records or removed else []
+        They count against the quota and are removed in turn, least recently used first. keep: keys of chunks that are not
+        evicted. Raises StoreFull as well as `put_chunk`'s errors.
+        """
+        given = list(manifests)
+
+        def put(writer: StoreWriter) -> int:
+            _make_room_for_texts(writer, given, keep)
+            return sum(map(writer.put_record, given))
+
+        return self.transact(put) if given else 0
+
+    def put_documents(
+        self,
+        records: Sequence[DocumentRecord],
+        removed: Collection[bytes] = (),
+        texts: Sequence[ChunkManifest] = (),
+        keep: Collection[bytes] = (),
+    ) -> list[bytes]:
+        """Store document records, each in place of the one of its collection, source and context, in one transaction.
+
+        removed: keys of records to remove. texts: chunks of the documents, stored without KV unless they are stored; KV in the
+        store makes way for them, but they are stored even if they alone exceed the quota. keep: keys of chunks that are not
+        evicted. Returns the keys of the chunks that were removed because no document refers to them any more.
+        """
+
+        def put(writer: StoreWriter) -> list[bytes]:
+            dropped = writer.put_documents(records, removed)
+            with suppress(StoreFull):
+                _make_room_for_texts(writer, texts, keep)
+            for manifest in texts:
+                writer.put_record(manifest, owned=True)
+            return dropped
+
+        return self.transact(put) if records or removed or texts else []
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
         """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""
@@ -296,11 +339,15 @@ class ChunkStore:
         return True
 
     def set_max_bytes(self, max_bytes: int) -> None:
-        """Set the quota of KV, 0 for none. What is over it is evicted, the least recently used first."""
+        """Set the quota in bytes of KV and text, 0 = none. What exceeds it is freed, least recently used first.
+
+        Text of documents stays, even if it alone exceeds the quota.
+        """
 
         def change(writer: StoreWriter) -> None:
             writer.set_max_bytes(max_bytes)
-            writer.make_room(0, ())
+            with suppress(StoreFull):
+                writer.make_room(0)
 
         self.flush_touches()
         self.transact(change)
@@ -328,3 +375,10 @@ class ChunkStore:
     def require_writable(self) -> None:
         if not self.writable:
             raise StorePermission(f"the store at {self.path} is open for reading only", "open it with mode='write'")
+
+
+def _make_room_for_texts(writer: StoreWriter, manifests: Sequence[ChunkManifest], keep: Collection[bytes]) -> None:
+    """Free space for the records of these chunks that are not stored. Raises StoreFull."""
+    if writer.state.max_bytes:
+        sizes = {m.key: 0 if writer.manifest(m.key) else len(encode_manifest(m.without_kv())) for m in manifests}
+        writer.make_room(sum(sizes.values()), sizes, keep)

@@ -21,57 +21,76 @@ from cacheblend_store.format.records import (
     used_at,
 )
 from cacheblend_store.lmdb_file.pages.reader import PageReader
-from cacheblend_store.state import count_live_bytes, read_state, write_state
+from cacheblend_store.state import count_bytes, read_state, write_state
 
 PutStatus = Literal["new", "unchanged", "replaced"]
 Blob = bytes | bytearray | memoryview
 
 
 class StoreWriter:
-    """One write transaction. `finish` before it is committed. Pages are checked as they were when it began."""
+    """One write transaction. Call `finish` before the commit.
+
+    Checked pages are those of the commit that the transaction started from.
+    """
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
         self.state = self._before = read_state(self.get, pages)
-        self._own = set[tuple[str, bytes]]()  # what this transaction put
+        text_bytes = self.state.text_bytes if self.state.text_bytes is not None else count_bytes(pages, "chunks")
+        self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
+        self._own = set[tuple[str, bytes]]()  # records written in this transaction
 
     def finish(self) -> None:
-        """Write the counters when they changed."""
+        """Write the counters if they changed."""
+        counted = {"live_bytes": self._num_bytes["blobs"], "text_bytes": self._num_bytes["chunks"]}
+        self.state = replace(self.state, **counted)
         if self.state != self._before:
             self._check("meta", b"state")
             write_state(self._txn, self._dbs, self.state)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that count against the quota: blobs and chunk records."""
+        return sum(self._num_bytes.values())
 
     def set_max_bytes(self, max_bytes: int) -> None:
         self.state = replace(self.state, max_bytes=max_bytes)
 
     def changed(self) -> None:
-        """Something was added or removed: the generation rises, to one that no other copy of the store has had."""
+        """Increase the generation: chunks or documents were added or removed."""
         self.state = replace(self.state, generation=max(self._before.generation + 1, time.time_ns()))
 
     def get(self, database: str, key: bytes) -> bytes | None:
-        """A copy of a value."""
-        self._pages.get(database, key)  # checked, whatever this transaction has put there since
+        """Return a copy of a value."""
+        self._pages.get(database, key)  # check the pages that LMDB walks
         value = self._txn.get(key, db=self._dbs[database])
         return None if value is None else bytes(value)
 
     def put(self, database: str, key: bytes, value: Blob) -> None:
         self._check(database, key)
         own = database, key
-        if own in self._own:  # put over, it would keep its pages, even where there are too many of them then
+        if own in self._own:  # LMDB would keep all of the old value's pages, even if the new one needs fewer
             self.delete(database, key)
+        elif database in self._num_bytes:
+            self._num_bytes[database] -= len(self._txn.get(key, b"", db=self._dbs[database]))
         self._txn.put(key, value, db=self._dbs[database])
         self._own.add(own)
+        if database in self._num_bytes:
+            self._num_bytes[database] += memoryview(value).nbytes
 
     def delete(self, database: str, key: bytes) -> bool:
-        """Whether it was there."""
+        """Delete a record. Returns whether it existed."""
         self._check(database, key)
-        if self._txn.get(key, db=self._dbs[database]) is None:
+        old = self._txn.get(key, db=self._dbs[database])
+        if old is None:
             return False
+        if database in self._num_bytes:
+            self._num_bytes[database] -= len(old)
         self._pages.check_beside(database, key)
         return bool(self._txn.delete(key, db=self._dbs[database]))
 
     def _check(self, database: str, key: bytes) -> None:
-        """The pages that LMDB will walk to a record, and those of its old value, which writing frees."""
+        """Check the pages that LMDB walks to a record, and those of its old value, which a write frees."""
         self._pages.get(database, key)
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
@@ -85,39 +104,47 @@ class StoreWriter:
     # chunks
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
-        """Sizes and digests are filled in here."""
-        whole, old = with_digests(manifest, blobs), self._same(manifest)
-        if old is not None and old.has_kv and self._holds(whole):
+        """Store a chunk: manifest (sizes and digests are filled in) and one blob per layer."""
+        whole, old = with_digests(manifest, blobs), self.manifest(manifest.key)
+        same = old is not None and old.token_ids == manifest.token_ids
+        if old is not None and same and old.has_kv and self._holds(whole):
             return "unchanged"
-        existed = self._remove(manifest.key)
+        existed = self._delete_blobs(manifest.key) or old is not None or self.get("chunks", manifest.key) is not None
         for layer, blob in enumerate(blobs):
             self.put("blobs", blob_key(manifest.key, layer), blob)
-        self._count(whole.num_bytes)
         self.put("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
-        if old is not None and not old.has_kv:
-            return "new"  # for those who wait for KV, and nothing for those who list chunks
+        if old is not None and same and not old.has_kv:
+            return "new"  # the list of chunks is as it was: no new generation
         self.changed()
         return "replaced" if existed else "new"
 
-    def put_record(self, manifest: ChunkManifest) -> bool:
-        """Store a chunk without KV unless it is there, with KV or without; whether it was not."""
-        if self._same(manifest) is not None:
+    def put_record(self, manifest: ChunkManifest, *, owned: bool = False) -> bool:
+        """Store a chunk without KV, unless it is stored with or without KV. Returns whether it was missing.
+
+        owned: a document refers to the chunk; any other is noted as used now, so that `make_room` can remove it in turn.
+        """
+        old = self.manifest(manifest.key)
+        if old is not None and old.token_ids == manifest.token_ids:
             return False
-        self._remove(manifest.key)
+        self._delete_blobs(manifest.key)
         self.put("chunks", manifest.key, encode_manifest(manifest.without_kv()))
+        if not owned:
+            self.put("lru", manifest.key, use_record(manifest.key, time.time()))
         self.changed()
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
-        """Remove record, blobs and last use of a chunk, whatever state they are in; whether there was any."""
-        existed = self._remove(key)
+        """Remove record, blobs and last use of a chunk, damaged or not. Returns whether any existed."""
+        existed = self._delete_blobs(key)
+        existed = self.delete("chunks", key) or existed
+        self.delete("lru", key)
         if existed:
             self.changed()
         return existed
 
     def evict(self, key: bytes) -> bool:
-        """Remove a chunk's KV and keep its record; whether there was KV. A chunk whose record does not read goes whole."""
+        """Remove a chunk's KV and keep its record; a damaged record goes too. Returns whether there was KV."""
         manifest = self.manifest(key)
         if manifest is None:
             return self.delete_chunk(key)
@@ -127,34 +154,19 @@ class StoreWriter:
         self.delete("lru", key)
         return existed or manifest.has_kv
 
-    def _same(self, manifest: ChunkManifest) -> ChunkManifest | None:
-        """The record that is there, when it is of the same tokens."""
-        old = self.manifest(manifest.key)
-        return old if old is not None and old.token_ids == manifest.token_ids else None
-
-    def _remove(self, key: bytes) -> bool:
-        existed = self._delete_blobs(key)
-        existed = self.delete("chunks", key) or existed
-        self.delete("lru", key)
-        return existed
-
     def _delete_blobs(self, key: bytes) -> bool:
-        """Remove all blobs of a chunk; whether there was any."""
-        for node in self._pages.nodes("blobs", key):  # the pages that the cursor will walk
+        """Remove all blobs of a chunk. Returns whether there were any."""
+        for node in self._pages.nodes("blobs", key):  # check the pages that the cursor walks
             if not node.key.startswith(key):
                 break
-        cursor, there = self._txn.cursor(db=self._dbs["blobs"]), []
+        cursor, found = self._txn.cursor(db=self._dbs["blobs"]), list[bytes]()
         more = cursor.set_range(key)
         while more and (name := bytes(cursor.key())).startswith(key):
-            there.append((name, len(cursor.value())))
+            found.append(name)
             more = cursor.next()
-        for name, size in there:  # not by the cursor: py-lmdb's delete ends in a SystemError when the page after is bad
+        for name in found:  # not by the cursor: py-lmdb's delete ends in a SystemError if the next page is damaged
             self.delete("blobs", name)
-            self._count(-size)
-        return bool(there)
-
-    def _count(self, num_bytes: int) -> None:
-        self.state = replace(self.state, live_bytes=self.state.live_bytes + num_bytes)
+        return bool(found)
 
     def _holds(self, manifest: ChunkManifest) -> bool:
         """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
@@ -166,26 +178,45 @@ class StoreWriter:
                 return False
         return True
 
-    def make_room(self, num_bytes: int, keep: Collection[bytes]) -> None:
-        """Evict least recently used chunks, but none of `keep`, until num_bytes more fit the quota. Raises StoreFull."""
+    def make_room(self, num_bytes: int, *keep: Collection[bytes]) -> None:
+        """Free space until num_bytes more fit the quota, least recently used chunks first.
+
+        A chunk of a document loses its KV; a chunk that no document refers to is removed. keep: keys of chunks that stay as
+        they are. Raises StoreFull.
+        """
         limit = self.state.max_bytes
-        if not limit or self.state.live_bytes + num_bytes <= limit:
+        if not limit or self.used_bytes + num_bytes <= limit:
             return
         for key in self._by_last_use():
-            if key not in keep:
-                self.evict(key)
-                if self.state.live_bytes + num_bytes <= limit:
+            if not any(key in keys for keys in keep):
+                if self._stays_as_text(key):
+                    self.evict(key)
+                else:
+                    self.delete_chunk(key)
+                if self.used_bytes + num_bytes <= limit:
                     return
         raise StoreFull(
-            f"the store's quota is {limit:,} bytes of KV, and {self.state.live_bytes + num_bytes:,} are needed",
+            f"the store's quota is {limit:,} bytes of KV and text, and {self.used_bytes + num_bytes:,} are needed",
             "raise --max-size",
         )
 
+    def size_of(self, key: bytes) -> int:
+        """Return the bytes that a chunk counts against the quota, 0 if it is not stored."""
+        manifest = self.manifest(key)
+        return 0 if manifest is None else manifest.num_bytes + len(self.get("chunks", key) or b"")
+
+    def _stays_as_text(self, key: bytes) -> bool:
+        """Return whether a chunk without KV is still listed: a document refers to it, or it is a prompt's prefix."""
+        if self.is_referred(key):
+            return True
+        manifest = self.manifest(key)
+        return manifest is not None and manifest.context == "prefix"
+
     def _by_last_use(self) -> Iterator[bytes]:
-        """Keys of all chunks that can have KV, those unused for longest first; then those of which no use is noted."""
+        """Keys of the chunks that can be freed, least recently used first; then those with KV but no recorded use."""
         used = {node.key: used_at(node.key, node.inline) for node in self._pages.nodes("lru")}
         yield from sorted(used, key=lambda key: (used[key], key))
-        yield from (node.key for node in self._pages.nodes("chunks") if node.key not in used)
+        yield from sorted({node.key[:KEY_BYTES] for node in self._pages.nodes("blobs")} - used.keys())
 
     def touch(self, uses: Mapping[bytes, float]) -> None:
         """Record last uses (seconds since the epoch) of chunks that have KV, unless a later one is known."""
@@ -251,8 +282,8 @@ class StoreWriter:
             self.put("refs", name, b"")
 
     def recount(self) -> None:
-        """The byte counter from the blobs, as they were when this transaction began."""
-        self.state = replace(self.state, live_bytes=count_live_bytes(self._pages))
+        """Count bytes of blobs and records again, as of the commit that this transaction started from."""
+        self._num_bytes = {database: count_bytes(self._pages, database) for database in self._num_bytes}
 
 
 def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:

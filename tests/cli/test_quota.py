@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheblend_store import ChunkStore, prune
+from cacheblend_store import ChunkStore, prune, stats
 
 from cacheblend_cli.collect import commits
 
@@ -34,10 +34,12 @@ def sizes(path: Path) -> dict[str, int]:
 
 @pytest.fixture
 def needed(cli: Cli, corpus: Path, tmp_path: Path) -> int:
-    """Bytes of KV of the whole corpus and its prefix."""
+    """Bytes of KV and text of the whole corpus and its prefix."""
     other = tmp_path / "whole"
     assert cli(*COMMAND, "--store", str(other)).code == 0
-    return sum(sizes(other).values())
+    with ChunkStore.open(other) as store:
+        found = stats(store)
+    return found.live_bytes + found.text_bytes
 
 
 @pytest.mark.parametrize("context", ["sink", "document", "neighbours"])

@@ -13,6 +13,7 @@ import pytest
 from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreFull, compact, prune, stats, verify
 from cacheblend_store.format.keys import blob_key
+from cacheblend_store.format.records import encode_manifest
 from cacheblend_store.writer import with_digests
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -48,7 +49,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.path = self.folder / "store"
         self.store = ChunkStore.open(self.path, mode="write")
         self.expected, self.moment = Contents(), 0
-        self.uses, self.touched = dict[int, int](), dict[int, int]()  # seed -> moment; touched: not yet written
+        # seed -> moment, of chunks with KV and of those stored as text; touched: not yet written
+        self.uses, self.touched = dict[int, int](), dict[int, int]()
         self.quota, self.identity = 0, self.store.identity
         self.put(tuple(seeds[:8]), 0)
         for source, owned in zip(("0/a.md", "0/b.md"), documents, strict=False):
@@ -66,14 +68,15 @@ class StoreMachine(RuleBasedStateMachine):
         self._uses_are_written()
         old = {s: v for s, v in self.expected.chunks.items() if s not in self.expected.without_kv}
         wanted = ["unchanged" if old.get(s) == version else "replaced" if s in old else "new" for s in seeds]
-        gone = self._evicted({s: self._size(s, version) for s in seeds}, keep)
+        new = {s: with_digests(*make_chunk(s, version)) for s in seeds}
+        gone = self._evicted({s: m.num_bytes + len(encode_manifest(m)) for s, m in new.items()}, keep)
         chunks = [make_chunk(seed, version) for seed in seeds]
         if gone is None:
             with pytest.raises(StoreFull, match="quota"):
                 self.store.put_chunks(chunks, keep=keys_of(keep))
             return
         assert self.store.put_chunks(chunks, keep=keys_of(keep)) == wanted
-        self._expect(Operation("evict", tuple(gone)))
+        self._free(gone)
         self._expect(Operation("put", seeds, version))
         for seed, status in zip(seeds, wanted, strict=True):
             if status != "unchanged":
@@ -81,13 +84,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seeds=SOME, version=st.integers(0, 2))
     def put_records(self, seeds: tuple[int, ...], version: int) -> None:
-        new = sum(seed not in self.expected.chunks for seed in seeds)
-        assert self.store.put_records(make_chunk(seed, version)[0] for seed in seeds) == new
+        self._uses_are_written()
+        self.store.flush_touches()
+        manifests = [make_chunk(seed, version)[0] for seed in seeds]
+        new = [seed for seed in seeds if seed not in self.expected.chunks]
+        there = self._sizes()
+        sizes = {s: there.get(s) or len(encode_manifest(m.without_kv())) for s, m in zip(seeds, manifests, strict=True)}
+        gone = self._evicted(sizes)
+        if gone is None:
+            with pytest.raises(StoreFull, match="quota"):
+                self.store.put_records(manifests)
+            return
+        assert self.store.put_records(manifests) == len(new)
+        self._free(gone)
         self._expect(Operation("records", seeds, version))
+        self.uses |= {seed: self._now() for seed in new}
 
     @rule(seeds=SOME)
     def evict(self, seeds: tuple[int, ...]) -> None:
-        assert self.store.evict_chunks(keys_of(seeds)) == sum(seed in self.uses for seed in seeds)
+        assert self.store.evict_chunks(keys_of(seeds)) == len(self._with_kv() & set(seeds))
         self._expect(Operation("evict", seeds))
 
     @rule(seeds=SOME)
@@ -124,17 +139,16 @@ class StoreMachine(RuleBasedStateMachine):
     def set_quota(self, pages: int) -> None:
         """What is over it goes at once."""
         self._uses_are_written()
-        self.store.set_max_bytes(pages * PAGE)
         self.quota = pages * PAGE
-        assert self.store.max_bytes == self.quota
         gone = self._evicted({})
-        assert gone is not None
-        self._expect(Operation("evict", tuple(gone)))
+        self._free(self._by_last_use() if gone is None else gone)  # texts of documents stay
+        self.store.set_max_bytes(self.quota)
+        assert self.store.max_bytes == self.quota
 
     @rule(keep=st.integers(0, 8))
     def prune_to_size(self, keep: int) -> None:
         sizes = {s: m.num_bytes for s, m in self._manifests().items()}
-        used = self._by_last_use()
+        used = [s for s in self._by_last_use() if s in self._with_kv()]
         stay, gone = used[max(0, len(used) - keep) :], used[: max(0, len(used) - keep)]
         report = prune(self.store, to_bytes=sum(sizes[s] for s in stay))
         assert (set(report.evicted), report.keys) == ({key_of(s) for s in gone}, ())
@@ -177,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, layer=st.integers(0, LAYERS - 1), how=st.sampled_from(("flip", "cut", "gone")))
     def damage_a_blob(self, seed: int, layer: int, how: str) -> None:
         """It is a miss until it is put again; an audit names it; a repair drops the KV and keeps the text."""
-        if seed not in self.uses:
+        if seed not in self._with_kv():
             return
         name = blob_key(key_of(seed), layer)
         with bare_writing(self.store) as (txn, dbs):
@@ -208,7 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.store.resolve(manifest.id) == manifest.key
                 assert manifest.has_kv == self.store.has_kv(manifest.key) == (seed not in self.expected.without_kv)
         assert {m.key for m in self.store.chunks()} == {key_of(s) for s in self.expected.chunks}
-        assert set(self.uses) == set(self.expected.chunks) - self.expected.without_kv
+        assert self._with_kv() <= set(self.uses) <= set(self.expected.chunks)
         assert self.store.identity == self.identity
 
     @invariant()
@@ -216,7 +230,10 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         manifests, found = list(self._manifests().values()), stats(self.store)
-        assert not self.quota or found.live_bytes <= self.quota
+        owned = {s for seeds in self.expected.documents.values() for s in seeds}
+        texts = sum(size for s, size in self._sizes().items() if s in owned - self._with_kv())
+        assert not self.quota or found.live_bytes + found.text_bytes <= self.quota + texts
+        assert found.live_bytes + found.text_bytes == sum(self._sizes().values())
         assert (found.chunks, found.documents) == (len(manifests), len(self.expected.documents))
         assert found.live_bytes == sum(m.num_bytes for m in manifests)
         assert found.used_bytes >= found.live_bytes
@@ -229,8 +246,14 @@ class StoreMachine(RuleBasedStateMachine):
         found = {s: with_digests(*make_chunk(s, v)) for s, v in self.expected.chunks.items()}
         return {s: m.without_kv() if s in self.expected.without_kv else m for s, m in found.items()}
 
-    def _size(self, seed: int, version: int) -> int:
-        return with_digests(*make_chunk(seed, version)).num_bytes
+    def _with_kv(self) -> set[int]:
+        return set(self.expected.chunks) - self.expected.without_kv
+
+    def _sizes(self) -> dict[int, int]:
+        """Bytes of each chunk, KV and record, that count in the quota."""
+        with self.store.read() as reader:
+            records = {s: len(reader.get("chunks", key_of(s))) for s in self.expected.chunks}
+        return {s: m.num_bytes + records[s] for s, m in self._manifests().items()}
 
     def _now(self) -> int:
         self.moment += 1
@@ -239,7 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _uses_are_written(self) -> None:
         """What is written is when a chunk was used, which may be before it was last put."""
         for seed, moment in self.touched.items():
-            if seed in self.uses:
+            if seed in self._with_kv():
                 self.uses[seed] = max(moment, self.uses[seed])
         self.touched.clear()
 
@@ -249,19 +272,28 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _expect(self, step: Operation) -> None:
         self.expected = step.expect(self.expected)
-        there = self.expected.chunks.keys() - self.expected.without_kv
-        self.uses = {s: moment for s, moment in self.uses.items() if s in there}
+        evicted = step.seeds if step.kind == "evict" else ()
+        self.uses = {s: m for s, m in self.uses.items() if s in self.expected.chunks and s not in evicted}
+
+    def _free(self, gone: Iterable[int]) -> None:
+        """What the quota has no room for: the KV of a document's chunk, other chunks whole."""
+        owned = {s for seeds in self.expected.documents.values() for s in seeds}
+        self._expect(Operation("evict", tuple(s for s in gone if s in owned)))
+        self._expect(Operation("remove", tuple(s for s in gone if s not in owned)))
 
     def _evicted(self, new: dict[int, int], keep: tuple[int, ...] = ()) -> list[int] | None:
-        """Seeds whose KV must go for that of `new` (seed -> bytes) to come; None when even that is not enough."""
+        """Seeds that must be freed for `new` (seed -> bytes) to come; None when even that is not enough."""
         if not self.quota:
             return []
-        sizes = {s: m.num_bytes for s, m in self._manifests().items()}
+        sizes, owned = self._sizes(), {s for seeds in self.expected.documents.values() for s in seeds}
         after, gone = sum((sizes | new).values()), []
         for seed in (s for s in self._by_last_use() if s not in new and s not in keep):
             if after <= self.quota:
                 break
             after -= sizes[seed]
+            if seed in owned:
+                with_kv = with_digests(*make_chunk(seed, self.expected.chunks[seed]))
+                after += len(encode_manifest(with_kv.without_kv())) if seed in self._with_kv() else sizes[seed]
             gone.append(seed)
         return gone if after <= self.quota else None
 

@@ -215,7 +215,7 @@ def _put(store: ChunkStore, batch: list[tuple[ChunkManifest, list[bytes]]]) -> I
         statuses, texts = [], [manifest for manifest, _ in batch]
     yield from (ImportedChunk(manifest, status) for (manifest, _), status in zip(whole, statuses, strict=False))
     known = {manifest.key for manifest in texts if store.has_chunk(manifest.key)}
-    store.put_records(texts)
+    store.put_documents((), (), texts)
     yield from (ImportedChunk(manifest, "unchanged" if manifest.key in known else "new") for manifest in texts)
 
 

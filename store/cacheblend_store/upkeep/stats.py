@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cacheblend_store.lmdb_file.directory import DATA
+from cacheblend_store.state import count_bytes
 from cacheblend_store.store import ChunkStore
 
 
@@ -25,8 +26,8 @@ class Amount:
 
 @dataclass
 class StoreStats:
-    """live_bytes: of all blobs. used_bytes: of the pages with chunks' records and blobs. free_bytes: of pages of the file
-    that are free to be used again.
+    """Sizes are in bytes. live_bytes: all blobs. text_bytes: all chunk records. max_bytes: the quota for the two, 0 = none.
+    used_bytes: the pages of both. free_bytes: pages of the file that can be used again.
 
     damaged, without_kv: records that do not read, and those of chunks, but of no prefix, that have no KV now. models: by
     (model name, fingerprint, codec), their chunks without prompts' prefixes, which are apart.
@@ -35,6 +36,7 @@ class StoreStats:
     chunks: int
     documents: int
     live_bytes: int
+    text_bytes: int
     used_bytes: int
     max_bytes: int
     file_bytes: int
@@ -58,6 +60,7 @@ def stats(store: ChunkStore) -> StoreStats:
             chunks=reader.entries("chunks"),
             documents=reader.entries("documents"),
             live_bytes=state.live_bytes,
+            text_bytes=count_bytes(reader.pages, "chunks") if state.text_bytes is None else state.text_bytes,
             used_bytes=reader.pages.used_bytes("chunks") + reader.pages.used_bytes("blobs"),
             max_bytes=state.max_bytes,
             file_bytes=(store.path / DATA).stat().st_size,

@@ -14,7 +14,7 @@ from cacheblend_store.lmdb_file import locks
 from cacheblend_store.lmdb_file.directory import DATA
 from cacheblend_store.progress import Progress
 from cacheblend_store.reader import StoreReader, bad_blob
-from cacheblend_store.state import count_live_bytes, decode_state
+from cacheblend_store.state import count_bytes, decode_state
 from cacheblend_store.store import ChunkStore
 from cacheblend_store.upkeep.rewriting import salvage
 from cacheblend_store.writer import StoreWriter
@@ -163,12 +163,14 @@ def _check_memos(reader: StoreReader, report: VerifyReport) -> None:
 
 
 def _check_counters(reader: StoreReader, report: VerifyReport) -> None:
-    state, there = decode_state(reader.get), count_live_bytes(reader.pages)
-    text = ""
+    state, there = decode_state(reader.get), count_bytes(reader.pages, "blobs")
+    text_bytes, text = count_bytes(reader.pages, "chunks"), ""
     if state is None:
         text = "the record of the counters does not read, and the quota that was in it is lost"
     elif state.live_bytes != there:
         text = f"the counters say {state.live_bytes:,} bytes of blobs, and there are {there:,}"
+    elif state.text_bytes not in (None, text_bytes):
+        text = f"the counters say {state.text_bytes:,} bytes of chunk records, and there are {text_bytes:,}"
     if text:
         report.findings.append(Finding("counter", text))
 
