@@ -138,7 +138,7 @@ def _check_installed() -> None:
     """Raises UsageError that says how to install what serving needs."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("starlette", "pydantic", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UsageError(f"serve needs {', '.join(missing)}", INSTALL)
 

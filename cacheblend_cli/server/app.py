@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -28,7 +26,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, first_of, prepare, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
-from cacheblend_cli.server.bodies import Asked, ChatBody, CompletionBody, PutBody, SearchBody, parse
+from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error, bad
 from cacheblend_cli.server.replies import Reply
@@ -107,7 +105,7 @@ async def _page(request: Request, _: ServerState) -> Response:
 
 
 async def _chat(request: Request, host: ServerState) -> Response:
-    body = parse(ChatBody, await _json(request))
+    body = parse(ChatBody, await _body(request))
     _check_model(host, body)
     said = read_messages(body.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
@@ -116,7 +114,7 @@ async def _chat(request: Request, host: ServerState) -> Response:
 
 
 async def _complete(request: Request, host: ServerState) -> Response:
-    body = parse(CompletionBody, await _json(request))
+    body = parse(CompletionBody, await _body(request))
     _check_model(host, body)
     if body.stream and (body.echo or len(body.prompts) > 1):
         raise bad("echo and several prompts are not streamed", "stream")
@@ -133,7 +131,7 @@ async def _complete(request: Request, host: ServerState) -> Response:
     return await _answered(request, host, _reply(host, body, chat=False), wanted)
 
 
-def _reply(host: ServerState, body: Asked, *, chat: bool) -> Reply:
+def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
     usage = bool(body.stream_options and body.stream_options.include_usage)
     echo, silent = (body.echo, body.max_tokens == 0) if isinstance(body, CompletionBody) else (False, False)
     own = partial(Reply, chat, host.model, host.runtime.model.tokenizer, host.public)
@@ -213,13 +211,13 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def _search(request: Request, host: ServerState) -> Response:
-    body = parse(SearchBody, await _json(request))
+    body = parse(SearchBody, await _body(request))
     hits = await in_engine(host, lambda runtime: documents.find(runtime, host, body.query, body.k, _tenant(request)))
     return JSONResponse({"object": "list", "data": hits})
 
 
 async def _put(request: Request, host: ServerState) -> Response:
-    body, document_id = parse(PutBody, await _json(request)), request.path_params["id"]
+    body, document_id = parse(PutBody, await _body(request)), request.path_params["id"]
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad("the id of a document is 1 to 256 printable characters", "id")
     tenant = _tenant(request)
@@ -273,19 +271,17 @@ async def _not_there(_: Request, error: Exception) -> Response:
     return _told(ApiError(status, "no such route" if status == 404 else str(getattr(error, "detail", error))))
 
 
-async def _json(request: Request) -> Any:
-    """The body. Raises ApiError for what is no JSON: a browser sends that to another site without asking it."""
+async def _body(request: Request) -> bytes:
+    """The body. Raises ApiError where its type is not JSON's, which a browser would send to another site without asking."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body is application/json")
-    try:  # no half of a surrogate pair, no NaN, nothing nested too deep to be looked at: that is no JSON to it
-        return from_json((await request.body()).removeprefix(BOM_UTF8), allow_inf_nan=False)
-    except ValueError as error:
-        raise bad(f"the body is no JSON: {error}") from error
+        raise ApiError(415, "the body must be application/json")
+    try:
+        return await request.body()
     except ClientDisconnect as error:
         raise _gone() from error
 
 
-def _check_model(host: ServerState, body: Asked) -> None:
+def _check_model(host: ServerState, body: AskBody) -> None:
     if body.model not in (None, "", host.model, "cacheblend"):
         told = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
         raise ApiError(404, told, param="model", code="model_not_found")

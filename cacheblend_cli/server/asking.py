@@ -25,7 +25,7 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
 from cacheblend_cli.server import documents
-from cacheblend_cli.server.bodies import Asked
+from cacheblend_cli.server.bodies import AskBody
 from cacheblend_cli.server.errors import ApiError, bad
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -44,7 +44,7 @@ PLAIN = CHUNKS + QUESTION
 class Wanted:
     """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for."""
 
-    body: Asked
+    body: AskBody
     tenant: Tenant
     text: str
     sampling: SamplingParams
@@ -117,8 +117,8 @@ def _estimate(runtime: Runtime, host: ServerState, job: Job) -> float | None:
     return None if report is None else report.predicted_full_ttft_s
 
 
-def _blending(settings: Settings, body: Asked) -> Settings:
-    given = body.blend.model_dump(exclude_none=True) if body.blend else {}
+def _blending(settings: Settings, body: AskBody) -> Settings:
+    given = body.blend.given if body.blend else {}
     if isinstance(given.get("ratio"), str) and given["ratio"] != "auto":
         raise bad("blend.ratio is a number or auto", "blend.ratio")
     return replace(settings, **given)
@@ -242,7 +242,7 @@ def checked(done: Done) -> Done:
     return done
 
 
-def sampling_of(base: SamplingParams, body: Asked, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """What the request says over what the server was started with. Raises UsageError."""
     given = {
         "max_tokens": max_tokens,

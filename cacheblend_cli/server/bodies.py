@@ -1,127 +1,194 @@
-"""What requests say: OpenAI's fields, and ours beside them. A field that would change the answer is done or refused by name."""
+"""Request bodies: OpenAI's fields and our own beside them. A field that would change the answer is supported or refused by name.
+
+msgspec decodes a body straight into these types: it stops at the first error and builds nothing of the fields it skips.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypeVar
+import re
+from codecs import BOM_UTF8
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from cacheblend_cli.server.errors import ApiError, bad
 
 MAX_DOCUMENTS = 1024
-_IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction", "tool_choice", "parallel_tool_calls", "function_call",
-}  # fmt: skip
-"""Change no answer of ours, as long as there are no tools."""
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 256
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+MAX_SCHEMA_BYTES = 256 << 10
+MAX_SCHEMA_DEPTH = 64
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Title = Annotated[str, Meta(max_length=1024)]
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Text = Annotated[str, Meta(min_length=1)]
+Hits = Annotated[int, Meta(ge=1, le=256)]
+NULL = Raw(b"null")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
-    "web_search_options": (), "moderation": (), "echo": (False,), "suffix": ("",),
+    "web_search_options": (), "moderation": (), "suffix": ("",),
 }  # fmt: skip
-"""Fields of OpenAI's that are not done here, and the values that ask for nothing (None always does)."""
+"""Fields of OpenAI's that are not supported, and the values that change nothing (null never does)."""
 
 
-class DocumentIn(BaseModel):
-    """A document. id: what it is called in the reply; title: stands before its text."""
+class DocumentIn(Struct, forbid_unknown_fields=True):
+    """A document. id: its name in the reply; title: put before its text as a heading."""
 
-    model_config = ConfigDict(extra="forbid")
-    id: str | None = Field(None, min_length=1, max_length=256)
-    title: str | None = Field(None, max_length=1024)
-    text: str = Field(min_length=1)
+    text: Text
+    id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    title: Title | None = None
 
 
-class SearchIn(BaseModel):
-    """Stored chunks to take. query: by default the question."""
+class SearchIn(Struct, forbid_unknown_fields=True):
+    """Search for stored chunks. query: by default the question; k: number of chunks."""
 
-    model_config = ConfigDict(extra="forbid")
     query: str | None = None
-    k: int | None = Field(None, ge=1, le=256)
+    k: Hits | None = None
 
 
-class BlendIn(BaseModel):
-    """How the chunks' KV is used; what is left out is as the server was started. See `cacheblend ask --help`."""
+class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """How stored KV is used; fields left out keep the server's settings. See `cacheblend ask --help`."""
 
-    model_config = ConfigDict(extra="forbid")
     mode: str | None = None
     ratio: float | str | None = None
     ratio_floor: float | None = None
     selector: str | None = None
     deviation: str | None = None
-    check_layer: int | None = None
-    block: int | None = None
+    check_layer: Int | None = None
+    block: Int | None = None
     nucleus: float | None = None
     gradual: str | None = None
     probe_layers: str | None = None
-    draft_tokens: int | None = None
+    draft_tokens: Int | None = None
     correction: str | None = None
     max_risk: float | None = None
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that the request names."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
-class SchemaIn(BaseModel):
+
+class SchemaIn(Struct):
     """A JSON schema in OpenAI's form."""
 
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    schema: Raw = Raw(b"{}")
 
 
-class FormatIn(BaseModel):
-    """What form the answer has: text, any JSON object, or JSON of a schema."""
+class FormatIn(Struct, forbid_unknown_fields=True):
+    """The form of the answer: text, any JSON object, or JSON of a schema."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaIn | None = None
 
     @property
     def schema_text(self) -> str | None:
-        """None for text. Raises ApiError where there is to be a schema and is none."""
+        """The JSON schema to follow, None for text. Raises ApiError for one that is missing, too large or too deep."""
         if self.type == "text":
             return None
         if self.type == "json_object":
             return '{"type": "object"}'
+        place = "response_format.json_schema"
         if self.json_schema is None:
-            raise bad("response_format.json_schema is missing", "response_format")
-        return json.dumps(self.json_schema.schema_)
+            raise bad(f"{place} is missing", place)
+        raw = bytes(self.json_schema.schema)
+        if len(raw) > MAX_SCHEMA_BYTES or _depth(raw) > MAX_SCHEMA_DEPTH:
+            most = f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels"
+            raise bad(f"{place}.schema is larger than {most}", f"{place}.schema")
+        try:
+            return json.dumps(msgspec.json.decode(raw, type=dict[str, Any]))
+        except ValueError as error:
+            raise bad(f"{place}.schema: {error}", f"{place}.schema") from error
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+class StreamOptions(Struct):
+    """include_usage: end a stream with the counts of tokens."""
+
     include_usage: bool = False
 
 
-class Asked(BaseModel):
-    """What both ways of asking have. verify: compare with a full prefill. priority: lower is sooner. timeout_s: afterwards the
-    answer ends."""
+class TextPart(Struct):
+    """A part of a message; parts other than text are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct):
+    """A message of a conversation."""
+
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant"]})]
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Raw = NULL
+    function_call: Raw = NULL
+
+    @property
+    def calls_tools(self) -> bool:
+        return any(bytes(raw) not in (b"null", b"[]") for raw in (self.tool_calls, self.function_call))
+
+
+class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both chat and text completions. verify: compare with a full prefill. explain: report on every token and layer.
+    priority: lower runs sooner. timeout_s: the answer ends after so many seconds."""
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=16)
-    max_tokens: int | None = Field(None, ge=1)
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    seed: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    best_of: int | None = Field(None, ge=1, le=64)
-    stop_token_ids: list[int] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=64)] | None = None
+    stop_token_ids: Annotated[list[Int], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=4096)] | None = None
     response_format: FormatIn | None = None
-    regex: str | None = None
-    documents: list[DocumentIn] | None = Field(None, max_length=MAX_DOCUMENTS)
-    chunks: list[str] | None = Field(None, max_length=MAX_DOCUMENTS)
+    regex: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    documents: Annotated[list[DocumentIn], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    chunks: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     search: SearchIn | None = None
     blend: BlendIn | None = None
     verify: bool = False
     explain: bool = False
-    priority: int = Field(0, ge=-100, le=100)
-    timeout_s: float | None = Field(None, gt=0)
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+
+    # OpenAI's fields that are accepted and change no answer, as long as there are no tools
+    user: Raw = NULL
+    metadata: Raw = NULL
+    store: Raw = NULL
+    service_tier: Raw = NULL
+    safety_identifier: Raw = NULL
+    prompt_cache_key: Raw = NULL
+    prompt_cache_retention: Raw = NULL
+    prediction: Raw = NULL
+    tool_choice: Raw = NULL
+    parallel_tool_calls: Raw = NULL
+    function_call: Raw = NULL
+
+    # OpenAI's fields that are refused, unless they ask for nothing: see _NEUTRAL
+    tools: Raw = NULL
+    functions: Raw = NULL
+    modalities: Raw = NULL
+    audio: Raw = NULL
+    reasoning_effort: Raw = NULL
+    verbosity: Raw = NULL
+    web_search_options: Raw = NULL
+    moderation: Raw = NULL
+    suffix: Raw = NULL
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -132,73 +199,94 @@ class Asked(BaseModel):
         return bool(self.documents or self.chunks or self.search is not None)
 
 
-class ChatBody(Asked):
+class ChatBody(AskBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: TopLogprobs | None = None
+    echo: Literal[False] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionBody(Asked):
-    """POST /v1/completions: text that goes on, without a chat template. echo: the prompt stands before it, and logprobs are
-    those of its tokens, too; max_tokens 0: of these alone."""
+class CompletionBody(AskBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions: text to continue, without a chat template. echo: repeat the prompt before the answer, with its
+    log-probabilities where logprobs are asked for; max_tokens 0 returns the prompt alone."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    logprobs: TopLogprobs | None = None
     echo: bool = False
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
     @property
     def prompts(self) -> list[str]:
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        texts = [text for text in given if isinstance(text, str)]
-        if not texts or len(texts) < len(given):
-            raise bad("the prompt is text here, not token ids", "prompt")
-        return texts
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
-class SearchBody(BaseModel):
+class SearchBody(Struct, forbid_unknown_fields=True):
     """POST /v1/search."""
 
-    model_config = ConfigDict(extra="forbid")
-    query: str = Field(min_length=1)
-    k: int = Field(5, ge=1, le=256)
+    query: Text
+    k: Hits = 5
 
 
-class PutBody(BaseModel):
+class PutBody(Struct, forbid_unknown_fields=True):
     """PUT /v1/documents/{id}."""
 
-    model_config = ConfigDict(extra="forbid")
-    title: str | None = Field(None, max_length=1024)
-    text: str = Field(min_length=1)
+    text: Text
+    title: Title | None = None
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Struct)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_PLACED = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
 
-def parse(kind: type[Body], value: Any) -> Body:
-    """Raises ApiError that names the field."""
+def parse(kind: type[Body], body: bytes) -> Body:
+    """Decode and check a body. Raises ApiError, which names the field of the first error."""
     try:
-        body = kind.model_validate(value, strict=False)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise bad(f"{place or 'the body'}: {first['msg']}", place or None) from error
-    for name, given in (body.model_extra or {}).items():
-        _check_other(name, given)
-    return body
+        parsed = msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad(f"the body is not JSON: {error}") from error
+    if isinstance(parsed, AskBody):
+        _check_unsupported(parsed)
+    return parsed
 
 
-def _check_other(name: str, value: Any) -> None:
-    if value is None or name in _IGNORED:
-        return
-    if name not in _NEUTRAL:
-        raise bad(f"unknown field {name!r}", name, "unknown_parameter")
-    if value not in _NEUTRAL[name]:
-        raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+def _refusal(message: str) -> ApiError:
+    """msgspec's words, with the field's name as OpenAI's `param`."""
+    if unknown := _UNKNOWN.fullmatch(message):
+        place = ".".join(part for part in (_dotted(unknown[2] or ""), unknown[1]) if part)[:200]
+        return bad(f"unknown field {place!r}", place, "unknown_parameter")
+    placed = _PLACED.fullmatch(message)
+    what, place = (placed[1], _dotted(placed[2])) if placed else (message, "")
+    if missing := re.fullmatch("Object missing required field `(.*)`", what):
+        place, what = ".".join(part for part in (place, missing[1]) if part), "the field is missing"
+    return bad(f"{place or 'the body'}: {what[:1].lower()}{what[1:]}", place or None)
+
+
+def _dotted(path: str) -> str:
+    """messages[0].role as messages.0.role."""
+    return path.replace("[...]", "").replace("[", ".").replace("]", "").strip(".")
+
+
+def _check_unsupported(body: AskBody) -> None:
+    for name, neutral in _NEUTRAL.items():
+        raw = bytes(getattr(body, name))
+        if raw != b"null" and (len(raw) > 64 or msgspec.json.decode(raw) not in neutral):
+            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+
+
+def _depth(raw: bytes) -> int:
+    """How deep JSON's brackets nest."""
+    depth = most = 0
+    for bracket in re.sub(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]', b"", raw):
+        depth += 1 if bracket in b"[{" else -1
+        most = max(most, depth)
+    return most

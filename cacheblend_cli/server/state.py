@@ -54,6 +54,11 @@ class ServerState:
         """Seconds since the last request ended; 0 while one is answered."""
         return 0.0 if self._active else time.monotonic() - self._last_use
 
+    @property
+    def active(self) -> int:
+        """Number of requests to /v1 in progress."""
+        return self._active
+
     def __enter__(self) -> ServerState:
         """A request begins."""
         self._active += 1
