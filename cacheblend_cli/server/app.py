@@ -28,7 +28,7 @@ from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, firs
 from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
-from cacheblend_cli.server.errors import ApiError, as_api_error, bad
+from cacheblend_cli.server.errors import ApiError, as_api_error, bad, stopping
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -48,6 +48,8 @@ def make_app(host: ServerState) -> Starlette:
         async def guarded(request: Request) -> Response:
             try:
                 return await answer(request, host)
+            except HTTPException:
+                raise
             except Exception as error:
                 return _told(_logged(error, host))
 
@@ -70,7 +72,7 @@ def make_app(host: ServerState) -> Starlette:
             route("GET", "/page.{kind}", _page),
         ],
         middleware=[Middleware(AuthMiddleware, host=host)],
-        exception_handlers={HTTPException: _not_there},
+        exception_handlers={HTTPException: _no_route},
     )
 
 
@@ -99,7 +101,7 @@ async def _metrics(_: Request, host: ServerState) -> Response:
 async def _page(request: Request, _: ServerState) -> Response:
     kind = request.path_params.get("kind")
     if kind not in (None, "css", "js"):
-        raise ApiError(404, "no such route")
+        raise HTTPException(404)
     name = "index.html" if kind is None else f"page.{kind}"
     return FileResponse(Path(__file__).parent / "page" / name, headers=_PAGE_HEADERS)
 
@@ -139,7 +141,7 @@ def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
 
 
 async def _answered(request: Request, host: ServerState, reply: Reply, wanted: list[Wanted]) -> Response:
-    prepared = [await in_engine(host, partial(prepare, host=host, wanted=one)) for one in wanted]
+    prepared = await _unless_left(request, _prepare_all(host, wanted))
     if not wanted[0].body.stream:
         ends = await _unless_left(request, _ends(host, prepared))
         return JSONResponse(reply.whole(ends, prepared))
@@ -149,6 +151,10 @@ async def _answered(request: Request, host: ServerState, reply: Reply, wanted: l
         if isinstance(first, Done):
             checked(first)
         return EventStream(_written(host, reply, _from(first, asking), prepared[0]), stack.pop_all())
+
+
+async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:
+    return [await in_engine(host, partial(prepare, host=host, wanted=one)) for one in wanted]
 
 
 async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
@@ -250,8 +256,13 @@ async def _delete(request: Request, host: ServerState) -> Response:
 
 
 async def in_engine(host: ServerState, work: Callable[[Runtime], T]) -> T:
-    """Have it done in the engine's thread."""
-    return await asyncio.wrap_future(host.service.run(work))
+    """Result of work in the engine's thread. Raises ApiError when the server ends first."""
+    result = asyncio.wrap_future(host.service.run(work))
+    await first_of(asyncio.shield(result), host.ended.wait())
+    if not result.done():
+        result.cancel()
+        raise stopping()
+    return result.result()
 
 
 def _logged(error: Exception, host: ServerState) -> ApiError:
@@ -266,9 +277,16 @@ def _told(error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def _not_there(_: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    return _told(ApiError(status, "no such route" if status == 404 else str(getattr(error, "detail", error))))
+async def _no_route(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    assert isinstance(error, HTTPException)
+    own = [route for route in request.app.routes if isinstance(route, Route) and route.methods]
+    routes = [f"{method} {r.path.replace(':path', '')}" for r in own for method in r.methods or () if method != "HEAD"]
+    what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"
+    code = "unknown_route" if error.status_code == 404 else "method_not_allowed"
+    told = ApiError(error.status_code, f"{what}; the routes are {', '.join(routes)}", code=code)
+    told.headers.update(error.headers or {})
+    return _told(told)
 
 
 async def _body(request: Request) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import AskBody
-from cacheblend_cli.server.errors import ApiError, bad
+from cacheblend_cli.server.errors import ApiError, bad, stopping
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings
@@ -196,12 +196,15 @@ class Asking:
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 
         self._ticket = host.service.submit(job, tell)
+        self._end = lambda: queue.put_nowait(Failed(stopping()))
+        host.on_end.add(self._end)
         self._ended = False
 
     def __enter__(self) -> Asking:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._host.on_end.discard(self._end)
         if not self._ended:
             self._host.service.cancel(self._ticket)
 
@@ -236,7 +239,7 @@ class Asking:
 def checked(done: Done) -> Done:
     """Raises ApiError for an end without any answer."""
     if done.ended == "cancelled":
-        raise ApiError(503, "the server stops", code="stopping")
+        raise stopping()
     if not done.answers:
         raise ApiError(504, "the time for this answer was over before it began", code="timeout")
     return done
@@ -256,7 +259,7 @@ def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, log
     return replace(base, **{name: value for name, value in given.items() if value is not None})
 
 
-async def first_of(work: Coroutine[Any, Any, T], other: Coroutine[Any, Any, object]) -> T | None:
+async def first_of(work: Awaitable[T], other: Coroutine[Any, Any, object]) -> T | None:
     """The work's result, None when the other was faster; the slower one is cancelled."""
     tasks = (asyncio.ensure_future(work), asyncio.ensure_future(other))
     try:

@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, how large a body may be, and which host names a browser may use."""
+"""Checks before every route: API keys, sizes of bodies, host names that a browser may use."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.errors import ApiError, stopping
 from cacheblend_cli.server.state import ServerState
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+_BODIES = 8
+"""Bodies of the largest size that may be in memory at once."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class AuthMiddleware:
-    """Refuses, or lets through and counts. Of the requests to /v1 the tenant is in the scope's state then."""
+    """Refuse a request, or pass it on and count it. For /v1 the tenant is put into the scope's state."""
 
     def __init__(self, app: App, host: ServerState) -> None:
         self._app, self._host = app, host
@@ -33,9 +35,13 @@ class AuthMiddleware:
         async def counted() -> Message:
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
+            received = len(message.get("body", b""))
+            size += received
+            self._host.body_bytes += received
             if size > self._host.max_body:
                 raise self._too_large()
+            if self._host.body_bytes > _BODIES * self._host.max_body:
+                raise ApiError(503, "too many large requests at once", code="overloaded", retry_after_s=1)
             return message
 
         async def noted(message: Message) -> None:
@@ -55,12 +61,19 @@ class AuthMiddleware:
             response = JSONResponse(error.body, error.status, error.headers)
             await response(scope, receive, noted)
         finally:
+            self._host.body_bytes -= size
             route = getattr(scope.get("route"), "path", "(none)")
             self._host.metrics.request(route, status)
 
     def _check(self, scope: Message) -> None:
         """Raises ApiError."""
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if (
+            "transfer-encoding" in headers and "content-length" in headers
+        ):  # proxies may disagree on where the body ends
+            error = ApiError(400, "Content-Length and Transfer-Encoding were both sent", code="ambiguous_length")
+            error.headers["Connection"] = "close"
+            raise error
         name = _without_port(headers.get("host", ""))
         names, has_port = self._host.names, scope.get("server", (None, None))[1] is not None
         if names is not None and has_port and name not in names:
@@ -72,6 +85,8 @@ class AuthMiddleware:
                 error.headers["WWW-Authenticate"] = "Bearer"
                 raise error
             scope.setdefault("state", {})["tenant"] = tenant
+            if self._host.draining:
+                raise stopping()
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._host.max_body:
             raise self._too_large()

@@ -47,9 +47,13 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._is_tcp and sum(one._is_tcp for one in self.connections) > self._limits.connections:  # type: ignore[union-attr]
+        if self._is_tcp and self._num_tcp > self._limits.connections:
             transport.write(_refusal())
             transport.close()
+
+    @property
+    def _num_tcp(self) -> int:
+        return sum(isinstance(one, LimitedProtocol) and one._is_tcp for one in self.connections)
 
     @property
     def _is_tcp(self) -> bool:
@@ -77,6 +81,11 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
         elif now > self._deadline:
             self.transport.close()
+
+    def abort_reply(self) -> None:
+        """Close the connection at once where its reply is not complete."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
 
     @property
     def _deadline(self) -> float:

@@ -32,6 +32,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", retry_after_s=1)
+
+
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

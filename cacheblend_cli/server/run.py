@@ -1,13 +1,16 @@
-"""The process that serves: sockets bound, requests answered until it is told to end, or nobody has asked for long."""
+"""The process that serves: bind sockets, answer requests until a signal, --stop or --idle-exit ends it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,11 +20,14 @@ from starlette.applications import Starlette
 
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.server.client import Connection
+from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.warm import WarmSocket
 
 _LOOK_S = 0.25
-_TOLD_S = 3  # for those whose answers are cancelled to hear of it
+_TOLD_S = 3  # for clients to receive the error of a cancelled answer
+_BACKLOG = 128
+logger = logging.getLogger("cacheblend")
 
 
 def bind_tcp(name: str, port: int) -> socket.socket:
@@ -90,28 +96,39 @@ def remover(path: Path) -> Callable[[], None]:
 
 
 class Serving:
-    """idle_exit_s: end when nobody has asked for so long, 0 never. grace_s: what answers have to finish when it ends."""
+    """idle_exit_s: end after so many seconds without a request, 0 never. grace_s: seconds for answers to finish at the end."""
 
     def __init__(
-        self, app: Starlette, host: ServerState, warm: WarmSocket, *, grace_s: float, idle_exit_s: float
+        self,
+        app: Starlette,
+        host: ServerState,
+        warm: WarmSocket,
+        *,
+        grace_s: float,
+        idle_exit_s: float,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._host, self._warm, self._idle_exit_s = host, warm, idle_exit_s
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            http=partial(LimitedProtocol, limits or ConnectionLimits()),  # type: ignore[arg-type]
+            ws="none",
+            log_level="error",  # a warning for every malformed request would let strangers fill the disk
             log_config=None,  # its own closes every handler there is: absl's takes stderr with it
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=round(grace_s) + _TOLD_S,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_TOLD_S,
         )
         self._server = _Server(config, host, warm, grace_s)
         warm.on_stop = self._server.end
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
-        """Until it is told to end by a signal or over the warm socket. The sockets are closed then."""
+        """Serve until a signal or the warm socket ends it. Closes the sockets."""
         asyncio.run(self._run(sockets))
 
     async def _run(self, sockets: Sequence[socket.socket]) -> None:
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         watch = asyncio.create_task(self._watch())
         await self._warm.start()
         try:
@@ -120,31 +137,66 @@ class Serving:
             watch.cancel()
 
     async def _watch(self) -> None:
-        while not self._idle_exit_s or self._host.idle_s < self._idle_exit_s:
+        while True:
             await asyncio.sleep(_LOOK_S)
-        self._server.end()
+            for connection in self._server.connections:
+                connection.check(time.monotonic())
+            if self._idle_exit_s and self._host.idle_s >= self._idle_exit_s:
+                self._server.end()
+
+
+class LoopErrors:
+    """Exception handler of the event loop: connections that cannot be accepted are logged once a minute, in one line."""
+
+    def __init__(self) -> None:
+        self._logged = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "accept" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._logged > 60:
+            self._logged = time.monotonic()
+            logger.error("connections cannot be accepted: %s", context.get("exception"))
 
 
 class _Server(uvicorn.Server):
-    """OutputProcessor at SIGINT and SIGTERM, and returns; a second SIGINT waits for no answer."""
+    """Ends at SIGINT and SIGTERM, and returns; a second SIGINT waits for no answer."""
 
     def __init__(self, config: uvicorn.Config, host: ServerState, warm: WarmSocket, grace_s: float) -> None:
         super().__init__(config)
         self._host, self._warm, self._grace_s = host, warm, grace_s
+
+    @property
+    def connections(self) -> list[LimitedProtocol]:
+        return [one for one in self.server_state.connections if isinstance(one, LimitedProtocol)]
 
     def end(self) -> None:
         self._host.draining = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Both ends at once take no more, and what they have is waited for together. What is cancelled then is told so."""
+        """Let answers finish, refuse new ones, and keep listening meanwhile, so that /ready is seen at 503. What is left after
+        grace_s is cancelled and told so; a client that does not read that is cut off."""
         warm = asyncio.create_task(self._warm.stop(self._grace_s))
-        late = asyncio.get_running_loop().call_later(self._grace_s, self._host.service.cancel_all)
+        await self._requests_end(self._grace_s)
+        if self._host.active and not self.force_exit:
+            logger.warning("the server stops: %d answers are cut off", self._host.active)
+            self._host.service.cancel_all()
+            await self._requests_end(_TOLD_S)
+        self._host.end_requests()  # those that the engine has not ended
+        await self._requests_end(_TOLD_S)
+        for connection in self.connections:
+            connection.abort_reply()
         await super().shutdown(sockets)
-        late.cancel()
         while not (warm.done() or self.force_exit):
             await asyncio.wait([warm], timeout=_LOOK_S)
         warm.cancel()
+
+    async def _requests_end(self, within_s: float) -> None:
+        """Wait until no request is in progress, within_s at most."""
+        until = time.monotonic() + within_s
+        while self._host.active and time.monotonic() < until and not self.force_exit:
+            await asyncio.sleep(0.02)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -18,9 +20,9 @@ from cacheblend_cli.settings import Settings
 
 @dataclass
 class ServerState:
-    """Lives as long as the server. sampling: what a request that says nothing gets. runtime: of the service;
-    outside its thread only what never changes of it is read. names: host names that a browser may ask
-    under, None for all. max_body: bytes of a request."""
+    """Lives as long as the server. sampling: defaults of a request. runtime: of the service; outside its thread only
+    what never changes of it is read. names: host names that a browser may use, None for all. max_body: bytes of a request.
+    draining: answers finish, new ones are refused. body_bytes: of all bodies in memory. ended: requests are to end now."""
 
     service: AsyncEngine
     store: ChunkStore
@@ -33,6 +35,9 @@ class ServerState:
     metrics: Metrics = field(init=False)
     started: float = field(default_factory=time.time)
     draining: bool = False
+    body_bytes: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    on_end: set[Callable[[], None]] = field(default_factory=set)
     _active: int = 0
     _last_use: float = field(default_factory=time.monotonic)
 
@@ -53,6 +58,12 @@ class ServerState:
     def idle_s(self) -> float:
         """Seconds since the last request ended; 0 while one is answered."""
         return 0.0 if self._active else time.monotonic() - self._last_use
+
+    def end_requests(self) -> None:
+        """End all requests in progress with an error, also those that wait for the engine."""
+        self.ended.set()
+        for end in list(self.on_end):
+            end()
 
     @property
     def active(self) -> int:

@@ -22,6 +22,7 @@ from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
 from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
+from cacheblend_cli.server.connections import ConnectionLimits
 from cacheblend_cli.server.place import make_folder, socket_of
 from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix
 from cacheblend_cli.server.state import ServerState
@@ -41,6 +42,7 @@ class Server:
     state: ServerState
     client: httpx.Client
     end: Callable[[], None]
+    thread: threading.Thread
 
     def ask(self, key: str = "", **body: Any) -> httpx.Response:
         body.setdefault("messages", [{"role": "user", "content": "who works in Bergen?"}])
@@ -78,6 +80,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         *,
         idle_exit_s: float = 0,
         grace_s: float = 5,
+        connections: ConnectionLimits | None = None,
         **of_host: Any,
     ) -> Server:
         number = len(running)
@@ -98,6 +101,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
             WarmSocket(state, bind_unix(warm_path), warm_path, url),
             grace_s=grace_s,
             idle_exit_s=idle_exit_s,
+            limits=connections,
         )
         loop = asyncio.new_event_loop()
         sockets: list[socket.socket] = [tcp, bind_unix(unix)]
@@ -106,7 +110,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         client = httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(retries=20))
         assert client.get("/health").status_code == 200
         running.append((lambda: loop.call_soon_threadsafe(serving._server.end), thread, service, store, client))
-        return Server(f"{url}/v1", unix, state, client, running[-1][0])
+        return Server(f"{url}/v1", unix, state, client, running[-1][0], thread)
 
     yield run
     for end, thread, service, store, client in running:

@@ -86,7 +86,12 @@ def test_large_bodies_and_other_types(start: Any) -> None:
     assert (
         server.client.post("/v1/search", content=b"{", headers={"content-type": "application/json"}).status_code == 400
     )
-    assert server.client.get("/nothing").json()["error"]["message"] == "no such route"
+    for path in ("/nothing", "/v1/nothing", "/page.exe"):
+        told = server.client.get(path)
+        assert (told.status_code, told.json()["error"]["code"]) == (404, "unknown_route")
+        assert "POST /v1/chat/completions" in told.json()["error"]["message"]
+    told = server.client.get("/v1/search")
+    assert (told.status_code, told.headers["allow"]) == (405, "POST")
 
 
 def test_other_host_names_are_refused_where_no_key_is_needed(start: Any) -> None:

@@ -1,0 +1,179 @@
+"""Clients that send too slowly, hold connections or do not read, and the end of a server with answers in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend_cli.server.connections import ConnectionLimits
+from cacheblend_cli.server.run import LoopErrors
+
+HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+LONG = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+
+def connect(server: Any) -> socket.socket:
+    address = server.client.base_url
+    connection = socket.create_connection((address.host, address.port), timeout=20)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def status_of(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1])
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_what_is_sent_too_slowly_is_cut_off(start: Any, log: Any) -> None:
+    server = start(connections=ConnectionLimits(headers_s=0.3, body_s=0.3))
+    for begun in (b"", b"POST /v1/sea", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
+        with connect(server) as connection:
+            connection.sendall(begun)
+            assert read_all(connection) == b"", begun
+    with connect(server) as connection:  # a second request on a kept connection
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in connection.recv(65536)
+        connection.sendall(b"GET /hea")
+        assert b"HTTP/1.1" not in read_all(connection)
+    assert server.client.get("/health").status_code == 200
+    assert log.records == []
+
+
+def test_connections_are_capped(start: Any) -> None:
+    server = start(connections=ConnectionLimits(connections=3))
+    held = [connect(server) for _ in range(2)]  # and the client's own
+    with connect(server) as one_more:
+        reply = read_all(one_more)
+        assert (status_of(reply), b"too_many_connections" in reply) == (503, True)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(server.socket)), base_url="http://localhost") as client:
+        assert client.get("/health").status_code == 200  # this machine's user is not kept out by strangers
+    for connection in held:
+        connection.close()
+    while status_of(reply) == 503:
+        with connect(server) as again:
+            again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            reply = read_all(again)
+    assert status_of(reply) == 200
+
+
+def test_two_lengths_are_refused(start: Any) -> None:
+    """Where a proxy believes the one and the server the other, a second request hides in the body of the first."""
+    with connect(start()) as connection:
+        body = b"2\r\n{}\r\n0\r\n\r\n"
+        head = HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(body)
+        connection.sendall(head + body + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reply = read_all(connection)
+    assert status_of(reply) == 400
+    assert b"ambiguous_length" in reply
+    assert reply.count(b"HTTP/1.1") == 1
+
+
+def test_large_bodies_share_a_budget(start: Any) -> None:
+    server = start(max_body=10_000)
+    held = []
+    for _ in range(8):
+        connection = connect(server)
+        connection.sendall(HEAD + b"Content-Length: 9999\r\n\r\n" + b" " * 9990)
+        held.append(connection)
+    while server.state.body_bytes < 8 * 9990:
+        server.client.get("/health")
+    assert server.client.post("/v1/search", json={"query": "a" * 9000}).status_code == 503
+    for connection in held:
+        connection.close()
+    while server.state.body_bytes:
+        server.client.get("/health")
+    assert server.client.post("/v1/search", json={"query": "a" * 9000}).status_code == 200
+
+
+def test_a_server_that_stops_is_not_ready(server: Any) -> None:
+    with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 60}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.end()
+        with httpx.Client(base_url=server.client.base_url) as other:  # a connection of its own
+            while (ready := other.get("/ready")).status_code != 503:
+                pass
+            assert ready.json()["status"] == "stopping"
+            refused = other.post("/v1/chat/completions", json=LONG)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason": "length"' in rest[-2]
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_streams_end_with_their_error(start: Any, stuck: bool, log: Any) -> None:
+    """Also where the engine is in a step that does not end."""
+    server = start(grace_s=0.2)
+    release = threading.Event()
+    try:
+        with server.client.stream("POST", "/v1/chat/completions", json=LONG) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            if stuck:
+                server.state.service.run(lambda _: release.wait(30))
+            server.end()
+            rest = [line for line in lines if line]
+    finally:
+        release.set()
+    assert rest[-1] == "data: [DONE]"
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "stopping")
+    [told] = log.records
+    assert told.levelname == "WARNING"
+
+
+def test_what_waits_for_the_engine_ends_with_an_error(start: Any, log: Any) -> None:
+    server = start(grace_s=0.2)
+    release, replies = threading.Event(), []
+    server.state.service.run(lambda _: release.wait(30))
+    asking = threading.Thread(target=lambda: replies.append(server.ask()))
+    asking.start()
+    while not server.state.active:
+        server.client.get("/health")
+    server.end()
+    asking.join(20)
+    release.set()
+    assert [(r.status_code, r.json()["error"]["code"]) for r in replies] == [(503, "stopping")]
+    assert len(log.records) == 1
+
+
+def test_a_client_that_does_not_read_is_cut_off(start: Any, log: Any) -> None:
+    server = start(grace_s=0.2)
+    body = json.dumps({**LONG, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect((server.client.base_url.host, server.client.base_url.port))
+        head = HEAD.replace(b"/v1/search", b"/v1/chat/completions") + b"Content-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
+        while server.state.service.stats().generated < 1000:
+            server.client.get("/health")
+        server.end()
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+    assert [record.levelname for record in log.records] == ["WARNING"]
+
+
+def test_accept_errors_are_logged_once(log: Any) -> None:
+    handler, loop = LoopErrors(), asyncio.new_event_loop()
+    for _ in range(5):
+        handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "too many files")})
+    assert len(log.records) == 1
+    handler(loop, {"message": "another fault"})
+    assert len(log.records) == 2
+    loop.close()
