@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheblend_cli.cli.help import HELP_ALL
+
 ROOT = Path(__file__).parent.parent
 REFERENCE, MANUAL = ROOT / "docs" / "reference.md", ROOT / "docs" / "cacheblend.1"
 _COLUMNS = "100"
@@ -30,6 +32,7 @@ def helps() -> Iterator[tuple[str, str]]:
 def _of(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
     # what cannot be the same on every machine, such as the shell that runs this, is no part of a command's help
     with command.make_context(name.split()[-1], [], parent=parent, resilient_parsing=True) as context:
+        context.meta[HELP_ALL] = True
         text = command.get_help(context).rstrip()
         yield name, text
         for below in command.list_commands(context) if hasattr(command, "list_commands") else ():

@@ -26,13 +26,12 @@ _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the 
 @options.with_settings(*options.asking())
 def ask(
     resolved: Resolved,
-    question: Annotated[
-        str | None, typer.Argument(help="The question; - reads it from stdin, as a pipe is without it.")
-    ] = None,
+    question: Annotated[str | None, typer.Argument(help="The question. Default, and for -: stdin.")] = None,
     chunks: Annotated[
         str | None,
         typer.Option(
-            help="ID,ID or a file of ids or - for stdin. Else they are searched.", autocompletion=completion.chunk_ids
+            help="Chunk ids separated by commas, a file of ids, or - for stdin. Default: search.",
+            autocompletion=completion.chunk_ids,
         ),
     ] = None,
     source: options.Source = None,
@@ -44,20 +43,22 @@ def ask(
         int | None, typer.Option(help="Report this many alternatives a token (--json).", rich_help_panel=_ANSWER)
     ] = None,
     batch: Annotated[
-        Path | None, typer.Option(help='JSON lines of {"question", "chunks"?}: many questions, one model load.')
+        Path | None, typer.Option(help='Answer many questions: JSON lines of {"question", "chunks"?}; - is stdin.')
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Questions of --batch to answer side by side.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions of --batch to answer at the same time.")] = 8,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Keep answers of --batch in this JSON-lines file, and ask only what it lacks."),
+        typer.Option(help="Save the answers of --batch in this JSON lines file, and skip those it has."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare with a full prefill of the same prompt.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the answer with a full prefill's.")] = False,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Answer, check with a full prefill, correct; exit code 6 if changed.")
+        bool, typer.Option("--confirm", help="Answer, then correct by a full prefill; exit code 6 if changed.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each layer, chunk and token did.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the answer and its sources as a page.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be loaded and computed.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show what was reused and recomputed: chunks, layers, tokens.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the answer and its sources as a web page.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be loaded and computed.")] = False,
     ids: Annotated[
         bool, typer.Option("--ids", help="Add prompt_ids and generated_ids to --json.", rich_help_panel=_ANSWER)
     ] = False,
@@ -68,21 +69,19 @@ def ask(
         ),
     ] = True,
     json_schema: Annotated[
-        Path | None, typer.Option(help="File with the JSON schema of the answer.", rich_help_panel=_ANSWER)
+        Path | None, typer.Option(help="File with a JSON schema for the answer.", rich_help_panel=_ANSWER)
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="Regular expression of the answer.", rich_help_panel=_ANSWER)
+        str | None, typer.Option(help="Regular expression for the answer.", rich_help_panel=_ANSWER)
     ] = None,
     local: options.Local = False,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Answer a question over stored chunks: load their KV, repair it for the new context, decode.
+    """Answer a question over stored documents.
 
-    Without --chunks they are searched, by default below the current project: the nearest directory from here up that
-    holds a cacheblend.toml or a .git.
-
-    The answer goes to stdout; sources, tokens, share recomputed and times go to stderr.
+    Searches the chunks of the current project (the nearest folder upwards with a cacheblend.toml or .git), loads their KV,
+    recomputes a part of it, and decodes. The answer goes to stdout; sources and times go to stderr.
     """
     from cacheblend_cli.corpus.search import check_context
 
@@ -90,9 +89,9 @@ def ask(
     check_context(settings.context)
     asked = read_asked(question, chunks, batch)
     if html and (batch or dry_run):
-        raise UsageError("--html is of one answer", "leave --batch and --dry-run out")
+        raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
     if resume is not None and batch is None:
-        raise UsageError("--resume is of a batch, and there is no --batch", "give --batch FILE")
+        raise UsageError("--resume needs --batch", "add --batch FILE")
     results = None if resume is None or dry_run else Results(resume)
     if results is not None:
         asked = results.left(asked)
@@ -139,7 +138,5 @@ def ask(
             show(asked[0], told, {})
     if results is not None:
         results.close()
-    if not dry_run:
-        options.about_demo(settings, output, sources)
     if failed := [code for code in codes if code]:
         raise typer.Exit(next((code for code in failed if code != ExitCode.CHANGED), ExitCode.CHANGED))

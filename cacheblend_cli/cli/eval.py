@@ -121,7 +121,6 @@ def evaluate(
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
-        options.about_demo(settings, output, map(str, data))
         told = (
             on_interrupt(f"what was measured is in {path}; go on from there: --resume {path}")
             if path

@@ -1,4 +1,4 @@
-"""Flags that say what is taken of folders, and what is said of the files that were passed over."""
+"""Flags that select files in folders, and messages about skipped files."""
 
 from __future__ import annotations
 
@@ -18,33 +18,40 @@ from cacheblend_cli.text_files import read_text
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.documents import Skipped
 
+_PANEL = "Reading documents"
 Include = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Of folders, only files that match, whatever their suffix; as in .gitignore (repeatable).", metavar="GLOB"
-    ),
+    typer.Option(help="Take only matching files of folders, as in .gitignore (repeatable).", metavar="GLOB"),
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option(help="Of folders, not what matches; as in .gitignore (repeatable).", metavar="GLOB")
+    list[str] | None, typer.Option(help="Leave out matching files, as in .gitignore (repeatable).", metavar="GLOB")
 ]
 NoIgnore = Annotated[
     bool | None,
-    typer.Option("--no-ignore/--ignore", help="Take what .gitignore and .ignore leave out.", show_default="ignore"),
+    typer.Option(
+        "--no-ignore/--ignore",
+        help="Take files that .gitignore and .ignore exclude.",
+        show_default="ignore",
+        rich_help_panel=_PANEL,
+    ),
 ]
 Follow = Annotated[
-    bool | None, typer.Option("--follow/--no-follow", help="Follow links to folders.", show_default="no-follow")
+    bool | None,
+    typer.Option(
+        "--follow/--no-follow", help="Follow links to folders.", show_default="no-follow", rich_help_panel=_PANEL
+    ),
 ]
 MaxFileSize = Annotated[
-    str | None, typer.Option(help="Of folders, only files up to this size.", metavar="SIZE", show_default="20MB")
+    str | None,
+    typer.Option(
+        help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL
+    ),
 ]
 FilesFrom = Annotated[
     str | None,
-    typer.Option(
-        help="Read paths from a file, or - for stdin: a line each, or with NUL between, as git ls-files -z.",
-        metavar="FILE|-",
-    ),
+    typer.Option(help="Read paths from a file or stdin, separated by newlines or NUL.", metavar="FILE|-"),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name every file that was passed over.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name every skipped file.")]
 _WARNED = 10
 
 
@@ -55,7 +62,7 @@ def selected(
     follow: bool | None,
     max_file_size: str | None,
 ) -> dict[str, Any]:
-    """The fields of a Selection that were given. An empty pattern takes back those that are remembered."""
+    """Return the given fields of a Selection. An empty pattern clears the remembered ones."""
     found: dict[str, Any] = {}
     for name, patterns in (("include", include), ("exclude", exclude)):
         if patterns:
@@ -69,19 +76,21 @@ def selected(
 
 
 def read_list(name: str | None) -> list[str]:
-    """The paths of --files-from."""
+    """Return the paths of --files-from. Raises UsageError if it has none."""
     if name is None:
         return []
     text = read_stdin("paths") if name == "-" else read_text(Path(name))
     found = text.split("\0") if "\0" in text else [line.removesuffix("\r") for line in text.split("\n")]
     if not any(found):
-        raise UsageError(f"there is no path in {name}", "did the command that writes them find anything?")
+        raise UsageError(f"{name} contains no path", "did the command that wrote it find anything?")
     return [path for path in found if path]
 
 
 class PassedOver:
-    """Says which files were passed over: the first that could not be read, with `verbose` every one; and how many at the
-    end. json: every one as an object, too, with `verbose`."""
+    """Messages about skipped files: a warning for the first unreadable ones, and a count by reason at the end.
+
+    verbose: name every file. json: with verbose, print each as a JSON object, too.
+    """
 
     def __init__(self, output: Output, *, verbose: bool, json: bool) -> None:
         self._output, self._verbose, self._json = output, verbose, json

@@ -1,38 +1,62 @@
-"""How a command's help is laid out: everyday flags first, then those of a panel together, research last."""
+"""Layout of a command's help: common options in --help, all of them, by panel, in --help-all."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
-PANELS = ("Finding chunks", "The answer", "The prompt", "This machine and the store", "Blending, for research")
-_COLUMN = 26  # of a flag; where it is longer its help begins on the next line
+PANELS = (
+    "Finding chunks", "Reading documents", "The answer", "The prompt", "This machine and the store", "Blending, for research",
+)  # fmt: skip
+"""Panels (`rich_help_panel`) in display order. Only --help-all shows the options in them."""
+HELP_ALL = "cacheblend.help_all"
+"""Key of a context's `meta` that makes its help show the panels."""
+_COLUMN = 26  # width of the flags; the help of a longer one starts on the next line
 _KINDS = {"<str>": "TEXT", "<int>": "N", "<int range>": "N", "<float>": "X", "<float range>": "X", "<path>": "PATH"}
 _DEFAULT = re.compile(r"\s*\[default: \(?(.*?)\)?\]$")
 
 
 class Command(TyperCommand):
-    """A command whose options are shown by panel (`rich_help_panel`), in the order of PANELS."""
+    """A command whose --help shows the options without a panel, and whose --help-all shows all."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found = super().get_params(ctx)
+        if any(_panel(parameter) for parameter in found):
+            found.append(
+                TyperOption(
+                    param_decls=["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_all,
+                    help="Show every option.",
+                )
+            )
+        return found
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        arguments: list[tuple[str, str]] = []
-        everyday: list[tuple[str, str]] = []
-        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is None:
-                continue
-            if parameter.param_type_name == "argument":
-                arguments.append(record)
-            else:
-                panel = getattr(parameter, "rich_help_panel", None)
-                panels.get(panel or "", everyday).append(_short(record))
-        for title, records in (("Arguments", arguments), ("Options", everyday), *panels.items()):
-            if records:
-                with formatter.section(title):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                sections["Arguments" if is_argument else _panel(parameter) or "Options"].append(_short(record))
+        for name, records in sections.items():
+            if records and (name not in PANELS or ctx.meta.get(HELP_ALL)):
+                with formatter.section(name):
                     formatter.write_dl(records, col_max=_COLUMN, col_spacing=2)
+
+
+def _show_all(ctx: Any, parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        print(ctx.get_help())
+        ctx.exit()
+
+
+def _panel(parameter: Any) -> str | None:
+    return getattr(parameter, "rich_help_panel", None)
 
 
 def _short(record: tuple[str, str]) -> tuple[str, str]:

@@ -15,42 +15,45 @@ import typer.main
 import cacheblend_cli
 from cacheblend_cli.cli.help import Command
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.errors import ExitCode
+from cacheblend_cli.errors import ExitCode, UsageError
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
-"""How long a thread of OpenMP's spins at a barrier before it sleeps. libgomp's own is some 300,000: beside busy programs a
-thread that spins takes the core from the one it waits for (benchmarks/README.md)."""
-_HOMES = {
-    "precompute": "precompute:precompute",
-    "sync": "sync:sync",
-    "watch": "sync:watch",
-    "ask": "ask:ask",
-    "search": "search:search",
-    "chat": "chat:chat",
-    "serve": "serve:serve",
-    "chunks": "chunks:app",
-    "models": "models:app",
-    "bench": "bench:bench",
-    "eval": "eval:evaluate",
-    "demo": "demo:demo",
-    "doctor": "doctor:doctor",
-    "config": "config:app",
-    "init": "init:init",
+"""Spins of an OpenMP thread at a barrier before it sleeps. libgomp's default is about 300,000: beside busy programs a
+spinning thread takes the core from the thread that it waits for (benchmarks/README.md)."""
+COMMANDS = {
+    "init": ("init:init", "Choose a model for this machine."),
+    "precompute": ("precompute:precompute", "Compute and store the KV cache of documents."),
+    "ask": ("ask:ask", "Answer a question over stored documents."),
+    "search": ("search:search", "Find stored chunks."),
+    "chat": ("chat:chat", "Ask follow-up questions in a terminal."),
+    "serve": ("serve:serve", "Serve OpenAI's API, and keep the model loaded for ask."),
+    "chunks": ("chunks:app", "List, show, check, move and remove stored chunks."),
+    "models": ("models:app", "List, describe, check and download models."),
+    "bench": ("bench:bench", "Measure speed on this machine."),
+    "eval": ("eval:evaluate", "Measure answers against full prefill on your questions."),
+    "demo": ("demo:demo", "Show blending on bundled documents."),
+    "doctor": ("doctor:doctor", "Check versions, device, store and model."),
+    "config": ("config:app", "Show and change settings."),
 }
-"""Command -> the module of this package and its function, or the group's app: only the one that runs is imported."""
+"""Command -> (module of this package and its function or Typer app, summary). Only the command that runs is imported."""
+RENAMED = {"sync": "precompute without PATH", "watch": "precompute --watch"}
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands, each imported when it is asked for."""
+    """The top-level commands, each imported when it is run."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_HOMES)
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _HOMES:
+        if cmd_name not in COMMANDS:
             return None
-        module, _, name = _HOMES[cmd_name].partition(":")
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
         found = getattr(import_module(f"cacheblend_cli.cli.{module}"), name)
         if isinstance(found, typer.Typer):
             command: Any = typer.main.get_group(found)
@@ -61,6 +64,19 @@ class _Commands(typer.core.TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Raises UsageError for an unknown command, with the new name of a renamed one or the most similar name."""
+        name = args[0]
+        if name in RENAMED:
+            raise UsageError(f"there is no command {name!r}", f"it is now: cacheblend {RENAMED[name]}")
+        if name not in COMMANDS and not name.startswith("-"):
+            from difflib import get_close_matches
+
+            similar = get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {similar[0]}? " if similar else ""
+            raise UsageError(f"no such command: {name}", f"{hint}see: cacheblend --help")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="cacheblend",
@@ -69,7 +85,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    help="Answer questions over documents whose KV cache is computed once, reused in any order, and repaired.",
+    help="Answer questions over documents with a local model. The KV cache of every document chunk is computed once, "
+    "stored on disk, and reused in any order.",
 )
 
 
@@ -89,41 +106,43 @@ def _root(
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run the command (default: the process's arguments) and return the exit code of the contract."""
+    """Run a command (default: sys.argv) and return its exit code."""
     try:
         code = app(arguments, prog_name="cacheblend", standalone_mode=False)
-        if code == ExitCode.INTERRUPTED:  # the parser has caught the Ctrl-C
+        if code == ExitCode.INTERRUPTED:  # the parser caught the Ctrl-C
             raise KeyboardInterrupt
-        sys.stdout.flush()  # a reader of a pipe who has left is noticed before the end
+        sys.stdout.flush()  # notice a closed pipe before exit
     except BaseException as error:
         code = _failed(error)
     return code if isinstance(code, int) else 0
 
 
 def main() -> None:
-    """The entry point."""
-    open_closed()
-    have_a_home()
-    spin_shortly()
+    """Console script entry point."""
+    open_closed_streams()
+    ensure_home()
+    limit_spinning()
     sys.exit(run())
 
 
-def open_closed() -> None:
-    """Of the three streams those that whoever started this has closed are empty: else the next file that is opened, which may
-    be the store's, would have the number that messages go to."""
+def open_closed_streams() -> None:
+    """Open standard streams that the parent process closed on /dev/null.
+
+    Otherwise the next file opened, possibly the store, would get the file descriptor that messages are written to.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def have_a_home() -> None:
-    """An account that has none, as in a container that runs as a number, has one where nothing is and nothing can be made."""
+def ensure_home() -> None:
+    """Give an account without a home directory (a container that runs as a numeric user) one that does not exist."""
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = "/nonexistent"
 
 
-def spin_shortly(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set a short spin, where the user has set none of the variables. libgomp reads it when it is loaded, with torch."""
+def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set a short spin count unless the user set one of VARIABLES. libgomp reads it when torch loads it."""
     if not any(name in environment for name in VARIABLES):
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
 
@@ -132,7 +151,7 @@ def _failed(error: BaseException) -> int:
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, SystemExit):
-        if isinstance(error.__context__, BrokenPipeError):  # the parser ends so when the reader of a pipe has left
+        if isinstance(error.__context__, BrokenPipeError):  # the parser exits like this on a closed pipe
             error = error.__context__
         else:
             return error.code if isinstance(error.code, int) else 1

@@ -1,11 +1,11 @@
-"""Flags that several commands share, each declared once, and the settings they resolve to."""
+"""Flags shared by several commands, and the settings they resolve to."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
@@ -29,44 +29,52 @@ T = TypeVar("T")
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Only documents at, below or like this: docs, 'docs/*.md', /*NAME*.",
+        help="Only these documents: a file, a folder or a pattern such as 'docs/*.md' or '/*NAME*'.",
         metavar="GLOB",
         autocompletion=completion.sources,
     ),
 ]
 Everywhere = Annotated[
-    bool, typer.Option("--all", help="Search all documents, not only those below the current project.")
+    bool, typer.Option("--all", help="Search all stored documents, not only those of the current project.")
 ]
-Local = Annotated[bool, typer.Option("--local", help="Ask no engine that runs (cacheblend serve): do it here.")]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, no messages.")]
-NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="No messages.")]
+Local = Annotated[bool, typer.Option("--local", help="Don't use a running server (cacheblend serve).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only, and no messages.")]
+NoMessages = Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages.")]
 
 
-EVERYDAY = ("top_k", "search", "ratio", "max_tokens", "system", "model", "store")
-"""Settings whose flags stand first in a command's help, in no panel."""
+COMMON = (
+    "top_k", "search", "collection", "mode", "ratio", "max_tokens", "temperature", "seed", "system", "model", "store",
+    "chunk_tokens", "context", "max_size",
+)  # fmt: skip
+"""Settings whose flags --help shows; the others are in a panel of --help-all."""
 _PANEL = {
     name: panel
     for panel, groups in zip(
         PANELS,
-        (("search",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store"), ("blend",)),
+        (
+            ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store"),
+            ("blend",),
+        ),
         strict=True,
     )
-    for name in grouped(*groups, but=EVERYDAY)
-}
+    for name in grouped(*groups, but=COMMON)
+}  # fmt: skip
 
 
 def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
-    """The settings of a command that answers questions."""
+    """Names of the settings of a command that answers questions."""
     groups = ("search", "blend", "sampling", "prompt", "model", "machine", "memory", "tenant")
     return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout")
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a command the flags of these settings. Where its signature has `settings` (Settings) or `resolved` (Resolved), it
-    gets what the flags, the environment, the files and the defaults make of them.
+    """Add the flags of these settings to a command.
 
-    help_of: settings whose help is another one in this command.
+    The command declares a parameter `settings` (Settings) or `resolved` (Resolved), which receives the values of flags,
+    environment, files and defaults.
+
+    help_of: help text by setting, where it differs from the setting's own.
     """
     flags = {name: _flag(name, help_of.get(name)) for name in dict.fromkeys((*names, *help_of))}
 
@@ -82,7 +90,7 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
             resolved = resolve({name: values.pop(name) for name in flags})
             return command(**values, **{result: _RESULTS[result](resolved)})
 
-        # the parser reads these; what is the same for many commands stands last in their help
+        # the parser reads these; --json and --quiet come last in the help
         parameters = sorted((*own, *given), key=lambda p: p.name in ("json", "quiet"))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -97,22 +105,22 @@ _KINDS = get_type_hints(Settings)
 
 
 def _flag(name: str, help_text: str | None) -> Any:
-    """The annotation of a setting's flag: a flag that is not given is None."""
-    told, kind = _FIELDS[name].metadata, _KINDS[name]
-    words = kind == float | str  # a number or a word
+    """Annotation of a setting's flag; None means the flag was not given."""
+    metadata, kind = _FIELDS[name].metadata, _KINDS[name]
+    number_or_word = kind == float | str
     if get_origin(kind) is tuple:
         kind = list[str]
-    shown, default = told["shown"], _FIELDS[name].default
-    if shown is True:  # nothing where it is empty or off
+    shown, default = metadata["shown"], _FIELDS[name].default
+    if shown is True:  # show a default unless it is empty or off
         empty = default in ("", None, ()) or default is False
         shown = False if empty else f"{default:g}" if isinstance(default, float) else str(default)
     return Annotated[
-        (str if words else kind) | None,
+        (str if number_or_word else kind) | None,
         typer.Option(
-            *(told["flag"].split() or (f"--{name.replace('_', '-')}",)),
-            help=help_text or told["help"],
+            *(metadata["flag"].split() or (f"--{name.replace('_', '-')}",)),
+            help=help_text or metadata["help"],
             show_default=shown,
-            metavar="X|auto" if words else None,
+            metavar="X|auto" if number_or_word else None,
             rich_help_panel=_PANEL.get(name),
             autocompletion=completion.models if name == "model" else None,
         ),
@@ -120,10 +128,9 @@ def _flag(name: str, help_text: str | None) -> Any:
 
 
 def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Output, collection: str = "") -> Scope:
-    """Which documents a search takes: what --source and --all say, else the collection's, else the current project's, which
-    it says.
+    """Documents to search: those of --source, --all or the collection, else those of the current project (with a note).
 
-    Raises NotFoundError when --source matches nothing that is stored, and for a collection that nothing is of.
+    Raises NotFoundError when --source matches no stored document, or the collection is empty.
     """
     from cacheblend_cli.corpus.scopes import EVERYTHING, Scope, collection_scope, scope_here
     from cacheblend_cli.corpus.search import searchable
@@ -132,20 +139,22 @@ def scope_of(store: ChunkStore, source: str | None, everywhere: bool, output: Ou
     if source is not None:
         scope = Scope.matching(source)
         if not any(map(scope.holds, names)):
-            raise NotFoundError(f"no stored document is at, below or like {source}", "list them: cacheblend chunks ls")
+            raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
         return scope
     if everywhere or not (names or collection):
         return EVERYTHING
     if collection:
         return collection_scope(store, collection)
-    scope, told = scope_here(store, names)
-    output.note(told)
+    scope, note = scope_here(store, names)
+    output.note(note)
     return scope
 
 
 def import_engine() -> None:
-    """Import torch and what stands on it, before a command asks for parts of it. Nothing that an import makes is garbage,
-    and looking for some takes a fifth of its time; what is made then stays, and is never looked through again."""
+    """Import torch and the engine with the garbage collector off.
+
+    Imports create no garbage, and collecting takes a fifth of their time. What they created is frozen afterwards.
+    """
     if "torch" in sys.modules:
         return
     gc.disable()
@@ -157,7 +166,7 @@ def import_engine() -> None:
 
 
 def load_engine(settings: Settings, output: Output) -> Engine:
-    """The engine the settings name."""
+    """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError."""
     import_engine()
     from cacheblend_cli.api import Engine, EngineConfig
     from cacheblend_cli.prompt.wording import read_prompt
@@ -169,27 +178,12 @@ def load_engine(settings: Settings, output: Output) -> Engine:
     return Engine.load(config, output.note if output.err_tty else None, output.note)
 
 
-def about_demo(settings: Settings, output: Output, sources: Iterable[str]) -> None:
-    """Where no model was named, there is only the handbook's, and not all of these files are the handbook's: say what it can
-    be used for, and how to get another."""
-    from cacheblend_cli.corpus.places import is_below, place_of
-    from cacheblend_cli.demo import handbook_dir
-    from cacheblend_cli.model.named import HANDBOOK, INSTALL, default_model
-
-    if settings.model or (name := default_model()) != HANDBOOK:
-        return
-    places, handbook = [place_of(source) for source in sources], place_of(str(handbook_dir()))
-    if not (places and all(p == handbook or is_below(p, handbook) for p in places)):
-        output.note(f"no --model given: {name} answers, which knows the demo handbook's kind of text only")
-        output.note(f"a small real model, which is then taken: {INSTALL}")
-
-
 def open_store(
     settings: Settings, *, write: bool, create: bool | None = None, max_bytes: int | None = None
 ) -> ChunkStore:
-    """The store the settings name. Writing creates it, unless `create` is False; else it must be there.
+    """Open the store that the settings name. Writing creates it unless `create` is False; reading needs an existing one.
 
-    max_bytes: a new quota for it.
+    max_bytes: a new quota, or None to keep the store's.
     """
     from cacheblend_store import ChunkStore
 
@@ -204,7 +198,7 @@ def open_store(
 
 
 def store_in_use(settings: Settings, *, write: bool = True) -> ChunkStore:
-    """A store that is there: for writing, so that uses are noted and computed chunks stored; for reading where this user may not."""
+    """Open an existing store for writing (to record use and save computed chunks), or for reading without permission."""
     from cacheblend_store import StorePermission
 
     if write:

