@@ -118,9 +118,7 @@ class Settings:
     block_size: int = 64
     gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory to use, including weights.")
     eager: bool = _setting(False, "Decode without CUDA graphs.", flag="--eager")
-    kv_pool_dtype: str = _setting(
-        "auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False
-    )
+    kv_pool_dtype: str = _setting("auto", "Format of KV on the device: auto (as computed) or float8_e4m3.", shown=False)
 
     @property
     def store_path(self) -> Path:

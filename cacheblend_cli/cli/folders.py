@@ -43,9 +43,7 @@ Follow = Annotated[
 ]
 MaxFileSize = Annotated[
     str | None,
-    typer.Option(
-        help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL
-    ),
+    typer.Option(help="Skip larger files of folders.", metavar="SIZE", show_default="20MB", rich_help_panel=_PANEL),
 ]
 FilesFrom = Annotated[
     str | None,

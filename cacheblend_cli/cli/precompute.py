@@ -125,9 +125,7 @@ def precompute(
             watch_folders(engine, settings, chosen.all, output)
 
 
-def _check_flags(
-    resolved: Resolved, select: dict[str, Any], *, has_paths: bool, watch: bool, dry_run: bool
-) -> None:
+def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool, watch: bool, dry_run: bool) -> None:
     """Raises UsageError for flags that do not go together, and for --watch without its package."""
     if watch and dry_run:
         raise UsageError("--watch and --dry-run were given together", "give one of them")
@@ -261,10 +259,11 @@ def _check_named(report: PrecomputeReport) -> None:
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise UsageError(
-            f"{bad[0].typed} was not stored: {bad[0].reason}{more}", "what is read: docs/documents.md; - is stdin"
+            f"{bad[0].typed} was not stored: {bad[0].reason}{more}",
+            "text, code, HTML, CSV, JSON, notebooks and mail are read, with the extra `documents` PDF and Office files",
         )
     if not report.documents and not report.gone:
-        raise UsageError("no document was found", "what is read of folders: docs/documents.md; name other files")
+        raise UsageError("no document was found", "-v names the files that were skipped, and why")
 
 
 def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool, json: bool) -> None:

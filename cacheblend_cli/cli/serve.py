@@ -11,9 +11,9 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
-INSTALL = "pip install 'cacheblend[serve]'"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -140,7 +140,7 @@ def _check_installed() -> None:
 
     missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}", INSTALL)
+        raise UsageError(f"serve needs {', '.join(missing)}, which are not installed", install_hint("serve"))
 
 
 def _told(record: dict[str, Any], line: str, output: Output, *, json: bool) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.extras import install_hint
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-INSTALL = "pip install 'cacheblend[meaning]'"
 _WORDLLAMA = ("weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json")
 _MOST_TOKENS = 2048  # of a text; a chunk is shorter
 
@@ -87,10 +87,11 @@ def _named(name: str) -> Embedder:
             return Embedder(name, SentenceModel(folder))
         except (OSError, ValueError) as error:  # of files that are missing or damaged
             raise NotFoundError(
-                f"{name} holds no sentence-transformers model: {error}", "see docs/search.md"
+                f"{name} holds no sentence-transformers model: {error}",
+                "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",
             ) from error
     if find_spec("model2vec") is None:
-        raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", INSTALL)
+        raise UsageError(f"--embeddings {name} needs model2vec, which is not installed", install_hint("meaning"))
     from model2vec import StaticModel
 
     local = folder.is_dir()
@@ -98,7 +99,10 @@ def _named(name: str) -> Embedder:
         return Embedder(name, StaticModel.from_pretrained(str(folder) if local else name))
     except Exception as error:  # the hub's errors and those of its network, the loader's and those of its formats
         what = "holds no model2vec model" if local else "is no directory here, and the hub does not give it"
-        raise NotFoundError(f"{name} {what}: {error}", "see docs/search.md") from error
+        raise NotFoundError(
+            f"{name} {what}: {error}",
+            "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",
+        ) from error
 
 
 @lru_cache(maxsize=1)

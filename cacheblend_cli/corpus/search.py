@@ -17,6 +17,7 @@ from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.corpus.search_index import open_index, spaced, unspaced
 from cacheblend_cli.corpus.vectors import LEAST_LIKE, Asked, nearest, telling_sentence
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings, of_settings
 
 if TYPE_CHECKING:
@@ -86,11 +87,13 @@ class Lookup:
             raise UsageError(f"unknown search {by!r}", f"known: auto, {', '.join(BY)}")
         embedder = None
         if by != "words":
-            from cacheblend_cli.corpus.embedding import INSTALL, find_embedder
+            from cacheblend_cli.corpus.embedding import find_embedder
 
             embedder = find_embedder(settings.embeddings)
             if embedder is None and by != "auto" and say:
-                say(f"there are no embedding weights to search by meaning with: words are searched ({INSTALL})")
+                say(
+                    f"there are no embedding weights to search by meaning with: words are searched ({install_hint('meaning')})"
+                )
         by = "words" if embedder is None else "both" if by == "auto" else by
         return of_settings(cls, settings, k=settings.top_k, scope=scope, by=by, embedder=embedder)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.extras import install_hint
 from cacheblend_cli.model.loading import LoadedModel
 
 if TYPE_CHECKING:
@@ -73,5 +74,7 @@ def form_tokenizer(model: LoadedModel) -> LLTokenizer:
     try:
         from llguidance import LLTokenizer
     except ImportError as error:
-        raise UsageError("answers of a form need llguidance", "pip install 'cacheblend[grammar]'") from error
+        raise UsageError(
+            "answers with a grammar need llguidance, which is not installed", install_hint("grammar")
+        ) from error
     return LLTokenizer(model.tokenizer.to_json(), n_vocab=model.spec.vocab_size, eos_token=sorted(model.eos_ids))

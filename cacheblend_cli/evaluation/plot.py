@@ -10,6 +10,7 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.bootstrap import Interval
 from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
 from cacheblend_cli.evaluation.summary import Summary
+from cacheblend_cli.extras import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,9 +32,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError(
-            "--plot needs matplotlib, and it is not installed", "pip install 'cacheblend[plot]'"
-        ) from error
+        raise UsageError("--plot needs matplotlib, and it is not installed", install_hint("plot")) from error
 
 
 def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:

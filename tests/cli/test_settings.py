@@ -78,7 +78,7 @@ def test_a_ratio_is_a_number_or_auto(here: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CACHEBLEND_RATIO", "1")
     assert resolve({}).settings.ratio == 1.0
     assert resolve({"ratio": "auto"}).settings.ratio == "auto"
-    with pytest.raises(UsageError, match="--ratio.*'Auto'"):
+    with pytest.raises(UsageError, match=r"--ratio.*'Auto'"):
         resolve({"ratio": "Auto"})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
+from cacheblend_cli.extras import install_hint
 
 Converter = Callable[[bytes], Converted]
 """Of the bytes of a file. Raises NoDocument for what has no text, or cannot be read."""
@@ -53,8 +54,8 @@ def parsing(package: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        told = f"needs {package}: pip install 'cacheblend[documents]'"
-        raise NoDocument(told, "needing cacheblend[documents]", unread=True) from None
+        told = f"needs {package}: {install_hint('documents')}"
+        raise NoDocument(told, "needing the documents extra", unread=True) from None
     except NoDocument:
         raise
     except Exception as error:

@@ -127,5 +127,5 @@ def not_generic(model_type: object, reason: str) -> UsageError:
     """reason: what it has or lacks, as the end of a sentence."""
     return UsageError(
         f"model_type {model_type!r} has no implementation of its own here, and cannot run on transformers' layers: {reason}",
-        "docs/models.md lists the models that can be used",
+        "take another model: cacheblend models ls, cacheblend init",
     )
