@@ -1,4 +1,4 @@
-"""From exceptions to messages and exit codes: the table of the CLI contract."""
+"""Exceptions to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from cacheblend_cli.errors import CacheBlendError, ExitCode
 
 
 def report(error: BaseException, output: Output) -> int:
-    """Say on stderr what happened and what to do; returns the exit code."""
+    """Print an error and its hint on stderr, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        hint = getattr(error, "hint", None)
+        output.plain(f"interrupted; {hint}" if hint else "interrupted")
+        return int(ExitCode.INTERRUPTED)
     if hasattr(error, "exit_code") and hasattr(error, "message") and hasattr(error, "hint"):
-        return _say(output, error.message, error.hint, error.exit_code)  # an error of ours, of any package
-    if isinstance(error, KeyboardInterrupt):
-        return _say(output, "interrupted", None, ExitCode.INTERRUPTED)
+        return _say(
+            output, error.message, error.hint, error.exit_code
+        )  # CacheBlendError, StoreError and others of this project
     if isinstance(error, BrokenPipeError):
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: no complaint at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader is gone: no error at exit
         return ExitCode.OK
-    if hasattr(error, "format_message"):  # the parser's errors, whichever click typer carries
+    if hasattr(error, "format_message"):  # errors of typer's parser
         return _usage(error, output)
     if (known := _foreign(error)) is not None:
         return _say(output, _first_line(error), known[1], known[0])
@@ -35,7 +39,7 @@ def report(error: BaseException, output: Output) -> int:
         )
     log = _log(error)
     hint = f"the traceback is in {log}" if log else "the log directory cannot be written: the traceback is above"
-    return _say(output, f"a fault of cacheblend: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
+    return _say(output, f"internal error: {type(error).__name__}: {_first_line(error)}", hint, ExitCode.INTERNAL)
 
 
 def _say(output: Output, message: str, hint: str | None, code: int) -> int:
@@ -44,7 +48,7 @@ def _say(output: Output, message: str, hint: str | None, code: int) -> int:
 
 
 def _usage(error: BaseException, output: Output) -> int:
-    """A wrong command, flag or value. Without any argument a group shows its help, which is the message then."""
+    """Print a usage error of the parser; for a command group without a subcommand that is its help."""
     context = getattr(error, "ctx", None)
     message = str(error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -56,16 +60,16 @@ def _usage(error: BaseException, output: Output) -> int:
 
 
 _LESS = "use fewer chunks, a smaller --max-tokens or --chunk-tokens, or --device cpu"
-_FOREIGN = {  # by name, so that nothing is imported to tell
+_FOREIGN = {  # by name, so that nothing has to be imported
     "OutOfMemoryError": (ExitCode.DEVICE, _LESS),
     "MemoryError": (ExitCode.DEVICE, _LESS),
-    "PermissionError": (ExitCode.USAGE, "check its permissions, or name another"),
-    "AcceleratorError": (ExitCode.DEVICE, "see what cacheblend doctor says of the GPU, or use --device cpu"),
+    "PermissionError": (ExitCode.USAGE, "check its permissions, or choose another path"),
+    "AcceleratorError": (ExitCode.DEVICE, "cacheblend doctor describes the GPU; --device cpu does without"),
 }
 
 
 def _foreign(error: BaseException) -> tuple[ExitCode, str] | None:
-    """Code and hint for an error of torch or Python that a user can mend."""
+    """Exit code and hint for an error of torch or Python that a user can fix."""
     if str(error) == "Could not determine home directory.":
         return ExitCode.USAGE, "set HOME, or write the path without ~"
     names = [kind.__name__ for kind in type(error).__mro__]
@@ -81,7 +85,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _log(error: BaseException) -> Path | None:
-    """Write the traceback to a file of this user's; None when that cannot be."""
+    """Write the traceback to the user's log directory. Returns None, and prints it, if that fails."""
     from platformdirs import user_log_path
 
     folder = user_log_path("cacheblend")
@@ -99,14 +103,14 @@ def _log(error: BaseException) -> Path | None:
 
 
 class Interrupted(CacheBlendError):
-    """Ctrl-C. The hint says what is there now, and how to go on."""
+    """Ctrl-C. hint: what is stored, and how to go on."""
 
     exit_code = ExitCode.INTERRUPTED
 
 
 @contextmanager
 def on_interrupt(hint: str) -> Iterator[None]:
-    """What a Ctrl-C within is answered with; elsewhere it says "interrupted" alone."""
+    """Add a hint to the message of a Ctrl-C inside the block."""
     try:
         yield
     except KeyboardInterrupt as error:

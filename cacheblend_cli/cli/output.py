@@ -70,6 +70,10 @@ class Output:
         if hint:
             self._message([(f"hint: {hint}", "2")])
 
+    def plain(self, text: str) -> None:
+        """A message on stderr, also with --quiet."""
+        self._message([(text, "")])
+
     def line(self, text: str) -> None:
         """A line of data with names in it: on a terminal their newlines and tabs are made visible, too."""
         self.text(visible_line(text) if self.out_tty else text)

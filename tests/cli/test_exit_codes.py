@@ -21,7 +21,7 @@ from cacheblend_cli.cli.output import Output
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "fewer chunks"),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), 5, "cacheblend doctor"),
         (PermissionError(13, "Permission denied", "model.safetensors"), 2, "model.safetensors: Permission denied"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1, "a fault of cacheblend"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1, "mat1 and mat2"),
     ],
 )
 def test_what_others_say(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,18 +38,15 @@ def test_closed_streams_are_empty_ones(tmp_path: Path) -> None:
     for command, code in (("ask - <&-", 2), ("config show >&-", 0), ("chunks ls --store nowhere 2>&-", 3)):
         done = subprocess.run(["bash", "-c", f"{cacheblend} {command}"], cwd=tmp_path, capture_output=True, timeout=60)
         assert done.returncode == code, done.stderr
-        assert b"fault" not in done.stderr
+        assert b"internal error" not in done.stderr
 
 
-def test_a_directory_that_is_gone_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deleted_working_directory_is_not_an_internal_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
     here.rmdir()
     assert run(["chunks", "ls"]) == 3
-    assert "is gone" in capsys.readouterr().err
 
 
 def test_an_account_without_a_home(tmp_path: Path) -> None:
@@ -60,5 +57,5 @@ def test_an_account_without_a_home(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=bare, capture_output=True, timeout=60)
         assert done.returncode == status, done.stderr
-        assert b"fault" not in done.stderr
+        assert b"internal error" not in done.stderr
     assert list(tmp_path.iterdir()) == []
