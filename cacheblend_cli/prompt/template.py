@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 
 from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.wording import Wording
 
-CHUNKS = "Chunks5d1fe0b7Stand3c9aHere"  # survives templates that trim, and no document contains it
 THINK, THOUGHT = "<think>", "</think>"
 CHANNEL = "<|channel|>"  # what a gpt-oss has in their place: see `runtime.speech.Channels`
-QUESTION = "Question8a44c1d2Stands0e6fHere"
-_TURN = "Turn{:04}b71eStands4d2cHere"
 
 
 @dataclass(frozen=True)
@@ -67,12 +64,13 @@ class PromptTemplate:
 
     def _around(self, count: int) -> list[str]:
         """What the template writes before, between and behind so many turns, from the chunks on."""
-        turns = [_TURN.format(i) for i in range(count)]
+        marks = Marks.of(self.wording)
+        turns = [marks.turn(i) for i in range(count)]
         day = self.day or date.today()
         rendered = _render(
-            self.tokenizer, self.wording, lambda form: datetime.combine(day, time()).strftime(form), turns
+            self.tokenizer, self.wording, lambda form: datetime.combine(day, time()).strftime(form), marks, turns
         )
-        before, _, rest = rendered.partition(CHUNKS)
+        before, _, rest = rendered.partition(marks.chunks)
         around = []
         for turn in turns:
             piece, found, rest = rest.partition(turn)
@@ -124,40 +122,75 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
         printed.add(day or date.today())
         return datetime.combine(max(printed), time()).strftime(form)
 
-    rendered = _render(tokenizer, wording, strftime_now)
-    if rendered.count(CHUNKS) != 1 or rendered.count(QUESTION) != 1:
+    marks = Marks.of(wording)
+    question = marks.turn(0)
+    rendered = _render(tokenizer, wording, strftime_now, marks, [question])
+    if rendered.count(marks.chunks) != 1 or rendered.count(question) != 1:
         raise UsageError(
             "the chat template does not render the user's message exactly once",
             "check chat_template in the model directory",
         )
-    prefix, rest = rendered.split(CHUNKS)
-    before, after = rest.split(QUESTION)
+    prefix, rest = rendered.split(marks.chunks)
+    before, after = rest.split(question)
     return PromptTemplate(
         tokenizer, wording, tuple(tokenizer.encode_template(prefix)), prefix, before, after, max(printed, default=None)
     )
 
 
+@dataclass(frozen=True)
+class Marks:
+    """Sentinels that stand for texts while the chat template is rendered: words that survive templates that trim. number: makes
+    them differ from everything that the wording says."""
+
+    number: int = 0
+
+    @classmethod
+    def of(cls, wording: Wording) -> Marks:
+        texts = f"{wording.system}\n{wording.prompt}\n{wording.variables}"
+        return next(marks for marks in map(cls, count()) if marks._ending not in texts)
+
+    @property
+    def _ending(self) -> str:
+        return f"5d1fe0b7n{self.number}Stand3c9aHere"
+
+    @property
+    def chunks(self) -> str:
+        return f"Chunks{self._ending}"
+
+    @property
+    def system(self) -> str:
+        return f"System{self._ending}"
+
+    def turn(self, index: int) -> str:
+        """index: of a turn of the conversation, the only question's is 0."""
+        return f"Turn{index:04}{self._ending}"
+
+
 def _render(
-    tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str], turns: Sequence[str] = (QUESTION,)
+    tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str], marks: Marks, turns: Sequence[str]
 ) -> str:
-    """turns: what the user and the model say in turn, the chunks in the first of them."""
+    """Render a conversation. turns: texts of the user and the model in turn; the chunks' mark is put into the first.
+
+    Raises UsageError where the template repeats or drops the system prompt, or a text has a control token.
+    """
     if wording.raw:
-        return tokenizer.beginning + CHUNKS + "".join(turns)
+        return tokenizer.beginning + marks.chunks + "".join(turns)
     for flag, text in (("--system", wording.system), ("--prompt", wording.prompt)):
         if token := tokenizer.special_in(text):
             raise UsageError(f"{flag} has {token!r}, a control token of this model", "the chat template writes these")
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    messages[0]["content"] = wording.message(CHUNKS, turns[0])
+    messages[0]["content"] = wording.message(marks.chunks, turns[0])
     if not wording.system:
         return tokenizer.render(messages, strftime_now, wording.variables)
     to_do = "leave --system out, and write it into the file of --prompt"
-    try:
-        rendered = tokenizer.render(
-            [{"role": "system", "content": wording.system}, *messages], strftime_now, wording.variables
-        )
-    except TemplateFailed as error:
-        raise UsageError(f"the chat template takes no system prompt: {error.reason}", to_do) from error
-    if rendered.count(wording.system) != 1:
+
+    def with_system(text: str) -> str:
+        try:
+            return tokenizer.render([{"role": "system", "content": text}, *messages], strftime_now, wording.variables)
+        except TemplateFailed as error:
+            raise UsageError(f"the chat template takes no system prompt: {error.reason}", to_do) from error
+
+    if with_system(marks.system).count(marks.system) != 1:  # the text itself may be a word of the template
         raise UsageError("the chat template does not render the system prompt exactly once", to_do)
-    return rendered
+    return with_system(wording.system)

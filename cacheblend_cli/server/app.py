@@ -109,6 +109,7 @@ async def _page(request: Request, _: ServerState) -> Response:
 async def _chat(request: Request, host: ServerState) -> Response:
     body = parse(ChatBody, await _body(request))
     _check_model(host, body)
+    _check_priority(request, body)
     said = read_messages(body.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
     wanted = Wanted(body, _tenant(request), said.question, sampling, said.history, said.system)
@@ -118,6 +119,7 @@ async def _chat(request: Request, host: ServerState) -> Response:
 async def _complete(request: Request, host: ServerState) -> Response:
     body = parse(CompletionBody, await _body(request))
     _check_model(host, body)
+    _check_priority(request, body)
     if body.stream and (body.echo or len(body.prompts) > 1):
         raise bad("echo and several prompts are not streamed", "stream")
     if body.echo and body.wants_chunks:
@@ -303,6 +305,12 @@ def _check_model(host: ServerState, body: AskBody) -> None:
     if body.model not in (None, "", host.model, "cacheblend"):
         told = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
         raise ApiError(404, told, param="model", code="model_not_found")
+
+
+def _check_priority(request: Request, body: AskBody) -> None:
+    """Tenants do not go before others; the store's own key may."""
+    if body.priority < 0 and _tenant(request).name:
+        raise ApiError(403, "a tenant's priority is 0 or more", param="priority", code="priority_refused")
 
 
 def _tenant(request: Request) -> Tenant:

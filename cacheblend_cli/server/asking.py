@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from cacheblend_store import AmbiguousId, ChunkManifest, ChunkNotFound
+from cacheblend_store import ChunkManifest, ChunkNotFound
 
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
@@ -36,6 +36,7 @@ _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "best_of",
     "ignore_eos", "regex",
 )  # fmt: skip
+_MATCHES, _LEAST_DIGITS = 64, 8  # of ids: with fewer digits, others' chunks could crowd out one's own
 PLAIN = CHUNKS + QUESTION
 """The wording of a prompt without any chunk."""
 
@@ -153,14 +154,22 @@ def _sent(
 
 
 def _named(runtime: Runtime, host: ServerState, wanted: Wanted) -> list[bytes]:
+    """Keys of the chunks that the request names. What others' chunks are called makes no difference to it."""
     keys = []
     for name in wanted.body.chunks or ():
-        manifest = None
-        with suppress(ChunkNotFound, AmbiguousId):
-            manifest = chunk_of(host.store, host.store.resolve(name))
-        if manifest is None or not _is_seen_by(runtime, host, manifest, wanted.tenant):
-            raise ApiError(404, f"no chunk {name[:64]!r}, or several", param="chunks", code="chunk_not_found")
-        keys.append(manifest.key)
+        if len(name) < _LEAST_DIGITS and host.keyring.has_tenants:
+            raise bad(f"an id is given with {_LEAST_DIGITS} digits or more", "chunks")
+        found = []
+        with suppress(ChunkNotFound):
+            for key in host.store.matching(name, _MATCHES):
+                manifest = chunk_of(host.store, key)
+                if manifest is not None and _is_seen_by(runtime, host, manifest, wanted.tenant):
+                    found.append(key)
+        if not found:
+            raise ApiError(404, f"no chunk {name[:64]!r}", param="chunks", code="chunk_not_found")
+        if len(found) > 1:
+            raise ApiError(404, f"several chunks begin with {name[:64]!r}", param="chunks", code="chunk_ambiguous")
+        keys += found
     return keys
 
 

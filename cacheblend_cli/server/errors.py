@@ -1,11 +1,13 @@
-"""Errors as OpenAI's API tells them."""
+"""Errors in the form of OpenAI's API."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from cacheblend_cli.errors import ExitCode, PromptTooLong, QueueFull
+from cacheblend_cli.settings import GROUPS
 
 _STATUS = {ExitCode.USAGE: 400, ExitCode.NOT_FOUND: 404, ExitCode.STORE: 503, ExitCode.DEVICE: 503}
 _SAID = {
@@ -13,6 +15,14 @@ _SAID = {
     ExitCode.INTERNAL: "the server failed; its log says how",
 }
 """Messages of errors that may name paths of the server's machine."""
+_FIELDS = {
+    **{name: f"blend.{name}" for name in GROUPS["blend"]},
+    **{name: name for name in GROUPS["sampling"]},
+    "sample_top_k": "top_k", "top_k": "search.k", "chunks": "chunks", "logprobs": "logprobs", "json_schema": "response_format",
+    "regex": "regex", "system": "messages", "verify": "verify", "explain": "explain",
+}  # fmt: skip
+"""Fields of a request, by the flags of the command line that say the same."""
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
 
 
 class ApiError(Exception):
@@ -41,14 +51,29 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What is told of an error of ours. Nothing of it names a path of this machine."""
+    """The error as the API reports it: with fields in the place of flags, and without paths of this machine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
         return ApiError(429, error.message, code="queue_full", retry_after_s=max(1.0, error.retry_after_s))
     code = getattr(error, "exit_code", ExitCode.INTERNAL)
-    status, message = _STATUS.get(code, 500), _SAID.get(code)
+    status, message, param = _STATUS.get(code, 500), _SAID.get(code), None
     if message is None:
-        hint = getattr(error, "hint", None)
-        message = f"{getattr(error, 'message', error)}" + (f" ({hint})" if hint else "")
-    return ApiError(status, message, code="context_length_exceeded" if isinstance(error, PromptTooLong) else None)
+        message, param = in_fields(str(getattr(error, "message", error)))
+        hint, _ = in_fields(getattr(error, "hint", None) or "")
+        if hint and "--" not in hint and "cacheblend " not in hint:  # what a client can follow
+            message += f" ({hint})"
+    kind = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(status, message, code=kind, param=param)
+
+
+def in_fields(text: str) -> tuple[str, str | None]:
+    """A message with the request's fields in the place of flags, and the field that it is about: the first one that it names."""
+    named = [_FIELDS[flag] for flag in map(_as_setting, _FLAG.findall(text)) if flag in _FIELDS]
+    first = text.split(" ", 1)[0].strip("'\":,")
+    param = named[0] if named else first if first in _FIELDS.values() else None
+    return _FLAG.sub(lambda found: _FIELDS.get(_as_setting(found[1]), found[0]), text), param
+
+
+def _as_setting(flag: str) -> str:
+    return flag.replace("-", "_")

@@ -152,14 +152,19 @@ class ChunkStore:
         with self.read() as reader:
             return reader.has_kv(key)
 
+    def matching(self, prefix: str, limit: int = 4) -> list[bytes]:
+        """Keys whose hex ids begin with `prefix`, in order, at most `limit`. Raises ChunkNotFound where it is not hex."""
+        text = prefix.strip().lower()
+        if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
+            raise ChunkNotFound(f"{prefix!r} is not a chunk id", "ids are hex; list them: cacheblend chunks ls")
+        with self.read() as reader:
+            near = islice(reader.keys_from(bytes.fromhex(text.ljust(2 * KEY_BYTES, "0"))), limit)
+            return [key for key in near if key.hex().startswith(text)]
+
     def resolve(self, prefix: str) -> bytes:
         """The key whose hex id begins with `prefix`. Raises ChunkNotFound, AmbiguousId."""
         text = prefix.strip().lower()
-        if not re.fullmatch(f"[0-9a-f]{{1,{2 * KEY_BYTES}}}", text):
-            raise ChunkNotFound(f"{prefix!r} is no chunk id", "ids are hex; list them: cacheblend chunks ls")
-        with self.read() as reader:
-            near = islice(reader.keys_from(bytes.fromhex(text.ljust(2 * KEY_BYTES, "0"))), 4)
-            found = [key.hex() for key in near if key.hex().startswith(text)]
+        found = [key.hex() for key in self.matching(prefix)]
         if not found:
             raise ChunkNotFound(f"no chunk has an id that begins with {prefix}", "list the ids: cacheblend chunks ls")
         if len(found) > 1:

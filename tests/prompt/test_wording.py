@@ -68,6 +68,23 @@ def test_the_prompt_is_what_transformers_renders(tmp_path: Path) -> None:
     assert plain.endswith("[no thoughts]")
 
 
+@pytest.mark.parametrize("system", ["user", "a", "<", "Chunks5d1fe0b7n0Stand3c9aHere", "5d1fe0b7n0Stand3c9aHere"])
+def test_a_system_prompt_may_be_any_words(tmp_path: Path, system: str) -> None:
+    """Also words that the template writes itself, and the sentinels that it is split at."""
+    from transformers import AutoTokenizer
+
+    of = tokenizer(tmp_path / "m")
+    ours = split_template(of, Wording(PROMPT, system))
+    text = ours.before_chunks + "one" + ours.before_question + "who?" + ours.after_question
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": Wording(PROMPT).message("one", "who?")},
+    ]
+    reference = AutoTokenizer.from_pretrained(tmp_path / "m")
+    render = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    assert text == reference.apply_chat_template(messages, **render)
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

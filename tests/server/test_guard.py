@@ -74,6 +74,58 @@ def test_documents_of_a_question_are_a_tenants_own(start: Any) -> None:
     assert server.ask(BOB, chunks=[ours["id"]]).status_code == 404
 
 
+def test_the_beginning_of_an_id_means_ones_own_chunk(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(KEYS)
+    put(server, ADA, PAGE[0]["text"])
+    put(server, BOB, PAGE[0]["text"])
+    [ours] = get(server, ADA, "/v1/search", query="billing")
+    [theirs] = get(server, BOB, "/v1/search", query="billing")
+    store = server.state.store  # both ids begin alike, as far as the store can tell
+    monkeypatch.setattr(store, "matching", lambda name, limit: [bytes.fromhex(c["id"]) for c in (theirs, ours)])
+    for key, chunk in ((ADA, ours), (BOB, theirs)):
+        assert [c["id"] for c in server.ask(key, chunks=["0" * 8]).json()["blend"]["chunks"]] == [chunk["id"]]
+    assert server.ask(PLAIN, chunks=["0" * 8]).json()["error"]["code"] == "chunk_not_found"
+    assert server.ask(ADA, chunks=["0"]).status_code == 400
+
+
+def test_tenants_do_not_go_before_others(start: Any) -> None:
+    server = start(KEYS)
+    refused = server.ask(ADA, priority=-100)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
+    assert server.ask(ADA, priority=1).status_code == server.ask(PLAIN, priority=-100).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"blend": {"ratio": 2}}, "blend.ratio"),
+        ({"blend": {"block": 0}}, "blend.block"),
+        ({"blend": {"max_risk": 0.1, "ratio": "auto"}}, "blend.max_risk"),
+        ({"blend": {"gradual": "x"}}, "blend.gradual"),
+        ({"blend": {"probe_layers": "9-99"}, "documents": PAGE}, "blend.probe_layers"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "system", "content": "<|im_end|>"}, {"role": "user", "content": "a"}]}, "messages"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_fields_of_the_request(server: Any, body: dict[str, Any], param: str) -> None:
+    reply = server.ask(**body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param), error
+    assert "--" not in error["message"]
+
+
+def test_a_system_message_may_be_a_word_of_the_template(server: Any) -> None:
+    for system in ("user", "a", "im_start"):
+        reply = server.ask(messages=[{"role": "system", "content": system}, {"role": "user", "content": "who?"}])
+        assert reply.status_code == 200, reply.text
+
+
 def test_large_bodies_and_other_types(start: Any) -> None:
     server = start(max_body=2000)
     big = server.ask(messages=[{"role": "user", "content": "a" * 3000}])
