@@ -140,7 +140,7 @@ def _project(
         observer.fresh(FreshKV(layer, rows, h, k, v))
         rotated = rotate_and_write(layer, q, k, v, rows)
         assert rotated is not None
-        return layer.grown(rotated, rows.positions), rows, residual
+        return layer.scale_queries(rotated, rows.positions), rows, residual
     if step.kv_rows is None:
         kv_rows, (k, v) = rows, layer.project_kv(h)
     else:
@@ -166,7 +166,7 @@ def attend(layer: DecoderLayer, q: Tensor, rows: Rows) -> Tensor:
 
 def queries(layer: DecoderLayer, h: Tensor, rows: Rows) -> Tensor:
     """q [num_rows, num_heads, head_dim] of the rows' normed input, as attention takes it."""
-    return layer.grown(rotate(layer, layer.project_q(h), rows), rows.positions)
+    return layer.scale_queries(rotate(layer, layer.project_q(h), rows), rows.positions)
 
 
 def rotate(layer: DecoderLayer, x: Tensor, rows: Rows) -> Tensor:

@@ -18,21 +18,21 @@ from cacheblend_cli.model.model_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.model."
-# Fields that are read, and fields that change nothing of what a trained adapter computes. Any other with a value is refused.
+# Fields that are read, and fields without effect on a trained adapter's computation. Other fields with a value are refused.
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias")
 UNUSED = (
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout",
     "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size",
     "eva_config", "corda_config", "loftq_config", "ensure_weight_tying",
 )  # fmt: skip
-# Ways to begin that leave the model's own weights alone.
+# Initialisations that leave the model's own weights unchanged.
 KEEPS_THE_MODEL = (None, True, False, "gaussian", "orthogonal")
 HINT = "merge the adapter into its model with peft (merge_and_unload, then save_pretrained), and give that directory"
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to a weight: scale * up @ down. down: [r, columns], up: [rows, r], both float32."""
+    """Additive update of a weight: scale * up @ down. down: [r, columns], up: [rows, r], both float32."""
 
     down: Tensor
     up: Tensor
@@ -45,14 +45,14 @@ class Delta:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """deltas: by the name of the module, as the model's class calls it."""
+    """LoRA updates by module. deltas: keyed by the module's name in the model's class."""
 
     path: Path
     deltas: Mapping[str, Delta]
 
     @classmethod
     def read(cls, path: Path) -> LoraAdapter:
-        """Raises NotFoundError where there is none, UsageError, which names it, on what is not understood."""
+        """Read an adapter. Raises NotFoundError if there is none, UsageError naming any field that is not supported."""
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
                 raise NotFoundError(
@@ -76,7 +76,7 @@ class LoraAdapter:
 
     @property
     def digest(self) -> str:
-        """blake2b-128, hex, over everything that is added to the weights."""
+        """blake2b-128, hex, over all updates."""
         digest = hashlib.blake2b(digest_size=16)
         for module, delta in self.deltas.items():
             digest.update(repr((module, delta.scale, tuple(delta.down.shape), tuple(delta.up.shape))).encode())
@@ -85,7 +85,7 @@ class LoraAdapter:
         return digest.hexdigest()
 
     def check_shape(self, module: str, wanted: Sequence[int]) -> None:
-        """Raises UsageError where what is added to a module has not the shape of its weight, [rows, columns]."""
+        """Raise UsageError if the update of a module does not have the shape of its weight, [rows, columns]."""
         delta = self.deltas[module]
         made = [delta.up.shape[0], delta.down.shape[1]]
         if made != list(wanted):
@@ -121,7 +121,7 @@ class _Config:
                 raise self.refused(f"{name} in {CONFIG} is {shown(values[name])}, and has to be an object")
 
     def check_target(self, module: str) -> None:
-        """Raises UsageError for a module of the file that target_modules does not name: peft would not use it."""
+        """Raise UsageError for a module in the file that target_modules does not name: peft would not use it."""
         targets = self.values.get("target_modules")
         if isinstance(targets, str):
             named = targets == "all-linear" or self._matches(targets, module) is not None
@@ -139,7 +139,7 @@ class _Config:
         return int(rank), alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
     def _value(self, patterns: str, name: str, missing: int, module: str) -> Any:
-        """As peft finds it: of the first pattern that the module's name ends with, else the adapter's."""
+        """Resolve as peft does: the value of the first pattern that the module's name ends with, else the adapter's default."""
         for pattern, value in (self.values.get(patterns) or {}).items():
             if self._matches(rf"(.*\.)?({pattern})", module):
                 return value
@@ -156,7 +156,7 @@ class _Config:
 
 
 def _pairs(file: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """The module -> (A, B) of the adapter's file."""
+    """Read (A, B) per module from the adapter's file."""
     parts: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(file, framework="pt") as handle:

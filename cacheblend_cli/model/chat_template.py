@@ -21,8 +21,9 @@ GIVEN = {
 
 
 class ChatTemplate:
-    """Sandboxed, with trimmed blocks, loop controls, the generation tag, raise_exception, and a tojson that leaves text as it
-    is. Raises TemplateFailed for a source that is no template."""
+    """Chat template compiled as transformers compiles it: sandboxed, trimmed blocks, loop controls, the generation tag,
+    raise_exception, and a tojson that does not escape text. Raises TemplateFailed for a source that is not a template.
+    """
 
     def __init__(self, source: str) -> None:
         self._source, extensions = source, [loopcontrols, GenerationTag]
@@ -35,7 +36,7 @@ class ChatTemplate:
             raise TemplateFailed(str(error)) from error
 
     def render(self, given: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
-        """given: what every template is told. variables: what the user tells this one."""
+        """Render the template. given: variables passed to every template. variables: set by the user for this one."""
         if variables:
             found = meta.find_undeclared_variables(self._environment.parse(self._source))
             known = found - GIVEN - self._environment.globals.keys()
@@ -51,9 +52,9 @@ class ChatTemplate:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant says, for training; here it is its content.
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; rendered as its content.
 
-    What is set inside is not seen outside, as with transformers.
+    Variables set inside are not visible outside, as in transformers.
     """
 
     tags = {"generation"}  # noqa: RUF012

@@ -1,6 +1,6 @@
-"""What a CPU computes a model in when nobody says: measured on this machine, once, and never listed.
+"""Choice of the compute dtype on CPUs: measured once per machine, not read from a list of CPUs.
 
-bf16 products are twice as fast as fp32 on CPUs that have them, and several times slower on those that emulate them.
+bf16 products are twice as fast as fp32 on CPUs with native support, and several times slower where they are emulated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cacheblend_cli.model.linear import Linear
 from cacheblend_cli.model.spec import ModelSpec
 
 FORMAT = 1
-WORTH = 1.2  # times faster, with many rows, before what is rounded is worth it
+WORTH = 1.2  # speed-up with many rows below which the rounding is not worth it
 ROWS = 256
 ROUNDS = 3
 MOST_WEIGHTS = 8 << 20
@@ -48,13 +48,16 @@ class ProductSpeeds:
 
 
 def cpu_dtype(spec: ModelSpec, stated: torch.dtype) -> torch.dtype:
-    """bf16 for weights that were saved in it, where this CPU multiplies them faster; else fp32, which rounds nothing."""
+    """bf16 for weights saved in bf16 if this CPU multiplies it faster; otherwise fp32, which rounds nothing."""
     return product_speeds(spec).best if stated == torch.bfloat16 else torch.float32
 
 
 def product_speeds(spec: ModelSpec) -> ProductSpeeds:
-    """Measured in some 0.1 s when it is first asked for on this machine, with this torch and this shape, then remembered: for any
-    number of threads, else what is stored with some would be of another dtype than what is asked with others."""
+    """Measured speeds for this machine, torch version and shape, cached on disk after the first call (about 0.1 s).
+
+    One measurement serves all thread counts: otherwise `precompute` and `ask` with different --threads would use
+    different dtypes.
+    """
     shape = spec.hidden_size, spec.intermediate_size
     machine = cpu_name(), os.cpu_count(), torch.__version__
     path = user_cache.place("products", FORMAT, *machine, *shape)
@@ -67,7 +70,7 @@ def product_speeds(spec: ModelSpec) -> ProductSpeeds:
 
 @torch.inference_mode()
 def measure(spec: ModelSpec) -> ProductSpeeds:
-    """The best of a few rounds, the dtypes in turn: what else the machine does hits both."""
+    """Best of a few rounds, the dtypes alternating, so that other load affects both."""
     inputs = spec.hidden_size
     outputs = max(1, min(2 * spec.intermediate_size, MOST_WEIGHTS // inputs))
     weight, x = torch.ones(outputs, inputs), torch.ones(ROWS, inputs)
@@ -86,7 +89,7 @@ def measure(spec: ModelSpec) -> ProductSpeeds:
 
 
 def cpu_name() -> str:
-    """What the maker calls the CPU."""
+    """The CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

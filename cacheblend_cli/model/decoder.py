@@ -1,4 +1,4 @@
-"""The decoder: weights and the pieces of a layer. Who calls which piece on which rows is the engine's business."""
+"""The decoder: weights and the parts of a layer. The engine decides which part runs on which rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KVScales:
 
 
 class Norm:
-    """RMSNorm by the kernels, or LayerNorm by torch, as the spec says. bias: of a LayerNorm that has one."""
+    """RMSNorm by the kernels, or LayerNorm by torch, per the spec. bias: of a LayerNorm that has one."""
 
     def __init__(self, spec: ModelSpec, kernels: KernelBackend, weight: Tensor, bias: Tensor | None) -> None:
         self._eps, self._layer_norm, self._kernels = spec.rms_norm_eps, spec.layer_norm, kernels
@@ -40,7 +40,7 @@ class Norm:
         return self._kernels.rms_norm(x, self.weight, self._eps)
 
     def add(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of delta + residual, delta + residual); residual may be updated in place."""
+        """Return (norm of delta + residual, delta + residual); residual may be updated in place."""
         if self._layer_norm:
             residual = residual.add_(delta)
             return self(residual), residual
@@ -48,7 +48,7 @@ class Norm:
 
 
 def add_and_norm(norm: Norm | None, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Norm.add`; without a norm both are the sum. The first is good until the residual is added to again."""
+    """`Norm.add`; without a norm, both results are the sum. The first result is valid until the residual is added to again."""
     if norm is not None:
         return norm.add(delta, residual)
     residual = residual.add_(delta)
@@ -62,8 +62,8 @@ class DecoderLayer:
     """One transformer layer with fused QKV and gate-up projections.
 
     Rows go in as [num_rows, hidden_size]; heads come out as [num_rows, heads, head_dim]. K is returned before RoPE
-    (after QK-norm, where the family has one): that is what is stored. rope: which of the decoder's RoPEs turns q and k.
-    weight_dtype: what its weights are kept in, see `linear`; those of a mixture's experts stay in the compute dtype.
+    (after QK-norm, where the family has one): the form that is stored. rope: index of the decoder's RoPE for q and k.
+    weight_dtype: storage of the weights, see `linear`; experts stay in the compute dtype.
     """
 
     def __init__(
@@ -77,9 +77,7 @@ class DecoderLayer:
     ) -> None:
         self.index, self.spec, self.kernels, self.rope = index, spec, kernels, rope
         own = [name for name in weights if name.startswith(f"{index}.")]
-        get = {
-            name.split(".", 1)[1]: weights.pop(name) for name in own
-        }  # taken out: once packed, a weight is not held twice
+        get = {name.split(".", 1)[1]: weights.pop(name) for name in own}  # popped: once packed, the original is freed
         self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), spec.q_size, weight_dtype)
         self._o = linear(get["o_proj.weight"], get.get("o_proj.bias"), weight_dtype=weight_dtype)
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
@@ -107,16 +105,15 @@ class DecoderLayer:
         k, v = self._qkv.rest(h).split(self.spec.kv_size, dim=-1)
         return self._normed_heads(k, self.k_norm), self._heads(v)
 
-    def grown(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Rotated q [num_rows, num_heads, head_dim] with what the model multiplies it with at positions [num_rows] int64."""
+    def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Scale rotated q [num_rows, num_heads, head_dim] by position, where the model does. positions: [num_rows] int64."""
         if self.spec.query_growth is None:
             return q
         beta, length = self.spec.query_growth
         return q * (1 + beta * torch.log1p((positions // length).float())).to(q.dtype)[:, None, None]
 
     def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything after attention, which gave `attended` [num_rows, num_heads, head_dim]. Returns (what the next layer adds
-        to the residual, residual)."""
+        """Everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next layer, residual)."""
         delta = self._o(attended.reshape(attended.shape[0], -1))
         if self.spec.parallel:
             assert self.attention_in is not None
@@ -138,10 +135,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and the kernels they run on.
+    """A decoder-only model: embedding, layers, final norm, output head, RoPE tables, and their kernel backend.
 
-    weights: as `load_weights` gives them; they are taken out of it. weight_dtype: what they are kept in, see `linear`.
-    steady: what is computed of one of STEADY_ROWS rows or more does not depend on how many there are (on a CPU).
+    weights: as returned by `load_weights`; they are popped from it. weight_dtype: storage of the weights, see `linear`.
+    steady: with STEADY_ROWS rows or more, a row's result does not depend on the number of rows (on a CPU).
     """
 
     steady = True
@@ -155,7 +152,7 @@ class Decoder:
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
         head = weights.pop("lm_head")
         self.device, self.dtype = head.device, head.dtype
-        # of an embedding in memory that is the head, too, a packed copy would be a second one
+        # packing a tied head that is in memory would make a second copy
         apart = in_file is not None or head.data_ptr() != self.embedding.data_ptr()
         small = head.numel() * head.itemsize <= SMALL_HEAD
         self._head = linear(head, weight_dtype=weight_dtype, pack=apart or small)
@@ -187,12 +184,12 @@ class Decoder:
 
     @property
     def num_parameters(self) -> int:
-        """A tied head is the embedding."""
+        """Number of weights; a tied head counts once, with the embedding."""
         return num_parameters(self.spec)
 
 
 class _ByRows:
-    """A projection whose first rows and whose rest are also asked for alone. Packed weights cannot be cut: they are two."""
+    """A projection whose first rows and remaining rows are also needed separately. Packed weights cannot be sliced: two parts."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
         cut = None if bias is None else (bias[:count], bias[count:])

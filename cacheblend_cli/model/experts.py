@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a layer's MLP."""
+"""Mixture of experts in place of a layer's MLP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MOST_ROWS = 4096  # in one turn: with fewer, an expert's weights are read for fe
 
 
 class Experts:
-    """A router chooses per_token experts for each row. Rows are sorted by expert, and each expert that was chosen computes
-    its rows in one product; how many there are is asked of the device, so no CUDA graph can hold it."""
+    """A router chooses per_token experts for each row. Rows are sorted by expert, and each chosen expert computes its rows
+    in one product. The row counts are read from the device, so a CUDA graph cannot capture it."""
 
     def __init__(
         self, spec: ModelSpec, experts: ExpertsSpec, weights: dict[str, Tensor], kernels: KernelBackend
@@ -63,13 +63,13 @@ class Experts:
 
 
 def _steady(own: Tensor, num_rows: int) -> Tensor:
-    """An expert's rows, with zeros behind a few of many: then a row's result does not depend on where the others were sent."""
+    """Pad an expert's rows with zeros, so that a row's result does not depend on the routing of other rows."""
     missing = STEADY_ROWS - len(own)
     return F.pad(own, (0, 0, 0, missing)) if missing > 0 and num_rows >= STEADY_ROWS and not own.is_cuda else own
 
 
 def _each(count: int, weights: dict[str, Tensor], name: str) -> list[Linear]:
-    """One for each expert: they are multiplied with alone, and packed alone."""
+    """One product per expert, packed separately."""
     biases = weights.pop(f"{name}.bias", None)
     of_each = weights.pop(f"{name}.weight").unflatten(0, (count, -1))
     return [Linear(of_each[e], None if biases is None else biases.view(count, -1)[e]) for e in range(count)]

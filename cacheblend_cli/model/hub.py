@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: found in its cache, or fetched into it, and of them only the files that are read."""
+"""Models of the Hugging Face hub: found in its cache, or fetched; only the files that are read."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName:
-        """Raises NotFoundError on what can be no hub id."""
+        """Parse a hub id. Raises NotFoundError for text that cannot be one."""
         match = NAME.fullmatch(text)
         if match is None:
             raise NotFoundError(f"{text} is neither a directory nor a hub id", "check the path")
         return cls(text, match["id"], match["revision"], match["file"])
 
     def at(self, revision: str | None) -> HubName:
-        """The same of another revision; None: of its own."""
+        """The same model at another revision; None: unchanged."""
         if revision is None:
             return self
         return HubName.parse(f"{self.id}@{revision}" + (f":{self.file}" if self.file else ""))
@@ -57,8 +57,10 @@ def cached(name: HubName) -> Path | None:
 
 
 def fetch(name: HubName) -> Path:
-    """Fetch the files that are missing. A model that cannot be used is refused before its weights are fetched. Raises
-    NotFoundError, UsageError."""
+    """Fetch missing files. A model that is not supported is refused before its weights are fetched.
+
+    Raises NotFoundError, UsageError.
+    """
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -99,7 +101,7 @@ def _fetch_gguf(name: HubName) -> Path:
 
 
 def gguf_files(name: HubName) -> list[str]:
-    """The models among a repository's GGUF files."""
+    """GGUF files of a repository that are models."""
     from huggingface_hub import HfApi
 
     files = HfApi().list_repo_files(name.id, revision=name.revision)
@@ -107,13 +109,13 @@ def gguf_files(name: HubName) -> list[str]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the hub's cache has config.json and all weights: another tool may have fetched some of the files only."""
+    """Whether the hub's cache has config.json and all weights: another tool may have fetched only some files."""
     names = weight_names(path)
     return bool(names) and all((path / name).is_file() for name in ("config.json", "tokenizer.json", *names))
 
 
 def _told(name: HubName, error: BaseException) -> BaseException:
-    """What the hub's library raises, in words of ours. A full disk stays what it is."""
+    """Translate errors of the hub's library. A full disk stays an OSError."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{name.id}"

@@ -1,4 +1,4 @@
-"""Matrix products with a model's weights, laid out as the device multiplies them fastest."""
+"""Matrix products with a model's weights, in the layout that is fastest on the device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUMBERS_AT_ONCE = 1 << 18  # that are made int8: as many as stay in a core's cac
 
 
 def bound_caches(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set CACHES, where the user has not. They are read with the process's first product, which is when weights are packed."""
+    """Set CACHES unless the user has. They are read with the process's first product, when weights are packed."""
     for name, capacity in CACHES.items():
         if name.replace("ONEDNN_", "DNNL_") not in environment:  # its older name, which oneDNN reads, too
             environment.setdefault(name, capacity)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can keep this weight in a layout of its own: on a CPU it then multiplies about twice as fast in fp32,
+    """Whether oneDNN can keep this weight in its own layout: on a CPU products are then about twice as fast in fp32,
     and a third faster in bf16 (benchmarks/README.md)."""
     return (
         weight.device.type == "cpu"
@@ -43,7 +43,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Linear:
-    """x -> x W^T + b. weight: [out, in], or what oneDNN made of it, which only it can read; bias: [out] or None."""
+    """x -> x W^T + b. weight: [out, in], or oneDNN's opaque packed form; bias: [out] or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
         self.bias = bias
@@ -60,11 +60,11 @@ class Linear:
 
 
 class Int8Linear:
-    """x -> x W^T + b with weights in int8, one scale an output channel, and x in 8 bits, one scale a row.
+    """x -> x W^T + b with int8 weights (one scale per output channel) and 8-bit x (one scale per row).
 
-    Products and sums are whole numbers, so a row's result depends on no other row. (Dynamic W8A8: LLM.int8(), arXiv
+    Products and sums are integers, so a row's result does not depend on other rows. (Dynamic W8A8: LLM.int8(), arXiv
     2208.07339, without its outliers; ZeroQuant's token-wise activations, arXiv 2206.01861.) weight: [out, in] of any
-    float dtype, bias: [out] or None; `dtype`: of what comes out. On a CPU with VNNI alone: others saturate.
+    float dtype, bias: [out] or None; `dtype`: of the output. Only on CPUs with VNNI: others saturate.
     """
 
     packed = True
@@ -96,7 +96,7 @@ class Int8Linear:
 
 
 def check_weight_dtype(name: str, device: torch.device) -> None:
-    """Raises UsageError for a name that is none, DeviceError where this machine cannot multiply in it."""
+    """Raise UsageError for an unknown name, DeviceError if this machine cannot multiply in it."""
     if name not in WEIGHT_DTYPES:
         raise UsageError(f"unknown weight dtype {name!r}", f"known: {', '.join(WEIGHT_DTYPES)}")
     if name == "int8" and (device.type != "cpu" or not torch.cpu._is_vnni_supported()):
@@ -106,5 +106,5 @@ def check_weight_dtype(name: str, device: torch.device) -> None:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None, *, weight_dtype: str, pack: bool = True) -> Linear | Int8Linear:
-    """The product with this weight, kept as `weight_dtype` says."""
+    """Return the product with this weight, stored as `weight_dtype`."""
     return Int8Linear(weight, bias) if weight_dtype == "int8" else Linear(weight, bias, pack=pack)

@@ -34,10 +34,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with what belongs to it. `fingerprint` covers architecture, weights, RoPE, dtypes and adapter.
-    fingerprints: the same model's by the dtype it computes in. lora: the adapter that was merged into the weights,
-    lora_digest: its content.
-    generation_config: as the model's file has it, unchecked."""
+    """A decoder with its tokenizer and metadata.
+
+    `fingerprint` covers architecture, weights, RoPE, dtypes and adapter. fingerprints: of the same model, by compute
+    dtype. lora: the adapter merged into the weights, lora_digest: digest of its content. generation_config: contents of
+    the model's file, unchecked.
+    """
 
     name: str
     path: Path
@@ -53,7 +55,7 @@ class LoadedModel:
 
     @property
     def shown_path(self) -> Path:
-        """What the user has on disk: the GGUF file, where `path` only stands for one."""
+        """Path to show to the user: the GGUF file if `path` is the directory that stands for it."""
         return gguf_file_of(self.path) if is_converted(self.path) else self.path
 
     @property
@@ -63,8 +65,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a model computes in, "auto" for what suits checkpoint and machine, and what its weights are kept in: "auto" for
-    the same, "int8"."""
+    """Compute dtype ("auto": by checkpoint and machine), and storage of the weights ("auto": the compute dtype; "int8")."""
 
     dtype: str = "auto"
     weights: str = "auto"
@@ -78,8 +79,7 @@ def load_model(
     attention_backend: str,
     lora: Path | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint in `path`. lora: the directory of an adapter to merge into its weights. Raises UsageError,
-    NotFoundError or DeviceError."""
+    """Load the checkpoint in `path`. lora: directory of an adapter to merge. Raises UsageError, NotFoundError, DeviceError."""
     bound_caches()
     spec = read_spec(path)
     compute_dtype = resolve_dtype(precision.dtype, device, spec)
@@ -156,7 +156,7 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` takes CUDA when there is one; a CUDA device comes with its index. Raises DeviceError or UsageError."""
+    """Resolve a device name; `auto` takes CUDA if available. Returns CUDA devices with an index. Raises DeviceError, UsageError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -173,13 +173,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """For the thread that calls it: streams, events and graphs that name no device are this one's."""
+    """Make this the calling thread's current device, for streams, events and graphs created without a device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: int) -> None:
-    """Raises DeviceError when the weights alone are larger than the device's free bytes, before anything is copied."""
+    """Raise DeviceError if the weights alone exceed the device's free bytes, before anything is copied."""
     if spec.generic:
         return  # what its weights are, transformers knows
     needed = dtype.itemsize * num_parameters(spec)

@@ -14,7 +14,7 @@ from cacheblend_cli.model.spec import ModelSpec
 
 MLP_ROWS = 256
 
-GPU_MLP_ROWS = 4096  # every turn reads all weights: with few rows a GPU waits for its memory
+GPU_MLP_ROWS = 4096  # every slice reads all weights: with few rows a GPU is memory-bound
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP:
-    """Gate, up, activation and down; or, where the spec has no gate, up, activation and down."""
+    """Gate, up, activation and down; or up, activation and down if the spec has no gate."""
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, Tensor], kernels: KernelBackend, weight_dtype: str = "auto"
@@ -38,7 +38,9 @@ class MLP:
         most = MLP_ROWS if h.device.type == "cpu" else GPU_MLP_ROWS
         if h.shape[0] <= most:
             return self._rows(h)
-        step = -(-h.shape[0] // -(-h.shape[0] // most))  # turns of about one size: a small last one costs the most
+        step = -(
+            -h.shape[0] // -(-h.shape[0] // most)
+        )  # slices of about equal size: a small last one is the least efficient
         out = torch.empty_like(h)
         for start in range(0, h.shape[0], step):
             out[start : start + step] = self._rows(h[start : start + step])

@@ -1,6 +1,7 @@
-"""Which files of a model directory are read, and how: text and JSON objects, or a message that names the file.
+"""Files of a model directory: text and JSON objects, with errors that name the file.
 
-A directory that holds something else is told what that is."""
+A directory of another format gets an error that says which.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,10 @@ def gguf_file_of(model_dir: Path) -> Path:
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted; or the GGUF file that a directory stands for. Raises NotFoundError when there are none or a shard is missing,
-    UsageError when the directory holds weights of another format."""
+    """Safetensors files of a checkpoint, sorted; or the GGUF file that a directory stands for.
+
+    Raises NotFoundError if there are none or a shard is missing, UsageError for weights of another format.
+    """
     if is_converted(model_dir):
         return [gguf_file_of(model_dir)]
     names = weight_names(model_dir)
@@ -75,8 +78,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 def refuse_other_formats(model_dir: Path) -> None:
-    """Raises UsageError, which names the format, for a directory without safetensors weights of its own that holds an
-    adapter or weights of another kind."""
+    """Raise UsageError, naming the format, for a directory without safetensors weights that holds an adapter or other weights."""
     adapter = model_dir / "adapter_config.json"
     if adapter.is_file():
         base = read_object(adapter).get("base_model_name_or_path", "another model")
@@ -91,7 +93,7 @@ def refuse_other_formats(model_dir: Path) -> None:
 
 
 def unused_adapter(model_dir: Path) -> str | None:
-    """What to say of an adapter that lies beside a model's own weights: it may or may not be merged into them."""
+    """Return a note about an adapter next to a model's own weights: it may or may not be merged into them."""
     if not (model_dir / "adapter_config.json").is_file():
         return None
     return f"an adapter (adapter_config.json) lies beside the weights of {model_dir}: it is not applied; --lora {model_dir} does"

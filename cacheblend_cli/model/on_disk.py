@@ -1,4 +1,4 @@
-"""Models that are on this machine: those with a name, the hub's cache, GGUF files and checkpoints in a folder."""
+"""Models on this machine: built-in names, the hub's cache, GGUF files and checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
 
 
 def models_on_disk(folder: Path) -> list[tuple[str, Path]]:
-    """(what --model takes, where it is). Of `folder`: its GGUF files and checkpoints, and those of the folders in it."""
+    """Return (value of --model, path) of every model found; `folder` and its subfolders are searched for files."""
     named = [(SMOLLM2, file)] if (file := smollm2_file()) is not None else []
     from cacheblend_cli.demo import model_dir
 
@@ -41,12 +41,12 @@ def _in_hub_cache() -> list[tuple[str, Path]]:
 
 
 def is_model(gguf: Path) -> bool:
-    """A file of projections beside a model that sees is none."""
+    """Whether a GGUF file is a language model; the projector of a vision model is not."""
     return not gguf.name.startswith("mmproj")
 
 
 def kind_of(path: Path) -> str:
-    """GGUF or checkpoint, with how its weights are quantised; incomplete where there are none, or not all."""
+    """ "GGUF" or "checkpoint" with its quantisation method; "incomplete" if weights are missing, "damaged" if unreadable."""
     if path.is_file():
         return "GGUF"
     try:
@@ -62,5 +62,5 @@ def kind_of(path: Path) -> str:
 
 
 def _typed(path: Path) -> str:
-    """As --model takes it from here: a path that cannot be taken for a hub id."""
+    """The path as --model takes it: not mistakable for a hub id."""
     return str(path) if path.is_absolute() else f"./{path}"

@@ -122,8 +122,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: 
     as long as answering a short question."""
     kind, theta = rope["rope_type"], rope["rope_theta"]
     if kind == "dynamic":  # NTK: the base grows with what is beyond the trained length
-        grown = rope["factor"] * max(seq_len, max_positions) / max_positions - (rope["factor"] - 1)
-        theta = theta * grown ** (head_dim / (head_dim - 2))
+        growth = rope["factor"] * max(seq_len, max_positions) / max_positions - (rope["factor"] - 1)
+        theta = theta * growth ** (head_dim / (head_dim - 2))
     plain: Tensor = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "linear":
         return plain / rope["factor"], 1.0

@@ -1,4 +1,4 @@
-"""What a decoder is made of. `families` reads it from a HF `config.json`."""
+"""Model shapes. `families` reads them from a HF `config.json`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ModelSpec:
     generic: bool = False
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
-        """RoPE's parameters of a layer; None: it has none."""
+        """RoPE parameters of a layer; None if it has no RoPE."""
         if layer in self.unrotated:
             return None
         local = self.local_rope if self.sliding_windows[layer] is not None else None
@@ -120,7 +120,7 @@ class ModelSpec:
 
     @property
     def rotated_dim(self) -> int:
-        """Channels of a head that RoPE turns."""
+        """Channels of a head that RoPE rotates."""
         return int(self.head_dim * (self.rope.get("partial_rotary_factor") or 1))
 
     @property
@@ -152,7 +152,7 @@ class ModelSpec:
 
     @property
     def mlp_params(self) -> int:
-        """Weights of a layer's MLP that a row is multiplied with; with experts, in the mean over layers."""
+        """Weights of a layer's MLP used per row; with experts, the mean over layers."""
         plain, experts = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size, self.experts
         if experts is None:
             return plain

@@ -1,9 +1,9 @@
-"""Experts that a checkpoint holds in one tensor, as a source of one tensor for each part of each expert.
+"""Experts stored in one tensor, exposed as a source with one tensor per part of each expert.
 
-gpt-oss has them so: gate_up_proj [count, in, 2 * width] with gate and up in turn, down_proj [count, width, out], transposed,
+gpt-oss: gate_up_proj [count, in, 2 * width] with gate and up interleaved, down_proj [count, width, out], transposed,
 and their biases without the inputs. In MXFP4 (OCP Microscaling Formats, version 1.0) a weight is `_blocks`
-[count, out, in / 32, 16] uint8, two values of 4 bits in each, the first in the low bits, and `_scales` [count, out, in / 32],
-the exponent of the block's factor, with 127 added.
+[count, out, in / 32, 16] uint8, two 4-bit values in each, the first in the low bits, and `_scales` [count, out, in / 32],
+the exponent of the block's factor, biased by 127.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where weights are read from: safetensors files, quantised or not, or a GGUF file."""
+"""Sources of weights: safetensors files, quantised or not, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_cli.model.model_files import AGAIN, checkpoint_files, is_convert
 
 
 class SafetensorsFiles:
-    """The files of a checkpoint, mapped. Of a name that two files have, `read` gives the first one's."""
+    """Memory-mapped files of a checkpoint. If two files have the same name, `read` returns the first one's tensor."""
 
     block_bytes = 16 << 20  # of float32: a block is held twice for a moment, mapped and copied
 
@@ -51,7 +51,7 @@ class SafetensorsFiles:
 
 
 class TensorSource(Protocol):
-    """Tensors by name, read in blocks of rows. block_bytes: of float32, that it is best read in."""
+    """Tensors by name, read in blocks of rows. block_bytes: preferred block size, as float32."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -70,7 +70,7 @@ class TensorSource(Protocol):
 
 
 def tensor_source(model_dir: Path, *, experts: bool = False) -> TensorSource:
-    """The weights of a model directory. experts: it has some, maybe in one tensor. Raises as `checkpoint_files`."""
+    """Return the source for a model directory. experts: whether experts may be in one tensor. Raises as `checkpoint_files`."""
     if is_converted(model_dir):
         from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
 
@@ -89,7 +89,7 @@ def tensor_source(model_dir: Path, *, experts: bool = False) -> TensorSource:
 
 
 def quantisation_of(model_dir: Path) -> Quantisation | None:
-    """How a checkpoint's weights are quantised, as its config.json says; None: they are not."""
+    """Quantisation method in a checkpoint's config.json; None if not quantised."""
     config = read_object(model_dir / "config.json")
     inner = config.get("text_config")
     return read_quantisation(config.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None))

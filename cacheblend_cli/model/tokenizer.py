@@ -23,7 +23,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A HF fast tokenizer. Text of documents and questions never yields an added token; the template's text may."""
+    """A HF fast tokenizer. Text of documents and questions never produces an added token; text of the template may."""
 
     def __init__(self, model_dir: Path, num_embeddings: int | None = None) -> None:
         """num_embeddings: of the model. A tokenizer may have more tokens (a padding token that was added to it alone):
@@ -74,13 +74,16 @@ class Tokenizer:
 
     @property
     def beginning(self) -> str:
-        """What the tokenizer itself puts before a text, without any chat template: "" or a control token."""
+        """Text the tokenizer itself puts before any text, without a chat template: "" or a control token."""
         ids = self._tokenizer.encode("").ids
         return self.decode([i for i in ids if str(self._tokenizer.id_to_token(i)) == self.special("bos_token")], False)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a document's or question's text in the middle of a prompt: no special tokens, no added token whatever the
-        text contains, and no mark or space that the tokenizer puts before a text that stands alone."""
+        """Ids of a document's or question's text in the middle of a prompt.
+
+        Adds no special tokens, matches no added tokens, and omits the mark or space that the tokenizer puts before a text on
+        its own.
+        """
         ids = self._encode(self._plain, text)
         if not self.control_ids.isdisjoint(ids):
             bad = next(i for i in ids if i in self.control_ids)
@@ -92,18 +95,18 @@ class Tokenizer:
         return ids
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of text the chat template rendered, from its beginning: its control tokens are recognised, none are added."""
+        """Ids of rendered template text from its start: control tokens in it are recognised, none are added."""
         return self._encode(self._tokenizer, text)
 
     def encode_template_rest(self, text: str) -> list[int]:
-        """As `encode_template`, for text that goes on behind other text: its first run, up to a control token, is the middle
-        of a text. Later runs are what the tokenizer makes of text behind a control token."""
+        """`encode_template` for text that follows other text: its first run, up to a control token, is encoded as the middle of
+        a text. Later runs are encoded as text after a control token."""
         first = self._encode(self._middle, text)
         whole = self.encode_template(text)
         return first[: self._first_control(first)] + whole[self._first_control(whole) :]
 
     def holds_control(self, text: str) -> bool:
-        """Whether the text, were it the template's, would hold a control token."""
+        """Whether the text would contain a control token if it were part of the template."""
         return not self.control_ids.isdisjoint(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -126,7 +129,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether `decode` passes over the id: a special token, or none of the vocabulary (models pad their embeddings)."""
+        """Whether `decode` skips the id: a special token, or not in the vocabulary (embeddings are padded)."""
         return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
@@ -137,11 +140,11 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token)
 
     def knows(self, tag: str) -> bool:
-        """Whether the tag is a token, or the chat template writes it."""
+        """Whether the tag is a token, or occurs in the chat template."""
         return self.token_id(tag) is not None or tag in (self._template_source or "")
 
     def special(self, name: str) -> str | None:
-        """The text of `bos_token`, `eos_token`, ... as tokenizer_config.json or special_tokens_map.json has it."""
+        """Text of `bos_token`, `eos_token`, ... from tokenizer_config.json or special_tokens_map.json."""
         value = self.config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, str | None):
@@ -149,7 +152,7 @@ class Tokenizer:
         return text
 
     def special_in(self, text: str) -> str | None:
-        """The first special token that stands in the text, None when there is none."""
+        """The first special token that occurs in the text, or None."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
         return None if found is None else str(self._tokenizer.id_to_token(found))

@@ -1,4 +1,4 @@
-"""What the stages of a tokenizer.json do to text: read, and edited where a text does not stand alone."""
+"""Stages of a tokenizer.json: inspected, and edited to encode text in the middle of a prompt."""
 
 from __future__ import annotations
 

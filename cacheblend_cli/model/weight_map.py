@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of a spec holds, and where each goes in ours."""
+"""Tensors that a checkpoint of a spec contains, and their places in our fused tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights under our names: copied from where they are read once, into fused tensors."""
+"""Weights under our names, copied once from their files into fused tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IN_FILE = "embed_in_file"  # the embedding, where it is not in memory
 
 
 class Weights(dict[str, Tensor]):
-    """Tensors by our names. Some are mapped parts of files until they are taken out: who packs them then has not copied them."""
+    """Tensors by our names. Some are mapped parts of files until popped, so that packing them makes the only copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class Weights(dict[str, Tensor]):
         self._rooms: dict[str, Tensor] = {}
 
     def put_parts(self, name: str, parts: Mapping[int, Tensor]) -> None:
-        """A tensor in blocks of rows, by the row that each begins at."""
+        """Write a tensor in blocks of rows, by first row."""
         self[name], *self._rest[name] = (parts[start] for start in sorted(parts))
 
     def pop(self, name: str) -> Tensor:  # type: ignore[override]
-        """One of several parts that is going to be packed is good until the same of another layer is taken."""
+        """Remove and return a tensor. One of several parts to be packed is valid until the same part of another layer is popped."""
         first, rest = super().pop(name), self._rest.pop(name, ())
         if not rest:
             return first
@@ -143,8 +143,8 @@ def load_weights(
 
 
 def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU a mapping of its own, which goes back to the system whole once the weight is packed: the C library's heap
-    keeps what is freed in its midst."""
+    """On a CPU, anonymous mapped memory, which is returned to the system once the weight is packed; the C library's heap would
+    keep it."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < OWN_MAPPING:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -153,14 +153,14 @@ def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """The model's name of a stored tensor: a bare model (LlamaModel) is saved without `model.` before its names, and a
-    language model inside another with `language_model.` before or behind it."""
+    """The model's name of a stored tensor: a bare model (LlamaModel) is saved without the `model.` prefix, and a language
+    model inside another with `language_model.` before or after it."""
     own = stored.replace("language_model.", "")
     return next((n for n in (own, f"model.{own}", own.removeprefix("model.")) if n in shapes), None)
 
 
 def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """One tensor for embedding and head, unless the file holds two that differ."""
+    """Use one tensor for embedding and head, unless the file holds two different ones."""
     if IN_FILE in weights:
         embed = weights[IN_FILE].to(dtype)
         if "lm_head" not in weights or torch.equal(embed, weights["lm_head"]):
@@ -189,7 +189,7 @@ def weights_digest(model_dir: Path) -> str:
 def deltas_of(
     spec: ModelSpec, adapter: LoraAdapter, shapes: Mapping[str, tuple[Shape, str, int, Shape]]
 ) -> dict[str, Delta]:
-    """What an adapter adds to which weight. Raises UsageError for an adapter that does not fit the model."""
+    """Updates of an adapter by weight. Raises UsageError if the adapter does not fit the model."""
     deltas = {}
     for module, delta in adapter.deltas.items():
         stored = f"{module}.weight"
@@ -236,10 +236,10 @@ def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
 
 
 def head_order(spec: ModelSpec) -> list[int] | None:
-    """Which channel of a checkpoint's head stands where in ours; None: all as they are.
+    """Permutation of a checkpoint's head channels into ours; None for the identity.
 
-    The kernels turn channel i with channel i + half. Where RoPE turns the first channels of a head only, or neighbours with
-    each other, the pairs are put there, and what is not turned behind them in either half.
+    The kernels rotate channel i with channel i + half. For partial rotation or interleaved pairs, the rotated pairs are
+    moved there, and unrotated channels after them in either half.
     """
     rotated = spec.rotated_dim
     if rotated == spec.head_dim and not spec.interleaved:
