@@ -89,6 +89,19 @@ def test_a_model_is_checked_when_an_engine_loads_it(tmp_path: Path) -> None:
         Engine.load(EngineConfig(model=str(tmp_path / "m")))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model", hub_generic.LAYER_NORM, ids=lambda model: model.name)
+def test_a_model_with_layer_norms_passes_its_check_in_16_bits(model: HubModel, tmp_path: Path, dtype: str) -> None:
+    """torch's layer_norm refuses rows in float32 beside weights in 16 bits."""
+    model.write(tmp_path / "m")
+    decoder = loaded(tmp_path / "m", dtype)
+    before = {name: p.clone() for name, p in decoder.parts.model.named_parameters()}
+    check_generic(decoder)
+    for name, p in decoder.parts.model.named_parameters():
+        assert p.dtype == before[name].dtype == decoder.dtype
+        assert torch.equal(p, before[name]), name
+
+
 def test_it_is_checked_once(olmo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the weights are the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -22,6 +22,7 @@ from transformers import (
     GraniteSWAConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
+    Jais2Config,
     MellumConfig,
     MiniMaxM2Config,
     ModernBertDecoderConfig,
@@ -30,6 +31,7 @@ from transformers import (
     OlmoeConfig,
     PersimmonConfig,
     PhiConfig,
+    PhimoeConfig,
     SeedOssConfig,
     VaultGemmaConfig,
 )
@@ -52,6 +54,8 @@ RUN = [
     HubModel("gpt-neox, not parallel", GPTNeoXConfig, {"use_parallel_residual": False}),
     HubModel("nemotron", NemotronConfig),
     HubModel("persimmon", PersimmonConfig),
+    HubModel("jais 2", Jais2Config),
+    HubModel("phi with experts", PhimoeConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     HubModel("seed-oss", SeedOssConfig),
     HubModel("seed-oss, yarn", SeedOssConfig, new("yarn", factor=4.0, original_max_position_embeddings=64)),
     HubModel("ernie 4.5", Ernie4_5Config),
@@ -71,6 +75,9 @@ RUN = [
     HubModel("vaultgemma", VaultGemmaConfig, {"head_dim": 8, "sliding_window": 24, "layer_types": MIXED}),
     HubModel("modernbert decoder", ModernBertDecoderConfig, {"pad_token_id": 0, "sliding_window": 24, "layer_types": MIXED}),
 ]  # fmt: skip
+
+LAYER_NORM = [m for m in RUN if m.config in (GPTNeoXConfig, Jais2Config, ModernBertDecoderConfig, NemotronConfig, OlmoConfig,
+                                             PersimmonConfig, PhiConfig, PhimoeConfig)]  # fmt: skip
 
 
 def refused(name: str, config: Any, why: str, **shape: Any) -> HubModel:

@@ -61,7 +61,7 @@ class Parts:
             found.append(call)
             return call["hidden_states"]
 
-        with self.attention(implementation), self._edges(keep):
+        with self.attention(implementation), self._edges(keep), self._surroundings_in(embedded.dtype):
             ones = torch.ones(1, len(positions), dtype=torch.int64, device=positions.device)  # no packed sequences
             self._base(inputs_embeds=embedded[None], position_ids=positions[None], attention_mask=ones, use_cache=False)
         return found
@@ -80,6 +80,21 @@ class Parts:
             yield
         finally:
             self.model.set_attn_implementation(NAME)
+
+    @contextmanager
+    def _surroundings_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Hold the weights outside the layers, but for embeddings, in another dtype for a while: a LayerNorm takes rows of its
+        own dtype only."""
+        inside = {id(module) for layer in self.layers for module in layer.modules()}
+        outside = [m for m in self._base.modules() if id(m) not in inside and not isinstance(m, nn.Embedding)]
+        held = [(p, p.data) for m in outside for p in m.parameters(recurse=False) if p.is_floating_point()]
+        try:
+            for parameter, data in held:
+                parameter.data = data.to(dtype)
+            yield
+        finally:
+            for parameter, data in held:
+                parameter.data = data
 
     @contextmanager
     def _edges(self, act: Callable[[Call], Tensor]) -> Iterator[None]:
