@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
+from cacheblend_cli.model.families.reader import OTHER_FIELDS
 from cacheblend_cli.model.generic.decoder import load_generic
 from cacheblend_cli.model.gguf_files.conversion import gguf_in, model_dir_of
 from cacheblend_cli.model.hub import HubName, cached, fetch
@@ -24,12 +26,13 @@ from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.model.tensor_source import quantisation_of
+from cacheblend_cli.model.tensor_source import SafetensorsFiles, quantisation_of
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ def load_model(
     """Load the checkpoint in `path`. lora: directory of an adapter to merge. Raises UsageError, NotFoundError, DeviceError."""
     bound_caches()
     spec = read_spec(path)
-    compute_dtype = resolve_dtype(precision.dtype, device, spec)
     check_weight_dtype(precision.weights, device)
     if attention_backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {attention_backend!r}", f"known: auto, {', '.join(BACKENDS)}")
     checkpoint_files(path)  # a directory of another format is told so, and not that it lacks a tokenizer
+    compute_dtype = resolve_dtype(precision.dtype, device, spec, path)
     adapter = None if lora is None else LoraAdapter.read(lora)
     lora_digest = "" if adapter is None else adapter.digest
     tokenizer, generation = Tokenizer(path, spec.vocab_size), read_object(path / "generation_config.json")
@@ -193,25 +196,38 @@ def check_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device, free: 
         )
 
 
-def resolve_dtype(name: str, device: torch.device, spec: ModelSpec) -> torch.dtype:
+def resolve_dtype(name: str, device: torch.device, spec: ModelSpec, model_dir: Path) -> torch.dtype:
     """`auto`: the checkpoint's own dtype; on a CPU bf16 where that is it and this machine is faster with it, else fp32."""
     if name != "auto":
         if name not in DTYPES:
             raise UsageError(f"unknown dtype {name!r}", f"known: auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    stated = DTYPES.get(named, torch.float32)
+    named = str(spec.config.get("dtype") or spec.config.get("torch_dtype") or weights_dtype(model_dir))
+    stated = DTYPES.get(named.removeprefix("torch."), torch.float32)
     return cpu_dtype(spec, stated) if device.type == "cpu" else stated
+
+
+def weights_dtype(model_dir: Path) -> str:
+    """The dtype of most numbers of a checkpoint; bfloat16 where none of its tensors has one of DTYPES."""
+    counts = dict.fromkeys(STORED_AS.values(), 0)
+    for _, stored, shape in SafetensorsFiles(checkpoint_files(model_dir)).headers():
+        if stored in STORED_AS:
+            counts[STORED_AS[stored]] += math.prod(shape)
+    most = max(counts, key=lambda name: counts[name])
+    return most if counts[most] else "bfloat16"
 
 
 def model_fingerprint(
     spec: ModelSpec, path: Path, dtype: torch.dtype, lora_digest: str = "", weight_dtype: str = "auto"
 ) -> str:
     """blake2b-128 over everything K and V depend on: shape, RoPE, weights, how they are read and what they are kept in,
-    compute dtype, adapter."""
+    compute dtype, adapter. On the generic path the spec has a part of what config.json says to transformers: all of it counts,
+    but for fields that do not touch a forward pass."""
     # a field that was added for other families and says nothing of this one changes no fingerprint
-    said = ((f.name, getattr(spec, f.name), f.default) for f in fields(spec) if f.name != "config")
-    shape = {name: value for name, value, default in said if value != default}
+    values = ((f.name, getattr(spec, f.name), f.default) for f in fields(spec) if f.name != "config")
+    shape = {name: value for name, value, default in values if value != default}
+    if spec.generic:
+        shape["config"] = {name: value for name, value in spec.config.items() if name not in OTHER_FIELDS}
     parts = json.dumps(shape, sort_keys=True, default=str) + weights_digest(path) + str(dtype) + lora_digest
     if quantisation := quantisation_of(path):
         parts += repr(quantisation)

@@ -61,7 +61,7 @@ class Weights(dict[str, Tensor]):
 def load_weights(
     spec: ModelSpec, model_dir: Path, dtype: torch.dtype, device: torch.device, adapter: LoraAdapter | None = None
 ) -> Weights:
-    """Every tensor of the model under our names, in `dtype` on `device`.
+    """Every tensor of the model under our names, in `dtype` on `device`; norms with an offset in float32.
 
     Names: see `weight_map.expected_shapes`. What can be put into the weights is (see `fold`).
     Each part is copied from its file into its place, in blocks of rows; nothing is held twice. What an adapter adds is
@@ -120,7 +120,8 @@ def load_weights(
             seen.add(name)
             continue
         if target not in weights:
-            weights[target] = _room(full_shape, dtype, device)
+            wide = spec.norm_offset and _is_norm(target.split(".", 1)[-1])  # 1 + weight in 16 bits would be rounded
+            weights[target] = _room(full_shape, torch.float32 if wide else dtype, device)
         _copy(source, stored, weights[target][start : start + shape[0]], deltas.get(name))
         seen.add(name)
     for target, parts in mapped.items():

@@ -11,6 +11,7 @@ from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.wording import Wording
 
+_ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # what JSON, HTML and others would write otherwise
 THINK, THOUGHT = "<think>", "</think>"
 CHANNEL = "<|channel|>"  # what a gpt-oss has in their place: see `runtime.speech.Channels`
 
@@ -77,7 +78,7 @@ class PromptTemplate:
             around.append(piece)
             if not found or turn in rest or before != self.before_chunks:
                 raise UsageError(
-                    "the chat template does not render every turn of a conversation once, behind the same beginning",
+                    "the chat template does not render every turn of a conversation once, unchanged, behind the same beginning",
                     "ask without history",
                 )
         return [*around, rest]
@@ -113,7 +114,8 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
     """Render the chat template around sentinels and split it there. wording: None for the default one. day: the date to
     print, today's by default; the time is midnight.
 
-    Raises UsageError when the template drops or repeats the user's message or the system prompt, or does not know a variable.
+    Raises UsageError when the template drops, repeats or escapes the user's message or the system prompt, or does not know a
+    variable.
     """
     wording = wording or Wording()
     printed: set[date] = set()
@@ -127,8 +129,9 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
     rendered = _render(tokenizer, wording, strftime_now, marks, [question])
     if rendered.count(marks.chunks) != 1 or rendered.count(question) != 1:
         raise UsageError(
-            "the chat template does not render the user's message exactly once",
-            "check chat_template in the model directory",
+            "the chat template does not render the user's message exactly once, unchanged",
+            "correct chat_template in the model directory: documents are put into its output as they are, so it must not drop, "
+            "repeat, cut or escape (tojson) a message",
         )
     prefix, rest = rendered.split(marks.chunks)
     before, after = rest.split(question)
@@ -139,8 +142,9 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
 
 @dataclass(frozen=True)
 class Marks:
-    """Sentinels that stand for texts while the chat template is rendered: words that survive templates that trim. number: makes
-    them differ from everything that the wording says."""
+    """Sentinels that stand for texts while the chat template is rendered: words that survive templates that trim. Those of
+    chunks and turns also hold characters that a template which escapes or rewrites messages changes. number: makes them differ
+    from everything that the wording says."""
 
     number: int = 0
 
@@ -155,7 +159,7 @@ class Marks:
 
     @property
     def chunks(self) -> str:
-        return f"Chunks{self._ending}"
+        return f"Chunks{_ESCAPED}{self._ending}"
 
     @property
     def system(self) -> str:
@@ -163,7 +167,7 @@ class Marks:
 
     def turn(self, index: int) -> str:
         """index: of a turn of the conversation, the only question's is 0."""
-        return f"Turn{index:04}{self._ending}"
+        return f"Turn{index:04}{_ESCAPED}{self._ending}"
 
 
 def _render(

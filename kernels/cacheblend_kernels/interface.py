@@ -182,7 +182,7 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension in fp32, cast back, then times weight."""
+        """RMSNorm over the last dimension in fp32, cast back, then times weight; times a weight in fp32 before it is cast back."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.demo import model_dir
@@ -80,4 +81,25 @@ def test_auto_is_the_checkpoints_own_on_a_gpu(
 ) -> None:
     del spec
     own = spec_from_config(config() | {"dtype": named, "torch_dtype": None})
-    assert resolve_dtype("auto", torch.device(device), own) == expected
+    assert resolve_dtype("auto", torch.device(device), own, model_dir()) == expected
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "expected"),
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float16, torch.float32, torch.float16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16, torch.float32),
+        (torch.int32, torch.float16, torch.float16),
+        (torch.int32, torch.uint8, torch.bfloat16),
+    ],
+)
+def test_without_a_dtype_in_config_auto_is_that_of_most_weights(
+    spec: ModelSpec, tmp_path: Path, large: torch.dtype, small: torch.dtype, expected: torch.dtype
+) -> None:
+    held = {"a": torch.ones(8, 8, dtype=large), "b": torch.ones(8, dtype=small)}
+    save_file(held, tmp_path / "model.safetensors")
+    del spec
+    silent = spec_from_config({k: v for k, v in config().items() if k not in ("dtype", "torch_dtype")})
+    assert resolve_dtype("auto", torch.device("cuda"), silent, tmp_path) == expected

@@ -101,6 +101,28 @@ def test_a_template_without_a_system_prompt_says_so(tmp_path: Path, template: st
     assert "--prompt" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "content", ["m['content'] | tojson", "m['content'] | e", "m['content'] | lower", "m['content'] * 2", "''"]
+)
+def test_a_template_that_rewrites_messages_is_refused(tmp_path: Path, content: str) -> None:
+    """Chunks are tokenised once, as they are: what such a template makes of their text would be another prompt."""
+    of = tokenizer(
+        tmp_path / "m", "{% for m in messages %}{{ m['role'] }}: {{ CONTENT }}{% endfor %}".replace("CONTENT", content)
+    )
+    with pytest.raises(UsageError) as caught:
+        split_template(of)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+
+
+def test_a_template_that_escapes_earlier_turns_is_refused_with_history(tmp_path: Path) -> None:
+    escaped = "{{ m['content'] | tojson if m['role'] == 'assistant' else m['content'] }}"
+    template = split_template(tokenizer(tmp_path / "m", f"{{% for m in messages %}}{escaped}{{% endfor %}}"))
+    template.suffix_ids("who?")
+    with pytest.raises(UsageError):
+        template.suffix_ids("who?", ["where?", "there"])
+
+
 def test_a_control_token_in_the_users_wording_is_refused(tmp_path: Path) -> None:
     of = tokenizer(tmp_path / "m")
     with pytest.raises(UsageError, match=r"--system has '<\|im_end\|>'"):

@@ -36,7 +36,8 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
     try:
         with quiet():
             read = CONFIG_MAPPING[model_type].from_dict(config)
-    except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+            values = read.to_dict()
+    except (TypeError, ValueError, AttributeError, LookupError, StrictDataclassError) as error:
         told = " ".join(str(error).split())
         raise UsageError(f"transformers cannot read config.json of model_type {model_type!r}: {told}", AGAIN) from error
     if config.get("quantization_config"):
@@ -45,7 +46,7 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
         raise not_generic(model_type, "it is a language model inside another one")
     if getattr(read, "is_encoder_decoder", False):
         raise not_generic(model_type, "its decoder attends to an encoder (cross attention)")
-    choosing = [n for n, v in read.to_dict().items() if v and any(part in n for part in CHOOSING)]
+    choosing = [n for n, v in values.items() if v and any(part in n for part in CHOOSING)]
     if choosing:
         raise not_generic(model_type, f"its layers choose which keys they see ({choosing[0]} in its config)")
     if not getattr(transformers, architecture)._supports_attention_backend:

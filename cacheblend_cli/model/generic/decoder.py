@@ -112,7 +112,15 @@ def load_generic(
         return GenericDecoder(spec, _model(path, dtype, device, adapter), kernels)
     except (CacheBlendError, torch.OutOfMemoryError):
         raise
-    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError, NotImplementedError) as error:
+    except (
+        TypeError,
+        AttributeError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        NotImplementedError,
+        AssertionError,
+    ) as error:
         raise not_generic(model_type, str(error).partition("\n")[0] or type(error).__name__) from error
 
 

@@ -34,7 +34,8 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """ROWS rows of WIDTH: normalise in fp32, cast to x's dtype, times weight. Row i is head i % HEADS of i // HEADS.
+    """ROWS rows of WIDTH: normalise in fp32, cast to x's dtype unless weight is fp32, times weight. Row i is head i % HEADS of
+    i // HEADS.
 
     ADD: residual += x first, in place, and the sum (as it was rounded) is what is normalised.
     """
@@ -52,8 +53,11 @@ def rms_norm_kernel(
         tl.store(residual_ptr + packed, rounded, mask=mask)
         x = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    normed = (x * inverse[:, None]).to(dtype).to(tl.float32) * weight[None, :]
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0)
+    normed = x * inverse[:, None]
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    normed *= weight.to(tl.float32)[None, :]
     tl.store(out_ptr + packed, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -84,6 +84,19 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(out.cpu().double(), norm_reference(x, weight, 1e-5), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
+def test_a_weight_in_float32_is_rounded_once(dtype: torch.dtype, triton: bool, device: torch.device) -> None:
+    """As Gemma's norms are: the product with 1 + weight is rounded to x's dtype, and nothing before it."""
+    x, weight = torch.randn(5, 64).to(dtype), 1 + torch.randn(64)
+    norm = rms_norm if triton else TorchBackend().rms_norm
+    out = norm(x.to(device), weight.to(device), 1e-6).cpu()
+    assert out.dtype == dtype
+    wanted = norm_reference(x, weight, 1e-6)
+    step = torch.finfo(dtype).eps / (1 if triton else 2)  # Triton's interpreter cuts bits off
+    assert ((out.double() - wanted).abs() <= 1.001 * step * wanted.abs() + 1e-7).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 1000, 2048])
 def test_add_rms_norm(width: int, dtype: torch.dtype, device: torch.device) -> None:
