@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (ROOT, ROOT / "cacheblend_cli")
 NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|json|svg|png))\)")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted(path for folder in ("", "docs", "study", "benchmarks") for path in (ROOT / folder).glob("*.md"))
 
 
 def defined(file: Path) -> set[str]:

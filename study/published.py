@@ -13,9 +13,9 @@ from math import ceil
 from typing import Any
 
 import torch
-from fidelity_variants import _swapped, scaled_keys
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from variants import scaled_keys, swapped
 
 from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.blend import prefill as blend
@@ -57,7 +57,7 @@ class Question(Observer):
         self._prompt, self._layers, self._share = prompt, frozenset(layers), share
         computed = [s for s in prompt.plan.segments if s.status == "computed"]
         rows = prompt.rows(positions_of(computed, prompt.decoder.device))
-        with _swapped(forward, "attend", _attend if share == 1 else self._attend_digest):
+        with swapped(forward, "attend", _attend if share == 1 else self._attend_digest):
             run_layers(prompt.decoder, rows, prompt.token_ids[rows.positions], self, self)
 
     def at(self, layer: DecoderLayer) -> LayerStep:
@@ -152,7 +152,7 @@ def relaxkv(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
     """After RelaxKV (arXiv 2609.33503): see `RelaxSteps`."""
     if request.blend.effective_ratio() in (0.0, 1.0):
         return prefill(runtime, request, room=room)
-    with _swapped(blend, "BlendSteps", RelaxSteps), _swapped(forward, "attend", _attend):
+    with swapped(blend, "BlendSteps", RelaxSteps), swapped(forward, "attend", _attend):
         return prefill(runtime, request, room=room)
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/published.py: each method keeps its budget, is a full prefill at ratio 1, and lets no row see later text."""
+"""study/published.py: each method keeps its budget, is a full prefill at ratio 1, and lets no row see later text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAMPLE = sample(*TEXTS[:4])
 def published() -> Iterator[ModuleType]:
     known = dict(SELECTORS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "study"))
         yield importlib.import_module("published")
     SELECTORS.clear()
     SELECTORS.update(known)

@@ -1,0 +1,215 @@
+"""The study's tables and plot: fills the `<!-- NAME -->` ... `<!-- end -->` blocks of pages; the prose is the pages' own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from settings import handbook_groups
+
+from cacheblend_cli.evaluation.plot import COLOURS, MARKERS, label_lines
+
+STUDY = Path(__file__).parent
+PAGES: dict[Path, Path | None] = {
+    STUDY / "fidelity.md": STUDY / "fidelity.svg",
+    STUDY / "handbook.md": None,
+    STUDY / "gate.md": None,
+}
+"""Each page, and where its plot goes."""
+MAIN_RATIO = 0.15
+SHOWN = ("hkvd", "query", "query, shifted", "random:2+draft, shifted", "query, regression")
+TITLES = {"musique": "chunks of different documents", "pages": "chunks of one page, in order"}
+Row = dict[str, Any]
+WITH_INTERVAL, PERCENT, SIGNED = "{0:.3f} ({1:.3f} to {2:.3f})", "{0:.1%}", "{0:+.3f} ({1:+.3f} to {2:+.3f})"
+COLUMNS = {
+    "exact_match": ("exact", PERCENT),
+    "f1": ("F1", "{0:.3f}"),
+    "norm_f1": ("NormF1 (95 %)", WITH_INTERVAL),
+    "f1_difference": ("F1 minus full prefill's (95 %)", SIGNED),
+    "first_token": ("first token", "{0:.0%}"),
+    "kl": ("KL (95 %)", WITH_INTERVAL),
+    "kl_median": ("median", "{0:.3f}"),
+    "kl_p90": ("90th percentile", "{0:.3f}"),
+    "top1": ("top-1", PERCENT),
+    "same_answer": ("same answer", "{0:.0%}"),
+    "found": ("contains reference", "{0:.0%}"),
+    "likelihood": ("its likelihood", "{0:+.3f}"),
+    "k_error": ("K error", "{0:.3f}"),
+    "less_default": ("KL minus default's (95 %)", SIGNED),
+    "nearer": ("default nearer", "{0}"),
+}
+
+
+def write_pages(results: Path, pages: dict[Path, Path | None]) -> None:
+    """Fill the pages from the results in a folder. A page that does not exist is made of the blocks alone."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    blocks = blocks_of(found)
+    for page, plot in pages.items():
+        empty = "\n\n".join(f"<!-- {name} -->\n<!-- end -->" for name in blocks) + "\n"
+        text = page.read_text(encoding="utf-8") if page.exists() else empty
+        for name, block in blocks.items():
+            pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)"
+            text = re.sub(pattern, lambda m, block=block: f"{m[1]}\n{block}\n\n{m[2]}", text, flags=re.DOTALL)
+        page.write_text(text, encoding="utf-8")
+        if plot is not None:
+            draw({name: found[name] for name in TITLES if name in found}, plot)
+
+
+def blocks_of(found: dict[str, Any]) -> dict[str, str]:
+    """Return the text of each block by name."""
+    blocks = {}
+    for name, result in found.items():
+        if name == "gate":
+            blocks[name] = gate_table(result)
+        elif "rows" not in result or "set" not in result:
+            continue
+        elif name == "handbook":
+            rows = {row["label"]: row for row in result["rows"]}
+            blocks["handbook"] = about(result)
+            for group, settings in handbook_groups().items():
+                labels = ["full prefill"] * (group == "levels") + [s.label for s in settings]
+                blocks[f"handbook {group}"] = table([rows[label] for label in labels if label in rows])
+        else:
+            ratios = ratios_of(result["rows"])
+            main = [MAIN_RATIO] if MAIN_RATIO in ratios and len(ratios) > 3 else ratios
+            shown = [row for row in result["rows"] if not row["ratio"] or row["ratio"] in main or row["ratio"] == 1]
+            blocks[name] = about(result) + "\n\n" + table(shown)
+            if len(ratios) > 3:
+                blocks[f"{name} by ratio"] = by_ratio(result["rows"])
+    codecs = {name.removeprefix("codec-"): found[name] for name in found if name.startswith("codec-")}
+    if codecs:
+        rows = [row | {"label": f"{codec}, {row['label']}"} for codec, r in codecs.items() for row in r["rows"][1:]]
+        blocks["codecs"] = about(next(iter(codecs.values()))) + "\n\n" + table(rows)
+    return blocks
+
+
+def about(result: Row) -> str:
+    """Return a sentence on model, questions and machine."""
+    h, full = result["hardware"], result["rows"][0]
+    half = f", {result['half']} half" if result["half"] != "all" else ""
+    text = (
+        f"{result['questions']} questions{half}; model `{result['model']}` in {result['dtype']}, greedy; {h['cpu']}, {h['cores']} cores, "
+        f"{h['threads']} thread(s), torch {h['torch']}."
+    )
+    if "found" in full:
+        text += f" Full prefill's answers contain the reference in {full['found'][0]:.0%}"
+        text += f"; log-likelihood of the reference {full['likelihood'][0]:.2f} nats a token."
+    if timed := result.get("timed"):
+        text += f" First token of a full prefill, one question: {timed['full_s']:.2f} s, {timed['hardware']['threads']} thread(s)."
+    return text
+
+
+def table(rows: list[Row]) -> str:
+    """Return a Markdown table with the columns that some row has a value for; likelihoods minus full prefill's."""
+    full = next((row["likelihood"][0] for row in rows if row["label"] == "full prefill" and "likelihood" in row), 0.0)
+    # of real text full prefill is what the others are compared with, and says nothing itself
+    shown = [row for row in rows if "kl" in row or row.get("exact_match")]
+    names = [name for name in COLUMNS if any(row.get(name) is not None for row in shown)]
+    lines = [
+        f"| setting | ratio | work | {' | '.join(COLUMNS[n][0] for n in names)} |",
+        "|---" * (len(names) + 3) + "|",
+    ]
+    for row in shown:
+        is_full = row["label"] == "full prefill"
+        cells = [method(row), "" if is_full else f"{row['ratio']:g}", "" if is_full else f"{row['work']:.1%}"]
+        for name in names:
+            value = row.get(name)
+            if value is not None and name == "likelihood":
+                value = [value[0] - full, 0, 0]
+            cells.append(
+                "" if value is None else COLUMNS[name][1].format(*(value if isinstance(value, list) else [value]))
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(name: str, value: list[float]) -> str:
+    form = COLUMNS[name][1]
+    if name == "kl" and value[0] < 0.01:
+        form = form.replace(".3f", ".2g")
+    return form.format(*value)
+
+
+def method(row: Row) -> str:
+    """Return the label without its ratio."""
+    name, _, last = row["label"].rpartition(" ")
+    return name if name and last == f"{row['ratio']:g}" else row["label"]
+
+
+def ratios_of(rows: list[Row]) -> list[float]:
+    return sorted({row["ratio"] for row in rows if "kl" in row and row["ratio"]})
+
+
+def by_ratio(rows: list[Row]) -> str:
+    """Return a table of KL (mean / median), top-1 and same answer of every method over the ratios."""
+    ratios = ratios_of(rows)
+    lines = ["| setting | " + " | ".join(f"{r:g}" for r in ratios) + " |", "|---|" + "---|" * len(ratios)]
+    for name in dict.fromkeys(method(row) for row in rows if "kl" in row and row["ratio"]):
+        at = {row["ratio"]: row for row in rows if "kl" in row and method(row) == name}
+        cells = [
+            f"{r['kl'][0]:.3f} / {r['kl_median'][0]:.3f} · {r['top1'][0]:.1%} · {r['same_answer'][0]:.0%}" if r else ""
+            for r in (at.get(ratio) for ratio in ratios)
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def gate_table(result: Row) -> str:
+    """Return what share of the differing answers is caught at each share of fallbacks, and the calibration."""
+    h, sets = result["hardware"], result["sets"]
+    shares = [point["share"] for point in next(iter(next(iter(sets.values())).values()))["curve"]]
+    lines = [
+        f"{h['cpu']}, {h['cores']} cores, {h['threads']} thread(s), torch {h['torch']}; {result['about']}.",
+        "",
+        "| set | setting | differ | ceiling | " + " | ".join(f"{s:.0%}" for s in shares) + " | 70 % need |",
+        "|" + "---|" * (5 + len(shares)),
+    ]
+    for name, settings in sets.items():
+        for label, f in settings.items():
+            cells = [f"{p['held']:.0%} / {p['streamed']:.0%}" for p in f["curve"]]
+            most = next(p["most"] for p in f["curve"] if p["share"] == 0.2)
+            row = [name, label, f"{f['differ']} of {f['tested']}", f"{most:.0%}", *cells, f"{f['share_for_aim']:.0%}"]
+            lines.append("| " + " | ".join(row) + " |")
+    lines += ["", "| set | setting | " + " | ".join(("below .1", ".1 to .3", ".3 to .6", "above .6")) + " | all |"]
+    lines += ["|" + "---|" * 7]
+    for name, settings in sets.items():
+        for label, f in settings.items():
+            cells = [f"{b['foreseen']:.1f} / {b['differ']} of {b['answers']}" for b in f["calibration"]]
+            lines.append(
+                f"| {name} | {label} | {' | '.join(cells)} | {f['foreseen']:.1f} / {f['differ']} of {f['tested']} |"
+            )
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Row], path: Path) -> None:
+    """Draw KL over the work, a line per method, a panel per set."""
+    if not found:
+        return
+    figure = Figure(figsize=(6.2 * len(found), 4.6), layout=ConstrainedLayoutEngine(w_pad=0.15))
+    for axes, (name, result) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        rows = [row for row in result["rows"] if "kl" in row]
+        labels = []
+        for place, shown in enumerate(SHOWN):
+            points = sorted((r for r in rows if method(r) == shown and r["ratio"]), key=lambda r: r["work"])
+            if len(points) < 2:
+                continue
+            values = [r["kl"][0] for r in points]
+            spread = [[r["kl"][0] - r["kl"][1] for r in points], [r["kl"][2] - r["kl"][0] for r in points]]
+            axes.errorbar([r["work"] for r in points], values, yerr=spread, marker=MARKERS[place], markersize=4,
+                          color=COLOURS[place], capsize=2, linewidth=1.3)  # fmt: skip
+            labels.append((shown, COLOURS[place], values[-1]))
+        reuse = next(r["kl"][0] for r in rows if r["label"] == "reuse")
+        axes.axhline(reuse, color="#d55e00", linestyle=":", linewidth=1)
+        axes.text(0, reuse, " plain reuse", color="#d55e00", fontsize=8, va="bottom")
+        axes.set_title(f"{TITLES[name]} ({result['questions']} questions)", fontsize=10)
+        axes.set_xlabel("work: share of a full prefill of the chunks", fontsize=9)
+        axes.set_ylabel("KL from full prefill, nats per token", fontsize=9)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        label_lines(axes, labels)
+    figure.savefig(path, metadata={"Date": None})

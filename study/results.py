@@ -1,0 +1,163 @@
+"""Rows of a set's result: means, medians and 90th percentiles with intervals, paired differences, times to the first token."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cacheblend_store import ChunkStore
+from settings import DEFAULT
+
+from cacheblend_cli.api import Engine
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.evaluation.bootstrap import Bootstrap, Column, Interval, difference, mean
+from cacheblend_cli.evaluation.chunks import SampleChunks
+from cacheblend_cli.evaluation.evaluate import FULL, Results
+from cacheblend_cli.evaluation.records import Record
+from cacheblend_cli.evaluation.samples import Sample
+from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.evaluation.speed import device_name
+from cacheblend_cli.evaluation.summary import Summary, summarise
+
+MAIN_RATIO = 0.15
+TIMED_ROUNDS = 3
+Row = dict[str, Any]
+
+
+def rows_of(results: Results, samples: Sequence[Sample], measures: Sequence[str]) -> list[Row]:
+    """Return a row per setting: label, context, ratio, work (fresh token-layers over reusable ones) and the measures.
+
+    A measure is [value, low, high], with a 95 % bootstrap interval over the questions, paired between settings, or a number.
+    kl: nats per token, over all tokens; kl_median and kl_p90: of the questions' means; less_default: the questions' mean KL
+    minus that of the default at the same ratio (at .15 for reuse); nearer: number of questions on which the default is nearer.
+    """
+    bootstrap = Bootstrap(len(samples))
+    kls = {label: [statistics.fmean(r.kl) for r in records if r.kl] for label, records in results.by_label.items()}
+    rows = []
+    for summary in summarise(results, baseline="reuse" if "reuse" in results.by_label else None):
+        records = results.by_label[summary.label]
+        found = _summary_measures(summary) | _question_measures(bootstrap, kls[summary.label])
+        found |= _answer_measures(bootstrap, samples, records)
+        found |= _against_default(bootstrap, kls, summary)
+        row: Row = {"label": summary.label, "context": summary.setting["context"]}
+        row |= {"ratio": summary.ratio, "work": _short(summary.budget)}
+        row |= {name: _plain(found[name]) for name in (*measures, "nearer") if found.get(name) is not None}
+        rows.append(row)
+    return rows
+
+
+def _summary_measures(summary: Summary) -> Row:
+    errors = summary.k_error[1:]  # layer 0 is right in any case
+    names = ("exact_match", "f1", "norm_f1", "f1_difference", "top1", "kl", "same_answer")
+    return {name: getattr(summary, name) for name in names} | {"k_error": statistics.fmean(errors) if errors else None}
+
+
+def _question_measures(bootstrap: Bootstrap, kl: Sequence[float]) -> Row:
+    if not kl:
+        return {}
+    return {"kl_median": bootstrap.interval(_median, kl), "kl_p90": bootstrap.interval(_p90, kl)}
+
+
+def _answer_measures(bootstrap: Bootstrap, samples: Sequence[Sample], records: Sequence[Record]) -> Row:
+    """found: share of answers that contain a reference answer; likelihood: of the reference answer, nats per token."""
+    row: Row = {}
+    if all(sample.answers for sample in samples):
+        said = zip(samples, records, strict=True)
+        found = [float(any(a.lower() in r.answer.lower() for a in s.answers)) for s, r in said]
+        row["found"] = bootstrap.interval(mean, found)
+    likelihood = [r.likelihood for r in records if r.likelihood is not None]
+    if len(likelihood) == len(records):
+        row["likelihood"] = bootstrap.interval(mean, likelihood)
+    return row
+
+
+def _against_default(bootstrap: Bootstrap, kls: dict[str, list[float]], summary: Summary) -> Row:
+    default = f"{DEFAULT} {summary.ratio or MAIN_RATIO:g}"
+    ours, theirs = kls.get(default), kls[summary.label]
+    if not ours or not theirs or summary.label == default:
+        return {}
+    nearer = sum(a < b for a, b in zip(ours, theirs, strict=True))
+    return {"less_default": bootstrap.interval(difference, theirs, ours), "nearer": nearer}
+
+
+def _median(column: Column) -> Column:
+    return np.asarray(np.median(column, axis=-1))
+
+
+def _p90(column: Column) -> Column:
+    return np.asarray(np.percentile(column, 90, axis=-1))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Interval):
+        return [_short(value.value), _short(value.low), _short(value.high)]
+    return _short(value) if isinstance(value, float) else value
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def write_result(path: Path, result: Row) -> None:
+    """Write JSON with one row a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = [f"{json.dumps(name)}: {_lines(value)}" for name, value in result.items()]
+    path.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n " + ",\n ".join(json.dumps(row) for row in value) + "\n]"
+    return json.dumps(value)
+
+
+def hardware() -> dict[str, Any]:
+    cpu = device_name(torch.device("cpu"))
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def first_tokens(
+    engine: Engine, sample: Sample, settings: Sequence[Setting], until: float, rounds: int = TIMED_ROUNDS
+) -> dict[str, Any]:
+    """Time one question under each setting in turn, round by round after a warm-up round: from the known question to the first
+    token, with stored KV loaded and verified. No round but the first starts after `until` (time.monotonic()).
+
+    Returns full_s: median seconds of full prefill; shares: each label's median over that; rounds.
+    """
+    runtime = engine.runtime
+    seconds: dict[str, list[float]] = {s.label: [] for s in (FULL, *settings)}
+    with (
+        tempfile.TemporaryDirectory(prefix="cacheblend-study-") as folder,
+        ChunkStore.open(Path(folder) / "store", mode="write") as store,
+    ):
+        chunks = SampleChunks(engine, store, [sample])
+        contexts = list(dict.fromkeys(s.context for s in settings))
+        chunks.store([sample], contexts)
+        for number in range(rounds + 1):
+            if number > 1 and time.monotonic() > until:
+                break
+            print(f"  first tokens, round {number} of {rounds}", file=sys.stderr, flush=True)
+            for setting in (FULL, *settings):
+                context = setting.context if setting.reuses else contexts[0]
+                start = time.perf_counter()
+                request = resolve(runtime, store, Question(sample.question, chunks.keys(sample, context)))
+                done = (setting.prefill or prefill)(runtime, replace(request, blend=setting.blend))
+                int(done.logits.argmax())
+                if number:
+                    seconds[setting.label].append(time.perf_counter() - start)
+                done.sequence.release()
+    median = {label: statistics.median(runs) for label, runs in seconds.items()}
+    full = median.pop(FULL.label)
+    shares = {label: _short(value / full) for label, value in median.items()}
+    return {"full_s": _short(full), "shares": shares, "rounds": len(seconds[FULL.label])}

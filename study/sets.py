@@ -1,0 +1,203 @@
+"""The sets of the study: questions with their chunks, the settings that are measured on them, and what is measured.
+
+MuSiQue questions over four or all ten of their passages, the RAG inputs that CacheBlend's authors published, RULER-like needles
+and variable tracking in passages of real text, passages cut into the paragraphs of a page, and the questions of the demo's
+handbook. Questions in even places of a set are for choosing and fitting ("fit"), those in odd places for results ("test").
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from settings import (
+    codec_settings,
+    context_settings,
+    handbook_settings,
+    leading_settings,
+    wide_settings,
+)
+
+from cacheblend_cli.evaluation.demo_table import spellable_samples
+from cacheblend_cli.evaluation.samples import Context, Sample, pages, read_samples
+from cacheblend_cli.evaluation.settings import Setting
+
+REAL = ("kl", "kl_median", "kl_p90", "top1", "same_answer", "found", "likelihood", "less_default")
+HANDBOOK = ("exact_match", "f1", "norm_f1", "top1", "kl", "k_error")
+LAYOUT = ("exact_match", "f1", "f1_difference", "kl", "same_answer")
+CODEC = ("kl", "top1", "same_answer")
+COLOURS = "amber azure coral crimson ivory jade lilac maroon ochre olive pearl ruby saffron silver teal umber".split()
+ANIMALS = (
+    "badger beaver bison camel crane dolphin falcon ferret gibbon heron ibex jackal koala lynx otter raven".split()
+)
+NAMES = "Alder Birch Cedar Dogwood Elder Fir Ginkgo Hazel Iris Juniper Larch Maple Nettle Oak Poplar Rowan".split()
+NEEDLE_SETS, PER_CHUNK = 240, 2
+PASSAGE_WORDS = 330
+"""Words of real text in a chunk with needles: about 500 tokens."""
+
+
+@dataclass(frozen=True)
+class StudySet:
+    """One set. samples: of a data folder, in order. questions: how many are measured by default. halves: whether odd and even
+    places are told apart. tokens: of full prefill's answer, over which distributions are compared; own_tokens: of a setting's own
+    answer. measures: fields of a result row. whole_window: collect each page as one left context, whatever its length."""
+
+    samples: Callable[[Path | None], list[Sample]]
+    settings: Callable[[], list[Setting]]
+    questions: int
+    measures: tuple[str, ...] = REAL
+    model: str = "smollm2"
+    tokens: int = 64
+    own_tokens: int = 16
+    halves: bool = True
+    needs_data: bool = True
+    kv_dtype: str = "auto"
+    whole_window: bool = False
+
+
+def study_sets() -> dict[str, StudySet]:
+    """Return every set by name, in the order in which they are measured."""
+    real = {
+        "musique": StudySet(lambda data: musique(data, 4), wide_settings, 12),
+        "needles-2k": StudySet(lambda data: needles(_filler(data), 4), leading_settings, 8),
+        "pages": StudySet(_all_pages, lambda: leading_settings("document"), 8),
+        "tracking-2k": StudySet(lambda data: tracking(_filler(data), 4), leading_settings, 6),
+        "needles-7k": StudySet(lambda data: needles(_filler(data), 13), leading_settings, 3),
+        "musique-10": StudySet(lambda data: list(_musique(data)), leading_settings, 7),
+        "rag": StudySet(_rag, leading_settings, 2),
+        "tracking-7k": StudySet(lambda data: tracking(_filler(data), 13), leading_settings, 1),
+    }
+    handbook = {
+        "handbook": StudySet(lambda _: spellable_samples(), handbook_settings, 520, HANDBOOK),
+        **{
+            f"handbook-{name}": StudySet(lambda _, name=name: layouts()[name], context_settings, 520, LAYOUT)
+            for name in ("pages", "shuffled", "headless")
+        },
+    }
+    own = {"model": "handbook", "tokens": 24, "own_tokens": 24, "halves": False, "needs_data": False}
+    codecs = {
+        f"codec-{codec}": StudySet(
+            _one_page, codec_settings, 8, CODEC, tokens=16, halves=False, kv_dtype=codec, whole_window=True
+        )
+        for codec in ("auto", "float8_e4m3", "int8", "int4")
+    }
+    return real | {name: replace(found, **own) for name, found in handbook.items()} | codecs
+
+
+@cache
+def _musique(data: Path) -> tuple[Sample, ...]:
+    return tuple(read_samples(data / "musique_dev.json"))
+
+
+def musique(data: Path, passages: int) -> list[Sample]:
+    """Questions over their first passages; behind these over the next and the last ones, from the second question on: a
+    question's place is odd in every round, or even in every round."""
+    samples = _musique(data)
+    first = [replace(s, contexts=s.contexts[:passages]) for s in samples]
+    if len(samples) % 2 == 0:
+        samples = samples[:-1]
+    next_ones = [replace(s, contexts=s.contexts[passages : 2 * passages]) for s in samples[1:]]
+    last_ones = [replace(s, contexts=s.contexts[-passages:]) for s in samples[1:]]
+    return [*first[: len(samples)], *next_ones, *last_ones]
+
+
+def _all_pages(data: Path) -> list[Sample]:
+    return [_paged(sample, 2, 4) for sample in _musique(data)]
+
+
+def _rag(data: Path) -> list[Sample]:
+    return [s for path in sorted((data / "rag").glob("*.json")) for s in read_samples(path)]
+
+
+def _one_page(data: Path) -> list[Sample]:
+    """Even MuSiQue questions whose first four passages are one page: in the context `document`, in this order, they are exact."""
+    samples = musique(data, 4)[: len(_musique(data)) : 2]
+    return [replace(s, contexts=pages(["page"] * 4, [c.text for c in s.contexts])) for s in samples]
+
+
+def layouts(seed: int = 0) -> dict[str, list[Sample]]:
+    """Return the handbook's questions with their chunks as collected, shuffled, and without the first chunk of each page. A
+    question is not in the last layout if its answer is in a page's first chunk (tag "across") or no chunk would be left."""
+    rng, samples = random.Random(seed), spellable_samples()
+    shuffled = [replace(s, contexts=tuple(rng.sample(s.contexts, len(s.contexts)))) for s in samples]
+    headless = [
+        replace(s, contexts=later)
+        for s in samples
+        if s.tags.get("across", True) and (later := tuple(c for c in s.contexts if c.before))
+    ]
+    return {"pages": list(samples), "shuffled": shuffled, "headless": headless}
+
+
+@cache
+def _filler(data: Path) -> tuple[str, ...]:
+    """Sentences of all passages, without very short and very long ones."""
+    texts = dict.fromkeys(context.text for sample in _musique(data) for context in sample.contexts)
+    found = (s.strip() for text in texts for s in re.split(r"(?<=[.?!]) ", text))
+    return tuple(s for s in found if 5 <= len(s.split()) <= 60)
+
+
+def needles(filler: Sequence[str], chunks: int, seed: int = 0) -> list[Sample]:
+    """Make questions for one of many access codes, two in every chunk."""
+    samples = []
+    for number in range(NEEDLE_SETS):
+        rng = random.Random(f"{seed}-{number}")
+        things = rng.sample([f"{c} {a}" for c in COLOURS for a in ANIMALS], chunks * PER_CHUNK)
+        codes = [str(rng.randrange(100_000, 1_000_000)) for _ in things]
+        said = [f"The access code of the {t} is {code}." for t, code in zip(things, codes, strict=True)]
+        texts = [_strewn(filler, said[i * PER_CHUNK : (i + 1) * PER_CHUNK], rng) for i in range(chunks)]
+        asked = rng.randrange(PER_CHUNK, len(things))  # the first chunk is exact in any case
+        question = f"What is the access code of the {things[asked]}? Answer with the number only."
+        samples.append(Sample(question, (codes[asked],), tuple(Context(text) for text in texts)))
+    return samples
+
+
+def tracking(filler: Sequence[str], chunks: int, seed: int = 1) -> list[Sample]:
+    """Make questions for a value that is assigned over a chain of three names, each link in another chunk, beside two other
+    chains (RULER's variable tracking)."""
+    samples = []
+    for number in range(NEEDLE_SETS):
+        rng = random.Random(f"{seed}-{number}")
+        names = rng.sample(NAMES, 9)
+        said: list[list[str]] = [[] for _ in range(chunks)]
+        values = []
+        for chain in (names[:3], names[3:6], names[6:]):
+            values.append(str(rng.randrange(10_000, 100_000)))
+            told = [f"{chain[0]} has the value {values[-1]}."]
+            told += [f"{after} has the same value as {before}." for before, after in pairwise(chain)]
+            for place, sentence in zip(sorted(rng.sample(range(chunks), len(told))), told, strict=True):
+                said[place].append(sentence)
+        texts = [_strewn(filler, sentences, rng) for sentences in said]
+        question = f"Which value does {names[2]} have? Answer with the number only."
+        samples.append(Sample(question, (values[0],), tuple(Context(text) for text in texts)))
+    return samples
+
+
+def _strewn(filler: Sequence[str], said: Sequence[str], rng: random.Random) -> str:
+    """Return a passage of real sentences with the given ones at random places."""
+    at, passage = rng.randrange(len(filler)), []
+    while sum(len(sentence.split()) for sentence in passage) < PASSAGE_WORDS:
+        passage.append(filler[at % len(filler)])
+        at += 1
+    for sentence in said:
+        passage.insert(rng.randrange(1, len(passage)), sentence)
+    return " ".join(passage) + "\n\n"
+
+
+def _paged(sample: Sample, num_pages: int, paragraphs: int) -> Sample:
+    """Cut the first passages into pages of paragraphs of similar length, at sentence ends."""
+    titles, texts = [], []
+    for number, context in enumerate(sample.contexts[:num_pages]):
+        sentences = re.split(r"(?<=[.?!] )", context.text)
+        size, parts = len(context.text) / paragraphs, [""]
+        for sentence in sentences:
+            if len(parts[-1]) >= size and len(parts) < paragraphs:
+                parts.append("")
+            parts[-1] += sentence
+        texts += [*(part for part in parts[:-1]), parts[-1] + "\n\n"]
+        titles += [f"page {number + 1}"] * len(parts)
+    return Sample(sample.question, sample.answers, pages(titles, texts), sample.tags)

@@ -1,0 +1,211 @@
+"""The fidelity study: its sets contain what their questions ask for, a run resumes, and its tables are what was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from checkpoints import WORDS, write_checkpoint
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.evaluation.samples import Sample, pages
+from cacheblend_cli.evaluation.settings import Setting
+
+STUDY = Path(__file__).parents[2] / "study"
+MODULES = ("run", "results", "report", "sets", "settings", "published", "variants", "gate")
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[dict[str, ModuleType]]:
+    """Its modules by name."""
+    known = dict(SELECTORS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(STUDY))
+        yield {name: importlib.import_module(name) for name in MODULES}
+    SELECTORS.clear()
+    SELECTORS.update(known)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of questions, each over ten passages of sentences of their own."""
+    said = [
+        {
+            "question": f"question {number}?",
+            "answers": ["yes"],
+            "ctxs": [
+                {"title": "", "text": " ".join(f"passage {number} {c} says the thing {s} here." for s in range(12))}
+                for c in range(10)
+            ],
+        }
+        for number in range(5)
+    ]
+    folder = tmp_path / "data"
+    (folder / "rag").mkdir(parents=True)
+    (folder / "musique_dev.json").write_text(json.dumps(said))
+    (folder / "rag/1.json").write_text(json.dumps({"0": "a text", "1": "another", "chunk_num": 2, "query": "what?"}))
+    return folder
+
+
+def test_every_set_is_the_same_each_time(study: dict[str, ModuleType], data: Path) -> None:
+    sets = study["sets"].study_sets()
+    made = {name: one.samples(data) for name, one in sets.items()}
+    assert {name: one.samples(data) for name, one in sets.items()} == made
+    assert [len(made["musique"][0].contexts), len(made["musique-10"][0].contexts), len(made["rag"])] == [4, 10, 1]
+    for name, chunks in (("needles-2k", 4), ("tracking-2k", 4), ("needles-7k", 13), ("tracking-7k", 13)):
+        assert {len(sample.contexts) for sample in made[name]} == {chunks}
+
+
+def test_a_question_is_in_one_half_alone(study: dict[str, ModuleType], data: Path) -> None:
+    samples = study["sets"].study_sets()["musique"].samples(data)
+    fit, test = ({s.question for s in samples[start::2]} for start in (0, 1))
+    assert not fit & test
+    assert len({(s.question, s.contexts) for s in samples}) == len(samples)
+
+
+@pytest.mark.parametrize("name", ["needles-2k", "needles-7k"])
+def test_the_code_asked_for_is_said_once_and_not_in_the_first_chunk(
+    study: dict[str, ModuleType], data: Path, name: str
+) -> None:
+    for sample in study["sets"].study_sets()[name].samples(data)[:40]:
+        thing = sample.question.split(" the ")[2].split("?")[0]
+        said = f"The access code of the {thing} is {sample.answers[0]}."
+        assert [c.text.count(said) for c in sample.contexts].count(1) == 1
+        assert said not in sample.contexts[0].text
+        assert sum(c.text.count("The access code of") for c in sample.contexts) == 2 * len(sample.contexts)
+
+
+@pytest.mark.parametrize("name", ["tracking-2k", "tracking-7k"])
+def test_the_value_asked_for_is_reached_over_three_chunks(study: dict[str, ModuleType], data: Path, name: str) -> None:
+    for sample in study["sets"].study_sets()[name].samples(data)[:40]:
+        asked, links = sample.question.split()[3], 0
+        while True:
+            [told] = [c.text for c in sample.contexts if f"{asked} has the " in c.text]
+            after = told.split(f"{asked} has the ")[1]
+            if after.startswith("value "):
+                break
+            asked, links = after.removeprefix("same value as ").split(".")[0], links + 1
+        assert links == 2
+        assert after.removeprefix("value ").split(".")[0] == sample.answers[0]
+
+
+def test_pages_are_paragraphs_that_tile_their_passage(study: dict[str, ModuleType], data: Path) -> None:
+    sets = study["sets"].study_sets()
+    for sample, whole in zip(sets["pages"].samples(data), sets["musique-10"].samples(data), strict=True):
+        for page in range(2):
+            paragraphs = sample.contexts[4 * page : 4 * page + 4]
+            assert [len(c.before) for c in paragraphs] == [0, 1, 2, 3]
+            assert "".join(c.text for c in paragraphs) == whole.contexts[page].text + "\n\n"
+
+
+def test_layouts_keep_the_context_in_which_chunks_were_collected(
+    study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ("the lead of billing is Mara ", "she works in Bergen ", "she keeps a parrot ", "Jonas leads ", "at home ")
+    samples = [Sample("who?", ("Mara",), pages(["a", "a", "a", "b", "b"], texts), {"across": a}) for a in (True, False)]
+    monkeypatch.setattr(study["sets"], "spellable_samples", lambda: samples)
+    whole, shuffled, headless = study["sets"].layouts().values()
+    assert whole == samples
+    assert all({*s.contexts} == {*t.contexts} for s, t in zip(whole, shuffled, strict=True))
+    assert any(s.contexts != t.contexts for s, t in zip(whole, shuffled, strict=True))
+    [without] = headless  # the other question's answer is in what is left out
+    assert [c.text.strip() for c in without.contexts] == ["she works in Bergen", "she keeps a parrot", "at home"]
+    assert without.contexts[1].before == whole[0].contexts[2].before
+
+
+def run(study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
+    monkeypatch.setattr("sys.argv", ["run.py", *map(str, flags)])
+    study["run"].main()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "model", "llama-gqa", max_position_embeddings=4096)
+    return tmp_path / "model"
+
+
+def test_a_run_goes_on_from_its_records_and_fills_its_page(
+    study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, data: Path, model: Path, tmp_path: Path
+) -> None:
+    out, records = tmp_path / "out", tmp_path / "records"
+    flags = ("--data", data, "--set", "musique", "--main", "--model", model, "--records", records, "--out", out)
+    for number in (1, 2):  # each ends with the question that is measured when its time is over
+        run(study, monkeypatch, *flags, "--seconds", 0)
+        result = json.loads((out / "musique.json").read_text())
+        assert result["questions"] == number
+    first = (records / "musique.jsonl").read_text()
+    run(study, monkeypatch, *flags, "--questions", 2)  # measures nothing
+    assert (records / "musique.jsonl").read_text() == first
+    assert json.loads((out / "musique.json").read_text()) == result
+    rows = {row["label"]: row for row in result["rows"]}
+    assert result["questions"] == 2
+    assert len(rows) == 17
+    default, reuse = rows["query, regression 0.15"], rows["reuse"]
+    assert "less_default" not in default
+    assert reuse["less_default"][1] <= reuse["less_default"][0] <= reuse["less_default"][2]
+    for name in ("kl", "kl_median", "kl_p90"):
+        assert reuse[name][1] <= reuse[name][0] <= reuse[name][2]
+    page = (out / "report.md").read_text()
+    assert page.count("| query, regression |") == 3
+    assert f"| hkvd | 0.15 | {rows['hkvd 0.15']['work']:.1%} |" in page
+
+
+def test_partial_runs_stay_out_of_the_committed_results(
+    study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study["run"], "run", lambda *told: pytest.fail("measured"))
+    for flags in (("--questions", 1), ("--half", "fit"), ("--dtype", "bfloat16"), ("--quick",), ("--main",)):
+        with pytest.raises(SystemExit) as ended:
+            run(study, monkeypatch, *flags)
+        assert ended.value.code == 2
+        assert "--out" in capsys.readouterr().err
+
+
+def test_the_committed_pages_are_of_the_committed_results(study: dict[str, ModuleType]) -> None:
+    found = {p.stem: json.loads(p.read_text()) for p in sorted((STUDY / "results").glob("*.json"))}
+    pages = "".join(path.read_text() for path in study["report"].PAGES)
+    blocks = study["report"].blocks_of(found)
+    assert len(blocks) > 15
+    for name, block in blocks.items():
+        assert f"<!-- {name} -->\n\n{block}\n\n<!-- end -->" in pages
+
+
+def test_a_codecs_error_is_told_apart_from_blending(
+    study: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, data: Path, model: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(study["sets"], "_one_page", lambda data: [one_page()])
+    out, kl = tmp_path / "out", {}
+    codecs = ("auto", "int8", "int4")
+    names = [word for codec in codecs for word in ("--set", f"codec-{codec}")]
+    run(study, monkeypatch, "--data", data, *names, "--model", model, "--records", tmp_path / "records", "--out", out)
+    for codec in codecs:
+        rows = json.loads((out / f"codec-{codec}.json").read_text())["rows"]
+        kl[codec] = {row["label"]: row["kl"][0] for row in rows[1:]}
+    assert kl["auto"]["codec alone"] < 1e-8 < kl["int8"]["codec alone"] < kl["int4"]["codec alone"]
+    assert all(errors["reuse"] > 1e-4 for errors in kl.values())
+
+
+def one_page() -> Sample:
+    texts = [" ".join(WORDS[p : p + 9]) + f" {p}. " for p in range(3)]
+    return Sample("where does Mara work?", (), pages(["page"] * 3, texts))
+
+
+def test_the_first_token_of_every_setting_is_timed(study: dict[str, ModuleType], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", "qwen3", seed=3)
+    engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32", block_size=16))
+    sample = Sample("Who?", ("Mara",), pages(["a", "a"], ["Mara leads billing.\n\n", "She works in Bergen.\n\n"]), {})
+    settings = [
+        Setting("reuse", BlendConfig(mode="reuse")),
+        Setting("query 0.5", BlendConfig(selector="query", ratio=0.5), "document"),
+    ]
+    found: dict[str, Any] = study["results"].first_tokens(engine, sample, settings, float("inf"), rounds=2)
+    assert list(found["shares"]) == ["reuse", "query 0.5"]
+    assert min(found["full_s"], *found["shares"].values()) > 0
+    assert found["rounds"] == 2
+    assert study["results"].first_tokens(engine, sample, settings, 0.0, rounds=9)["rounds"] == 1
