@@ -9,7 +9,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +23,7 @@ from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
-from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import as_the_model, sampling_of
 from cacheblend_cli.engine.search import with_chunks
@@ -65,8 +67,10 @@ class Engine:
     def __init__(self, loaded: api.Engine, resolved: Resolved, limits: Limits | None = None) -> None:
         self._loaded, self._resolved, self._limits = loaded, resolved, limits
         self._service: AsyncEngine | None = None
+        self._given: ChunkStore | None = None
         self._store: ChunkStore | None = None
-        self._lock = threading.RLock()  # guards the two above
+        self._temporary = ExitStack()
+        self._lock = threading.RLock()  # guards all of these
 
     @classmethod
     def load(cls, model: str | None = None, **settings: Any) -> Engine:
@@ -91,19 +95,25 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread. What is being answered is cancelled."""
+        """Stop the engine's thread and remove its temporary store. Running answers are cancelled."""
         with self._lock:
             if self._service is not None:
                 self._service.close()
                 self._service = None
+            self._temporary.close()
 
     def use(self, store: ChunkStore | None) -> None:
-        """Take chunks from this store from now on; `add` does so, too. No question may be running."""
+        """Take chunks from this store from now on, and keep the KV of questions' documents there; `add` does so, too. None:
+        a temporary store, which `close` removes. No question may be running."""
         with self._lock:
-            if self._service is None or store is not self._store:
+            if self._service is None or store is not self._given:
                 self.close()
-                self._store = store
-                self._service = AsyncEngine(self._loaded.runtime, store, self._limits)
+                self._given, self._store = store, self._temporary_store() if store is None else store
+                self._service = AsyncEngine(self._loaded.runtime, self._store, self._limits)
+
+    def _temporary_store(self) -> ChunkStore:
+        folder = self._temporary.enter_context(TemporaryDirectory(prefix="cacheblend-"))
+        return self._temporary.enter_context(ChunkStore.open(folder, mode="write"))
 
     def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[Added]:
         """Store documents, (id, text) each, in place of what was stored under the same ids; their KV is computed now.
@@ -114,14 +124,14 @@ class Engine:
         added, settings = [], self._resolved.settings
         for document_id, text in texts:
             document = documents_of.document_of(documents_of.put_name(_OWN, document_id), text, None)
-
-            def put(runtime: Runtime, document: Any = document) -> documents_of.Putting:
-                putting = documents_of.Putting(runtime, store, document, settings, settings.salt)
-                while putting.collect(runtime):
+            putting = documents_of.Putting(self._loaded.runtime, store, document, settings, settings.salt)
+            try:
+                while self._run().run(putting.collect).result():
                     pass
-                return putting
-
-            putting = self._run().run(put).result()
+                putting.commit()
+            except Exception:
+                putting.undo()
+                raise
             added.append(Added(document_id, tuple(planned.key.hex() for planned in putting.chunks)))
         return added
 
@@ -208,7 +218,7 @@ class Engine:
     def _run(self) -> AsyncEngine:
         with self._lock:
             if self._service is None:
-                self.use(self._store)
+                self.use(self._given)
             assert self._service is not None
             return self._service
 
@@ -227,35 +237,36 @@ class Engine:
 
     def _job(self, asked: Asked) -> Job:
         resolved = _with(self._resolved, asked.settings or {})
-        return self._run().run(lambda runtime: _job_of(runtime, self._store, resolved, asked)).result()
+        self._run()
+        assert self._store is not None, "it is opened with the service"
+        return _job_of(self._loaded.runtime, self._store, resolved, asked)
 
 
 _OWN = Tenant("", "")
 _FULL_S = 0.05  # between two looks at a queue that others have filled
 
 
-def _job_of(runtime: Runtime, store: ChunkStore | None, resolved: Resolved, asked: Asked) -> Job:
-    """In the engine's thread: documents first, then named chunks, then those that are found."""
+def _job_of(runtime: Runtime, store: ChunkStore, resolved: Resolved, asked: Asked) -> Job:
+    """The job of a question, its prompt laid out: documents first, then named chunks, then those that are found."""
     settings, sampling = resolved.settings, as_the_model(sampling_of(resolved), resolved, runtime.model)
     question = Question(
         asked.question, (), BlendConfig.of(settings), sampling, settings.salt, history=tuple(asked.history)
     )
     keys: list[bytes] = []
     if asked.documents or asked.chunks or asked.search:
-        if store is None:
-            raise UsageError("documents and chunks need a store", "engine.use(ChunkStore.open(path, mode='write'))")
         question = question.dated(runtime, store)
         given = [documents_of.sent(text, None, _OWN) for text in asked.documents]
         collection = runtime.collection(settings.salt, day=question.day)
         planned = [chunk for _, own in documents_of.plan(collection, given, settings) for chunk in own]
-        documents_of.note_texts(collection, store, planned)
+        question = replace(question, given=tuple(planned))
         keys = [chunk.key for chunk in planned] + [store.resolve(name) for name in asked.chunks]
         if asked.search:
             lookup = Lookup.of(replace(settings, top_k=asked.search))
             found = with_chunks(runtime, store, question, lookup, keys)
             keys, question = keys + list(found.keys), replace(question, notes=found.notes)
     auto = settings.ratio == "auto"
-    return Job(replace(question, keys=list(dict.fromkeys(keys))), verify=asked.verify, auto=auto)
+    question = replace(question, keys=list(dict.fromkeys(keys)))
+    return Job(question, verify=asked.verify, auto=auto, request=resolve(runtime, store, question))
 
 
 def _asked(question: str | Asked, about: dict[str, Any]) -> Asked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -84,9 +85,21 @@ def test_settings_and_errors(engine: Engine, store: ChunkStore) -> None:
             engine.ask("who?", **wrong)
     with pytest.raises(UsageError):
         Engine.load("handbook", colour="red")
+
+
+def test_documents_without_a_store(engine: Engine) -> None:
     engine.use(None)
-    with pytest.raises(UsageError, match="store"):
-        engine.ask("who?", documents=["a"])
+    texts = [text for _, text in PAGES]
+    first, again = (engine.ask("who?", documents=texts) for _ in range(2))
+    assert (first.cached_tokens, again.cached_tokens) == (0, sum(c.tokens for c in first.chunks))
+    assert engine._store is not None
+    folder = engine._store.path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    engine.close()
+    assert not folder.exists()
+    assert engine.ask("who?", documents=texts).cached_tokens == 0
+    with pytest.raises(StoreError):
+        engine.ask("who?", chunks=["00"])
 
 
 def test_the_models_own_sampling_is_followed_where_it_is_asked_for(tmp_path: Path) -> None:

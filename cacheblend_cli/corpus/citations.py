@@ -10,16 +10,20 @@ from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentRecord,
 from cacheblend_cli.corpus.places import is_on_disk, shown
 from cacheblend_cli.corpus.scopes import Scope, project_scope
 
+TITLE = "title"
+"""Key in a document record's settings: the title that a document was put with."""
 _MANY = 256  # chunks: from then on all documents are read at once
 
 
 @dataclass(frozen=True)
 class Citation:
-    """A document's name (see corpus/places.py), the chunk's place in it, and where a reader finds that."""
+    """A document's name (see corpus/places.py), the chunk's place in it, where a reader finds that, and the document's title
+    where it was given one."""
 
     name: str
     index: int
     locator: Locator = NOWHERE
+    title: str = ""
 
     @property
     def source(self) -> str:
@@ -70,6 +74,6 @@ def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, dict[str, C
     found: dict[bytes, dict[str, Citation]] = {}
     for record in filter(None, records):
         for chunk in record.chunks:
-            place = Citation(record.source, chunk.index, chunk.locator)
+            place = Citation(record.source, chunk.index, chunk.locator, record.settings.get(TITLE, ""))
             found.setdefault(chunk.key, {}).setdefault(record.source, place)
     return found

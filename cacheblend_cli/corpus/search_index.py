@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord
 
+from cacheblend_cli.corpus.places import PUT
+
 _SCHEMA = 8
 _TABLES = f"""
     DROP TABLE IF EXISTS chunks;
@@ -162,7 +164,8 @@ def _update(db: sqlite3.Connection, store: ChunkStore) -> None:
 def _places(
     store: ChunkStore, documents: Sequence[tuple[str, DocumentRecord]]
 ) -> tuple[set[Place], dict[str, ChunkManifest]]:
-    """Every place of every stored chunk, and the manifests of the chunks that stand in no document. documents: by name."""
+    """Every place of every stored chunk, and the manifests of the chunks that stand in no document. documents: by name. A
+    document that is being put, or whose PUT was killed, is none yet."""
     with store.read() as reader:
         stored = {key.hex() for key in reader.keys_from(b"")}
     places = {
@@ -174,7 +177,7 @@ def _places(
     loose: dict[str, ChunkManifest] = {}
     for key in stored - {place.key for place in places}:
         manifest = _manifest(store, key)
-        if manifest is not None and manifest.context != "prefix":
+        if manifest is not None and manifest.context != "prefix" and not manifest.source.startswith(PUT):
             loose[key] = manifest
             places.add(Place(key, _clean(manifest.source), manifest.index, manifest.collection, manifest.context))
     return places, loose

@@ -55,14 +55,19 @@ class AsyncEngine:
         """Queue the job. Raises QueueFull when too many wait or the service closes. What makes a job impossible, as a prompt that
         is too long, it is told as soon as the engine looks at it."""
         with self._changed:
-            waiting = self._num_waiting
-            if self._closing or waiting >= self._limits.max_waiting:
-                raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
+            self.check_room()
             ticket = Ticket(job, on_event, next(self._numbers))
             self._live.add(ticket)
             self._arrived.append(ticket)
             self._changed.notify_all()
         return ticket
+
+    def check_room(self, coming: int = 0) -> None:
+        """Raise QueueFull where the queue has no room for one more job after `coming` others, or the service closes."""
+        with self._changed:
+            waiting = self._num_waiting + coming
+            if self._closing or waiting >= self._limits.max_waiting:
+                raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
 
     def ask(self, job: Job) -> Future[Answer]:
         """Queue the job as `submit` does. Returns its first answer; cancelling the future cancels the job."""

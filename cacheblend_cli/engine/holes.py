@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from cacheblend_store import ChunkStore, StoreError
 
@@ -44,11 +45,15 @@ def store_holes(done: Prefilled) -> Iterator[None]:
 
 
 def _planned(done: Prefilled, store: ChunkStore) -> list[PlannedChunk]:
-    """The computed chunks, each once. For a chunk of another model, its text and its place in its document are found
-    under the key the question came with."""
+    """The computed chunks, each once. Text and place in the document come from the question, or from the record under the
+    key that the question named, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}
+    given = {chunk.key: chunk for chunk in done.request.given}
     for segment, name in zip(done.plan.chunks, done.request.named, strict=True):
         if segment.status != "computed" or segment.key is None or segment.key in planned:
+            continue
+        if name in given:
+            planned[segment.key] = replace(given[name], key=segment.key)
             continue
         own = store.get_chunk(segment.key)
         known = own or store.get_chunk(name)

@@ -11,7 +11,9 @@ from functools import cached_property
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
+from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citations
+from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import SamplingParams
@@ -26,7 +28,8 @@ from cacheblend_cli.prompt.wording import Wording
 class Question:
     """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already.
     history: what was said before, by the user and the model in turn. wording: of the prompt, None for the engine's. day:
-    date that the template prints, None for the one that the store keeps (see `Runtime.day`)."""
+    date that the template prints, None for the one that the store keeps (see `Runtime.day`). given: chunks that came with
+    the question and that the store may lack; `keys` names them too."""
 
     text: str
     keys: Sequence[bytes]
@@ -37,6 +40,7 @@ class Question:
     history: tuple[str, ...] = ()
     wording: Wording | None = None
     day: date | None = None
+    given: tuple[PlannedChunk, ...] = ()
 
     def dated(self, runtime: Runtime, store: ChunkStore | None) -> Question:
         """The question with its date resolved, so that all of its preparation reads the same template."""
@@ -47,7 +51,7 @@ class Question:
 class Request:
     """A question over resolved chunks. It can be run under several settings (`replace(request, blend=...)`).
 
-    store: where the chunks' KV is, None to compute everything. named: the keys the question came with. prefix_cached:
+    store: where the chunks' KV is, None to compute everything. named, given: the keys and chunks of the question. prefix_cached:
     the store has the prefix's KV. lossless: what is stored is what this run would compute. notes: messages for people,
     shared by all that is made of this request. started: perf_counter when the question was known.
     """
@@ -57,6 +61,7 @@ class Request:
     suffix_ids: tuple[int, ...]
     chunks: tuple[ChunkInput, ...]
     named: tuple[bytes, ...] = ()
+    given: tuple[PlannedChunk, ...] = ()
     blend: BlendConfig = field(default_factory=BlendConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     prefix_cached: bool = True
@@ -107,7 +112,7 @@ def resolve(
     if collection.day is not None:
         notes += age_note(collection.day)
     all_logits = question.sampling.prompt_logprobs is not None
-    chunks = _inputs(collection, store, question.keys, notes)
+    chunks = _inputs(collection, store, question, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
     converted = [c for c in chunks if c.cached and c.computed_in]
     if converted:
@@ -121,6 +126,7 @@ def resolve(
         suffix_ids=suffix_of(runtime, question) if suffix_ids is None else suffix_ids,
         chunks=chunks,
         named=tuple(question.keys),
+        given=question.given,
         blend=BlendConfig(mode="full") if all_logits else question.blend,
         sampling=question.sampling,
         prefix_cached=store is not None and store.has_kv(collection.prefix_key),
@@ -155,16 +161,28 @@ def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
 
 
 def _inputs(
-    collection: Collection, store: ChunkStore | None, keys: Sequence[bytes], notes: list[str]
+    collection: Collection, store: ChunkStore | None, question: Question, notes: list[str]
 ) -> tuple[ChunkInput, ...]:
-    """The chunks as this model sees them, called what a person standing here calls their documents."""
-    if not keys:
-        return ()
-    if store is None:
-        raise UsageError("chunks are named, and there is no store", "give --store")
-    citations = Citations(store)
-    manifests = [_manifest(store, key) for key in keys]
-    return tuple(replace(_as_input(collection, store, m, notes), source=citations.of(m).source) for m in manifests)
+    """The question's chunks as this model sees them, with their documents' names as shown to the user."""
+    given = {planned.key: planned for planned in question.given}
+    citations = None if store is None else Citations(store)
+    inputs = list[ChunkInput]()
+    for key in question.keys:
+        if key in given and (store is None or not store.has_chunk(key)):
+            inputs.append(_as_missing(collection, given[key]))
+        elif store is None or citations is None:
+            raise UsageError("chunks are named, and there is no store", "give --store")
+        else:
+            manifest = _manifest(store, key)
+            found = _as_input(collection, store, manifest, notes)
+            inputs.append(replace(found, source=citations.of(manifest).source))
+    return tuple(inputs)
+
+
+def _as_missing(collection: Collection, planned: PlannedChunk) -> ChunkInput:
+    """A chunk that the store does not have, to be computed."""
+    ids = planned.chunk.token_ids
+    return ChunkInput(collection.key(ids, planned.left), shown(planned.source), ids, planned.left, cached=False)
 
 
 def _manifest(store: ChunkStore, key: bytes) -> ChunkManifest:

@@ -181,6 +181,17 @@ class Runtime:
         """Whether a prompt and the answer's `room` fit the model's context."""
         return num_tokens + room <= self.context
 
+    def check_characters(self, num_characters: int, room: int) -> None:
+        """Raises PromptTooLong for texts that do not fit the model's context however they are tokenised. It costs nothing,
+        so it goes before everything else that is done with a text."""
+        least = num_characters // self.model.tokenizer.longest_token
+        if not self.fits(least, room):
+            raise PromptTooLong(
+                f"the prompt has {num_characters:,} characters, which is {least:,} tokens at the least, and the context of "
+                f"{self.model.name} is {self.context}",
+                "ask with fewer or shorter documents, or a shorter question",
+            )
+
     def check_length(self, num_tokens: int, room: int) -> None:
         """Raises UsageError when a prompt and the answer's `room` do not fit the model's context."""
         if not self.fits(num_tokens, room):

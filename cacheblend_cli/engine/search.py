@@ -39,9 +39,11 @@ def fitting(runtime: Runtime, store: ChunkStore, question: Question, before: Seq
     to be refused as a chunk that was named is."""
     room = runtime.room(question.sampling)
 
+    given = {planned.key: len(planned.chunk.token_ids) for planned in question.given}
+
     def size(key: bytes) -> int:
-        manifest = chunk_of(store, key)
-        return manifest.num_tokens if manifest else 0
+        manifest = None if key in given else chunk_of(store, key)
+        return manifest.num_tokens if manifest else given.get(key, 0)
 
     used = len(runtime.template_of(question.wording, question.day).prefix_ids) + len(suffix_of(runtime, question))
     used += sum(map(size, before))

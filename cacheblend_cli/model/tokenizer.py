@@ -19,6 +19,7 @@ from cacheblend_cli.model.tokenizer_json import for_the_middle
 if TYPE_CHECKING:
     from cacheblend_cli.model.chat_template import ChatTemplate
 
+_LONG = 4096  # characters, which take some milliseconds
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -72,6 +73,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least as many tokens as its length divided by this."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
     @property
     def beginning(self) -> str:
         """Text the tokenizer itself puts before any text, without a chat template: "" or a control token."""
@@ -107,10 +113,10 @@ class Tokenizer:
 
     def holds_control(self, text: str) -> bool:
         """Whether the text would contain a control token if it were part of the template."""
-        return not self.control_ids.isdisjoint(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return not self.control_ids.isdisjoint(_ids(self._tokenizer, text))
 
     def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _ids(tokenizer, text)
         if max(ids, default=0) >= self._num_embeddings:
             bad = next(i for i in ids if i >= self._num_embeddings)
             raise UsageError(
@@ -153,7 +159,7 @@ class Tokenizer:
 
     def special_in(self, text: str) -> str | None:
         """The first special token that occurs in the text, or None."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._tokenizer, text)
         found = next((i for i in ids if i in self._special_ids and i in self.control_ids), None)
         return None if found is None else str(self._tokenizer.id_to_token(found))
 
@@ -192,6 +198,15 @@ class Tokenizer:
         if not isinstance(template, str | None):
             raise UsageError(f"chat_template of {model_dir} is no template: {str(template)[:60]}", AGAIN)
         return template
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Ids without special tokens. A long text is encoded without Python's lock, which `encode` holds."""
+    if len(text) < _LONG:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 def _unknown_id(model: dict[str, Any]) -> int | None:

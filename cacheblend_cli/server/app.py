@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -22,13 +21,12 @@ from starlette.routing import Route
 
 from cacheblend_cli import __version__
 from cacheblend_cli.engine.jobs import Done, Event
-from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, first_of, prepare, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
-from cacheblend_cli.server.errors import ApiError, as_api_error, bad, stopping
+from cacheblend_cli.server.errors import ApiError, as_api_error, bad
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -143,7 +141,8 @@ def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
 
 
 async def _answered(request: Request, host: ServerState, reply: Reply, wanted: list[Wanted]) -> Response:
-    prepared = await _unless_left(request, _prepare_all(host, wanted))
+    with host.preparing(len(wanted)):
+        prepared = await _unless_left(request, _prepare_all(host, wanted))
     if not wanted[0].body.stream:
         ends = await _unless_left(request, _ends(host, prepared))
         return JSONResponse(reply.whole(ends, prepared))
@@ -156,7 +155,7 @@ async def _answered(request: Request, host: ServerState, reply: Reply, wanted: l
 
 
 async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:
-    return [await in_engine(host, partial(prepare, host=host, wanted=one)) for one in wanted]
+    return [await host.in_pool(partial(prepare, host, one)) for one in wanted]
 
 
 async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
@@ -220,7 +219,7 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
 
 async def _search(request: Request, host: ServerState) -> Response:
     body = parse(SearchBody, await _body(request))
-    hits = await in_engine(host, lambda runtime: documents.find(runtime, host, body.query, body.k, _tenant(request)))
+    hits = await host.in_pool(lambda: documents.find(host, body.query, body.k, _tenant(request)))
     return JSONResponse({"object": "list", "data": hits})
 
 
@@ -230,11 +229,15 @@ async def _put(request: Request, host: ServerState) -> Response:
         raise bad("the id of a document is 1 to 256 printable characters", "id")
     tenant = _tenant(request)
     document = documents.document_of(documents.put_name(tenant, document_id), body.text, body.title)
-    putting = await in_engine(
-        host, lambda runtime: documents.Putting(runtime, host.store, document, host.settings, tenant.salt)
-    )
-    while await in_engine(host, putting.collect):
-        pass
+    about = host.runtime, host.store, document, host.settings, tenant.salt, (body.title or "").strip()
+    putting = await host.in_pool(lambda: documents.Putting(*about))
+    try:
+        while await host.in_engine(putting.collect):
+            pass
+        await host.in_pool(putting.commit)
+    except Exception:
+        await run_in_threadpool(putting.undo)  # also when the server ends
+        raise
     missing = {p.key for p in putting.missing}
     chunks = [
         {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}
@@ -246,7 +249,7 @@ async def _put(request: Request, host: ServerState) -> Response:
 
 async def _list(request: Request, host: ServerState) -> Response:
     tenant = _tenant(request)
-    data = await in_engine(host, lambda runtime: list(documents.listed(runtime, host.store, tenant)))
+    data = await host.in_pool(lambda: list(documents.listed(host.runtime, host.store, tenant)))
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -255,16 +258,6 @@ async def _delete(request: Request, host: ServerState) -> Response:
     if not await run_in_threadpool(documents.delete, host.store, _tenant(request), document_id):
         raise ApiError(404, f"no document {document_id[:80]!r}", code="document_not_found")
     return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
-
-
-async def in_engine(host: ServerState, work: Callable[[Runtime], T]) -> T:
-    """Result of work in the engine's thread. Raises ApiError when the server ends first."""
-    result = asyncio.wrap_future(host.service.run(work))
-    await first_of(asyncio.shield(result), host.ended.wait())
-    if not result.done():
-        result.cancel()
-        raise stopping()
-    return result.result()
 
 
 def _logged(error: Exception, host: ServerState) -> ApiError:

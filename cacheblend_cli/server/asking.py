@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from cacheblend_store import ChunkManifest, ChunkNotFound
 
+from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.controller import decided
 from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Reasoning, Started, Text
 from cacheblend_cli.engine.request import Question, chunk_of, resolve
 from cacheblend_cli.engine.runtime import Runtime
@@ -64,21 +64,21 @@ class Origin:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job over chunks, and where each of them is from, in order. full_ttft_s: what a full prefill is estimated to take,
-    where that was asked for."""
+    """A job over chunks, and where each of them is from, in order."""
 
     job: Job
     origins: tuple[Origin, ...]
-    full_ttft_s: float | None = None
 
 
-def prepare(runtime: Runtime, host: ServerState, wanted: Wanted) -> Prepared:
-    """The job of a request, in the engine's thread: documents are cut and noted, chunks named and searched.
+def prepare(host: ServerState, wanted: Wanted) -> Prepared:
+    """The job of a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing is
+    stored.
 
     The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
     UsageError, NotFoundError and StoreErrors.
     """
-    body, tenant = wanted.body, wanted.tenant
+    runtime, body, tenant = host.runtime, wanted.body, wanted.tenant
+    _check_size(runtime, wanted)
     settings = _blending(host.settings, body)
     wording = _wording(runtime, wanted)
     question = Question(
@@ -86,7 +86,9 @@ def prepare(runtime: Runtime, host: ServerState, wanted: Wanted) -> Prepared:
     )
     question = question.dated(runtime, host.store)
     found: dict[bytes, Origin | None] = {}
-    keys = [*_sent(runtime, host, wanted, question, found), *_named(runtime, host, wanted)]
+    given = _sent(runtime, host, wanted, question, found)
+    question = replace(question, given=tuple(given))
+    keys = [*(chunk.key for chunk in given), *_named(runtime, host, wanted)]
     if body.search is not None:
         k = body.search.k or settings.top_k
         lookup = replace(Lookup.of(replace(settings, top_k=k)), query=body.search.query or "")
@@ -100,22 +102,24 @@ def prepare(runtime: Runtime, host: ServerState, wanted: Wanted) -> Prepared:
         question = replace(question, notes=found_there.notes)
     keys = list(dict.fromkeys(keys))
     origins = tuple(found.get(key) or _origin(host, key) for key in keys)
+    question = replace(question, keys=keys)
+    request = resolve(runtime, host.store, question)
+    runtime.check_length(request.plan.num_tokens, runtime.room(question.sampling))
     job = Job(
-        replace(question, keys=keys),
+        question,
         verify=body.verify,
         auto=settings.ratio == "auto",
         priority=body.priority,
         deadline_s=body.timeout_s,
+        request=request,
     )
-    return Prepared(job, origins, _estimate(runtime, host, job) if body.explain else None)
+    return Prepared(job, origins)
 
 
-def _estimate(runtime: Runtime, host: ServerState, job: Job) -> float | None:
-    """By what this machine was measured to do, once; None where the question reuses nothing, or has several check layers."""
-    if job.question.blend.checks:
-        return None
-    _, report = decided(runtime, resolve(runtime, host.store, job.question))
-    return None if report is None else report.predicted_full_ttft_s
+def _check_size(runtime: Runtime, wanted: Wanted) -> None:
+    """Raises PromptTooLong for texts that cannot fit, before any of them is looked at."""
+    texts = [wanted.text, wanted.system or "", *wanted.history, *(d.text for d in wanted.body.documents or ())]
+    runtime.check_characters(sum(map(len, texts)), runtime.room(wanted.sampling))
 
 
 def _blending(settings: Settings, body: AskBody) -> Settings:
@@ -137,8 +141,8 @@ def _wording(runtime: Runtime, wanted: Wanted) -> Wording:
 
 def _sent(
     runtime: Runtime, host: ServerState, wanted: Wanted, question: Question, found: dict[bytes, Origin | None]
-) -> list[bytes]:
-    """Keys of the chunks of the request's documents; what they say is in the store then. found: is told where each is from."""
+) -> list[PlannedChunk]:
+    """The chunks of the request's documents. found: gets the origin of each."""
     given = wanted.body.documents or []
     if not given:
         return []
@@ -146,11 +150,10 @@ def _sent(
     names = [documents.sent(d.text, d.title, wanted.tenant) for d in given]
     planned = documents.plan(collection, names, host.settings)
     chunks = [chunk for _, own in planned for chunk in own]
-    documents.note_texts(collection, host.store, chunks)
     for i, (document, (_, own)) in enumerate(zip(given, planned, strict=True)):
         for chunk in own:
             found.setdefault(chunk.key, Origin(document.id or str(i), document.title or ""))
-    return [chunk.key for chunk in chunks]
+    return chunks
 
 
 def _named(runtime: Runtime, host: ServerState, wanted: Wanted) -> list[bytes]:
@@ -186,8 +189,10 @@ def _is_seen_by(runtime: Runtime, host: ServerState, manifest: ChunkManifest, te
 
 def _origin(host: ServerState, key: bytes) -> Origin:
     manifest = chunk_of(host.store, key)
-    name = Citations(host.store).of(manifest).name if manifest else ""
-    return Origin(documents.public_id(name), documents.public_title(name))
+    if manifest is None:
+        return Origin("", "")
+    cited = Citations(host.store).of(manifest)
+    return Origin(documents.public_id(cited.name), cited.title or documents.public_title(cited.name))
 
 
 class Asking:

@@ -1,20 +1,22 @@
-"""Documents that come over the wire: cut as `precompute` cuts, found by their content, kept under names of their own."""
+"""Documents sent over HTTP: cut as `precompute` cuts, recognised by their content, stored under names of their own."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_store import ChunkStore, DocumentRecord
+from cacheblend_store import ChunkStore, DocumentRecord, StoreError
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import iter_cut
+from cacheblend_cli.corpus.citations import TITLE, Citations
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup, search
@@ -30,7 +32,7 @@ from cacheblend_cli.settings import Settings, of_settings
 if TYPE_CHECKING:
     from cacheblend_cli.server.state import ServerState
 
-_SLICE = 8  # chunks that are collected before others are asked again
+logger = logging.getLogger("cacheblend")
 
 
 def document_of(name: str, text: str, title: str | None) -> Document:
@@ -66,42 +68,61 @@ def plan(collection: Collection, documents: Sequence[Document], settings: Settin
     return plan_documents(collection, cuts, how)
 
 
-def note_texts(collection: Collection, store: ChunkStore, planned: Sequence[PlannedChunk]) -> None:
-    """Store what chunks say that are not there. Their KV is computed where they are first asked for, and stored then."""
-    missing = {p.key: p for p in planned if not store.has_chunk(p.key)}
-    Collector(collection, store).store_texts(list(missing.values()))
-
-
 class Putting:
-    """A document on its way into the store: its record first, then the KV that is missing, a few chunks at a time."""
+    """A document on its way into the store: planned, its missing KV collected one launch at a time, then committed. It is listed
+    and searched once it is there whole, in place of what was stored under its name."""
 
-    def __init__(self, runtime: Runtime, store: ChunkStore, document: Document, settings: Settings, salt: str) -> None:
-        """In the engine's thread, as `collect` is."""
+    def __init__(
+        self, runtime: Runtime, store: ChunkStore, document: Document, settings: Settings, salt: str, title: str = ""
+    ) -> None:
+        """Cut the document. Any thread. title: what the document is called in lists, "" for its id."""
         collection = runtime.collection(salt, day=runtime.day(store, salt))
         [(_, self.chunks)] = plan(collection, [document], settings)
         record = document_record(collection, document, self.chunks, of_settings(CollectSettings, settings))
-        self.is_new = (old := store.get_document(*record.place)) is None
-        if is_news(record, old):
-            store.put_documents([record])
-        keep_date(store, collection)
-        keep_wording(store, collection)
-        note_texts(collection, store, self.chunks)
+        self._record = replace(record, settings={**record.settings, TITLE: title}) if title else record
+        self._store, self._old = store, store.get_document(*record.place)
+        self._new = {p.key for p in self.chunks if not store.has_chunk(p.key)}
         wanted = {p.key: p for p in self.chunks if not store.has_kv(p.key)}
         self.missing = list(wanted.values())
         self._collector = Collector(collection, store, {p.key for p in self.chunks} | {collection.prefix_key})
-        self._todo = [self.missing[i : i + _SLICE] for i in range(0, len(self.missing), _SLICE)]
+        self._launches = self._collect()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was stored under the document's name."""
+        return self._old is None
 
     def collect(self, _: Runtime) -> bool:
-        """Collect the next few chunks; whether more are to come."""
-        if self._todo:
+        """Do the next launch, in the engine's thread. Returns whether there are more."""
+        return next(self._launches, False)
+
+    def _collect(self) -> Iterator[bool]:
+        if self.missing:
             self._collector.store_prefix()
-            for _committed in self._collector.store(self._todo.pop(0)):
-                pass
-        return bool(self._todo)
+            yield True
+            for _ in self._collector.store(self.missing):
+                yield True
+
+    def commit(self) -> None:
+        """List the document. Any thread; call it once `collect` has returned False."""
+        keep_date(self._store, self._collector.collection)
+        keep_wording(self._store, self._collector.collection)
+        self._collector.store_texts([p for p in self.chunks if not self._store.has_chunk(p.key)])
+        if is_news(self._record, self._old):
+            self._store.put_documents([self._record])
+
+    def undo(self) -> None:
+        """Remove what was stored of a document that is not committed. What cannot be removed is logged."""
+        try:
+            with self._store.read() as reader:
+                loose = [key for key in self._new if not any(reader.documents_of(key))]
+            self._store.remove_chunks(loose)
+        except StoreError as error:
+            logger.error("chunks of a document that was refused stay in the store: %s", error.message)
 
 
 def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[dict[str, Any]]:
-    """What the tenant can search, as it is told on the wire: what it put, and what was precomputed with its salt."""
+    """The tenant's documents in their JSON form: those it put, and those precomputed with its salt."""
     day = runtime.day(store, tenant.salt)
     own = {collection.id for collection in runtime.collections(tenant.salt, day=day)}
     latest: dict[str, DocumentRecord] = {}
@@ -113,7 +134,7 @@ def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[dict
         yield {
             "id": public_id(name),
             "object": "document" if name.startswith(PUT) else "file",
-            "title": public_title(name),
+            "title": record.settings.get(TITLE) or public_title(name),
             "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
             "updated": int(record.updated),
         }
@@ -139,18 +160,20 @@ def public_title(name: str) -> str:
     return public_id(name) if name.startswith((PUT, SENT)) else PurePosixPath(name).name
 
 
-def find(runtime: Runtime, host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
-    """The best chunks of the tenant's, as they are told on the wire; in the engine's thread."""
-    day = runtime.day(host.store, tenant.salt)
+def find(host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str, Any]]:
+    """The tenant's best chunks for a query in their JSON form."""
+    runtime, store = host.runtime, host.store
+    day = runtime.day(store, tenant.salt)
     collections = [collection.id for collection in runtime.collections(tenant.salt, day=day)]
-    found = []
-    for hit in search(host.store, query, Lookup.of(replace(host.settings, top_k=k)), collections):
-        manifest = chunk_of(host.store, hit.key)
+    found, citations = [], Citations(store)
+    for hit in search(store, query, Lookup.of(replace(host.settings, top_k=k)), collections):
+        manifest = chunk_of(store, hit.key)
+        cited = [c.title for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         found.append(
             {
                 "id": hit.id,
                 "document": public_id(hit.source),
-                "title": public_title(hit.source),
+                "title": next(filter(None, cited), public_title(hit.source)),
                 "index": hit.index,
                 "score": round(hit.score, 4),
                 "snippet": hit.snippet,

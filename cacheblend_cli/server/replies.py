@@ -106,7 +106,6 @@ class Reply:
             "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "kv_bytes_loaded",
         )  # fmt: skip
-        estimated = {} if prepared.full_ttft_s is None else {"full_ttft_s": round(prepared.full_ttft_s, 6)}
         rest: dict[str, Any] = {
             name: told[name] for name in ("hot_tokens", "verify", "risk", "layers", "auto") if name in told
         }
@@ -117,7 +116,6 @@ class Reply:
             "timing": timing,
             "ended": done.ended,
             **rest,
-            **estimated,
         }
 
     def _pieces(self, answer: Answer, chunk: ChunkUse) -> list[tuple[str, str]]:

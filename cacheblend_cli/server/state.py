@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import TypeVar
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.server.errors import stopping
 from cacheblend_cli.server.metrics import Metrics
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.settings import Settings
 
+T = TypeVar("T")
+_PREPARING = 2  # threads; most of the work holds Python's lock
+
 
 @dataclass
 class ServerState:
-    """Lives as long as the server. sampling: defaults of a request. runtime: of the service; outside its thread only
-    what never changes of it is read. names: host names that a browser may use, None for all. max_body: bytes of a request.
-    draining: answers finish, new ones are refused. body_bytes: of all bodies in memory. ended: requests are to end now."""
+    """Lives as long as the server. sampling: defaults of a request. runtime: of the service; its model computes in the
+    service's thread alone. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
+    answers finish, new ones are refused. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
+    that prepare requests."""
 
     service: AsyncEngine
     store: ChunkStore
@@ -38,7 +46,9 @@ class ServerState:
     body_bytes: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     on_end: set[Callable[[], None]] = field(default_factory=set)
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
     _active: int = 0
+    _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -53,6 +63,36 @@ class ServerState:
     def public(self, text: str) -> str:
         """What is told over the wire of a message: the model is called by its name there, the store by none."""
         return text.replace(self.runtime.model.name, self.model).replace(str(self.store.path), "its place")
+
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Result of work outside the event loop and the engine's thread: tokenising, cutting, embedding, searching, records.
+        Raises ApiError when the server ends first."""
+        return await self._unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
+
+    async def in_engine(self, work: Callable[[Runtime], T]) -> T:
+        """Result of work in the engine's thread: KV to compute. Raises ApiError when the server ends first."""
+        return await self._unless_ended(asyncio.wrap_future(self.service.run(work)))
+
+    async def _unless_ended(self, result: asyncio.Future[T]) -> T:
+        ended = asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait([result, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise stopping()
+            return result.result()
+        finally:
+            ended.cancel()
+            result.cancel()
+
+    @contextmanager
+    def preparing(self, count: int) -> Iterator[None]:
+        """While so many jobs are prepared. Raises QueueFull where the queue has no room for them."""
+        self.service.check_room(self._preparing + count - 1)
+        self._preparing += count
+        try:
+            yield
+        finally:
+            self._preparing -= count
 
     @property
     def idle_s(self) -> float:

@@ -19,8 +19,8 @@ from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.answer import Answer
-from cacheblend_cli.engine.jobs import Done, Reasoning, Text
-from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.jobs import Done, Job, Reasoning, Text
+from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
 from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.server.asking import Asking, first_of
@@ -112,7 +112,7 @@ class WarmSocket:
 
     async def _ask(self, request: Request, tell: Tell) -> None:
         inquiry = Inquiry.of_wire(request)
-        job = await self._in_engine(lambda engine: engine.job(self._host.store, inquiry))
+        job = await self._host.in_pool(lambda: self._job(inquiry))
         with Asking(self._host, job) as asking:
             async for event in asking.events():
                 if isinstance(event, Text):
@@ -124,6 +124,12 @@ class WarmSocket:
                 elif isinstance(event, Done):
                     told = await self._ended(event.answers[0], job.question, inquiry.manner)
                     await tell({"event": "done", "end": True, **told})
+
+    def _job(self, inquiry: Inquiry) -> Job:
+        """The job with its prompt laid out."""
+        runtime, store = self._host.runtime, self._host.store
+        job = Engine(runtime).job(store, inquiry)
+        return replace(job, request=resolve(runtime, store, job.question))
 
     async def _plan(self, request: Request, tell: Tell) -> None:
         inquiry, store = Inquiry.of_wire(request), self._host.store
@@ -147,9 +153,8 @@ class WarmSocket:
         return await asyncio.wrap_future(self._host.service.run(lambda runtime: work(Engine(runtime))))
 
     async def _ended(self, answer: Answer, question: Question, manner: Manner) -> dict[str, Any]:
-        differences, tokens = await self._in_engine(
-            lambda engine: engine.told(self._host.store, question, answer, manner)
-        )
+        engine = Engine(self._host.runtime)
+        differences, tokens = await self._host.in_pool(lambda: engine.told(self._host.store, question, answer, manner))
         return {
             "record": answer.to_dict(ids=manner.ids, explain=manner.explain),
             "answer": shown(answer),

@@ -101,7 +101,6 @@ function figure(name, value) {
 
 function show(blend, first) {
   figure("First token", ms(blend.timing.ttft_s));
-  if (blend.full_ttft_s) figure("Full prefill, estimated", ms(blend.full_ttft_s));
   if (first !== null) figure("First token, seen here", `${first.toFixed(0)} ms`);
   figure("Prompt", `${blend.prompt_tokens} tokens`);
   figure("From the store", `${blend.cached_tokens} tokens`);

@@ -1,0 +1,163 @@
+"""Preparing requests: beside the engine's thread, checked before texts are read, and nothing is stored of what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from cacheblend_store import ChunkStore, StoreNoSpace
+
+from cacheblend_cli.api import Engine
+from cacheblend_cli.engine.async_engine import Limits
+from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.server import documents
+
+PAGE = "the lead of billing is Mara and she works in Bergen"
+WAIT_S = 60.0
+
+
+def num_chunks(server: Any) -> int:
+    with server.state.store.read() as reader:
+        return int(reader.entries("chunks"))
+
+
+@contextmanager
+def held(server: Any) -> Iterator[None]:
+    """The engine's thread is busy meanwhile."""
+    go, began = threading.Event(), threading.Event()
+    server.state.service.run(lambda runtime: (began.set(), go.wait(WAIT_S)))
+    assert began.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def no_space(path: object, *_: object) -> None:
+    raise StoreNoSpace(f"the disk of {path} has 64 MiB free, and 65 MiB are needed", "free some space")
+
+
+def test_requests_are_prepared_while_the_engine_is_busy(server: Any) -> None:
+    assert server.client.put("/v1/documents/a", json={"text": PAGE}).status_code == 201
+    with held(server):
+        [hit] = server.client.post("/v1/search", json={"query": "billing"}).json()["data"]
+        [listed] = server.client.get("/v1/documents").json()["data"]
+        assert (hit["document"], listed["id"]) == ("a", "a")
+        for wrong in ({"chunks": ["ffff"]}, {"search": {"query": "zebra"}}, {"blend": {"selector": "magic"}}):
+            assert server.ask(**wrong).status_code in (400, 404)
+        assert server.ask(documents=[{"text": PAGE * 300}]).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"documents": [{"text": " ".join([PAGE] * 150)}]},
+        {"max_tokens": 1024},
+        {"blend": {"selector": "hkvd", "check_layer": 99}},
+        {"timeout_s": -1},
+        {"messages": [{"role": "user", "content": " "}]},
+        {"chunks": ["ffff"]},
+        {"search": {"query": "zebra"}},
+    ],
+)
+def test_nothing_is_stored_of_a_refused_request(server: Any, wrong: dict[str, Any]) -> None:
+    refused = server.ask(**{"documents": [{"text": PAGE}], **wrong})
+    assert refused.status_code in (400, 404), refused.text
+    assert num_chunks(server) == 0
+
+
+@pytest.mark.parametrize("field", ["question", "documents", "history", "system"])
+def test_lengths_are_checked_before_texts_are_read(server: Any, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: Any) -> Any:
+        raise AssertionError("a text was tokenised")
+
+    long, turns = "billing " * 100_000, [("user", "who?")]
+    turns = {
+        "question": [("user", long)],
+        "history": [("user", long), ("assistant", "Mara"), ("user", "who?")],
+        "system": [("system", long), *turns],
+    }.get(field, turns)
+    for name in ("encode_text", "encode_template", "encode_template_rest", "holds_control", "special_in"):
+        monkeypatch.setattr(Tokenizer, name, encode)
+    refused = server.ask(
+        messages=[{"role": role, "content": text} for role, text in turns],
+        documents=[{"text": long if field == "documents" else PAGE}],
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_full_queue_refuses_before_anything_is_prepared(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(limits=Limits(max_waiting=1))
+    go, began = threading.Event(), threading.Event()
+
+    def sent(*_: Any) -> Any:
+        began.set()
+        assert go.wait(WAIT_S)
+        raise AssertionError("no second request is prepared")
+
+    monkeypatch.setattr(documents, "sent", sent)
+    first = threading.Thread(target=lambda: server.ask(documents=[{"text": PAGE}]))
+    first.start()
+    assert began.wait(WAIT_S)
+    refused = server.ask(documents=[{"text": PAGE}])
+    assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+    go.set()
+    first.join()
+
+
+def test_a_full_disk_does_not_fail_an_answer(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = server.ask(documents=[{"text": PAGE}], blend={"mode": "full"}).json()["choices"][0]["message"]
+    monkeypatch.setattr("cacheblend_store.store.check_space", no_space)
+    answered = server.ask(documents=[{"text": PAGE}])
+    assert (answered.status_code, answered.json()["choices"][0]["message"]) == (200, expected)
+    assert any("could not be stored" in note for note in answered.json()["blend"]["notes"])
+    assert str(server.state.store.path) not in answered.text
+    assert num_chunks(server) == 0
+
+
+def test_a_title_is_kept(server: Any) -> None:
+    put = server.client.put("/v1/documents/a", json={"text": PAGE, "title": "The billing team"})
+    assert put.json()["title"] == "The billing team"
+    [listed] = server.client.get("/v1/documents").json()["data"]
+    [hit] = server.client.post("/v1/search", json={"query": "Mara"}).json()["data"]
+    [chunk] = server.ask(search={"query": "Mara"}).json()["blend"]["chunks"]
+    assert [found["title"] for found in (listed, hit, chunk)] == ["The billing team"] * 3
+    server.client.put("/v1/documents/a", json={"text": f"# The billing team\n\n{PAGE}"})
+    [listed] = server.client.get("/v1/documents").json()["data"]
+    assert listed["title"] == "a"
+
+
+def test_a_refused_put_changes_nothing(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.client.put("/v1/documents/old", json={"text": "Jonas keeps a parrot at home"})
+    before = num_chunks(server)
+    with monkeypatch.context() as patched:
+        patched.setattr("cacheblend_store.store.check_space", no_space)
+        for name in ("new", "old"):
+            refused = server.client.put(f"/v1/documents/{name}", json={"text": PAGE})
+            assert (refused.status_code, str(server.state.store.path) in refused.text) == (503, False)
+    [listed] = server.client.get("/v1/documents").json()["data"]
+    assert (listed["id"], num_chunks(server)) == ("old", before)
+    assert server.client.post("/v1/search", json={"query": "billing"}).json()["data"] == []
+    [hit] = server.client.post("/v1/search", json={"query": "parrot"}).json()["data"]
+    assert hit["document"] == "old"
+
+
+def test_a_put_that_fails_late_leaves_no_chunk(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkStore, "put_documents", no_space)
+    assert server.client.put("/v1/documents/new", json={"text": " ".join([PAGE] * 12)}).status_code == 503
+    assert server.client.get("/v1/documents").json()["data"] == []
+    assert num_chunks(server) == 1  # the prompt's prefix
+
+
+def test_a_killed_put_is_not_found(server: Any, engine: Engine) -> None:
+    state = server.state
+    document = documents.document_of(documents.PUT + "/new", PAGE, None)
+    putting = documents.Putting(engine.runtime, state.store, document, state.settings, "")
+    while state.service.run(putting.collect).result(WAIT_S):
+        pass
+    assert server.client.post("/v1/search", json={"query": "billing"}).json()["data"] == []
+    putting.commit()
+    assert len(server.client.post("/v1/search", json={"query": "billing"}).json()["data"]) == 1
