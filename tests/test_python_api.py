@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheblend_store import StoreError
 from checkpoints import write_checkpoint
 
 from cacheblend_cli import Asked, ChunkStore, Engine
