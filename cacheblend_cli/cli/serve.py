@@ -121,6 +121,7 @@ def serve(
             serving_host = ServerState(
                 service, store, settings, sampling, engine.runtime, keyring, names, max_body=max_body << 20
             )
+            held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)
             serving = Serving(
                 make_app(serving_host),
                 serving_host,
