@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
@@ -75,8 +75,9 @@ class ServerState:
 
     async def _unless_ended(self, result: asyncio.Future[T]) -> T:
         ended = asyncio.ensure_future(self.ended.wait())
+        waited: list[asyncio.Future[Any]] = [result, ended]
         try:
-            await asyncio.wait([result, ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
                 raise stopping()
             return result.result()
