@@ -1,4 +1,4 @@
-"""cacheblend search: stored chunks by their words and by what they mean."""
+"""cacheblend search: find stored chunks by words and by meaning."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def search(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Find stored chunks by their words and their documents' titles, or by what they mean, by default below the current project: the nearest
+    """Find stored chunks by the words of their text, title and path, or by meaning. Searches the current project: the nearest
     directory from here up that holds a cacheblend.toml or a .git.
 
     With -q only ids: cacheblend search "billing lead" -q | cacheblend ask --chunks - "Who leads billing?"
     """
     from cacheblend_cli.corpus.places import shown
-    from cacheblend_cli.corpus.search import look
+    from cacheblend_cli.corpus.search import WEAK, look
 
     output = Output(quiet=quiet)
     if not query.strip():
@@ -39,11 +39,12 @@ def search(
     with options.open_store(settings, write=False) as kv_store:
         scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
         warm = None if local else look_warm(settings, query, scope, output.note)
-        (hits, how), by = warm or (look(kv_store, settings, query, scope, output.note), "")
+        found, by = warm or (look(kv_store, settings, query, scope, output.note), "")
+    hits, how = found
     if json:
         for hit in hits:
             record = {"id": hit.id, "source": shown(hit.source), "index": hit.index, "score": round(hit.score, 4)}
-            output.json({**record, "snippet": hit.snippet, "beside": hit.beside})
+            output.json({**record, "snippet": hit.snippet, "beside": hit.beside, "match": round(hit.match, 4)})
     elif quiet:
         for hit in hits:
             output.text(hit.id)
@@ -54,5 +55,7 @@ def search(
             for h in hits
         ]
         output.table(("id", "score", "source", "snippet"), rows, right=(1,), ends=(2,))
+    if found.weak:
+        output.note(WEAK)
     if by:
         output.note(by)

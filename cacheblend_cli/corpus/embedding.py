@@ -1,7 +1,8 @@
-"""Embeddings, static ones first of all: a text's vector is the mean of its tokens' vectors. What search by meaning compares."""
+"""Embedding models for search by meaning, static ones first of all: a text's vector is the mean of its tokens' vectors."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -18,46 +19,57 @@ if TYPE_CHECKING:
 
 _WORDLLAMA = ("weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json")
 _MOST_TOKENS = 2048  # of a text; a chunk is shorter
+_FEW = 64  # texts: below, converting the whole table takes longer than it saves
 
 
 class TokenMeans:
-    """What model2vec's StaticModel computes, for weights that are ready as they are stored: importing that takes longer than
-    these take to read. embedding: [num_tokens, dim]."""
+    """The computation of model2vec's StaticModel for weights that are usable as stored: importing model2vec takes longer than
+    reading them. embedding: [num_tokens, dim]."""
 
     def __init__(self, embedding: NDArray[Any], tokenizer: Tokenizer) -> None:
         self.embedding, self._tokenizer = embedding, tokenizer
         self._unknown = tokenizer.token_to_id("<unk>")
 
     def encode(self, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
-        """[num_texts, dim] fp32; of a text without a known token, zeros. max_length: tokens of each that are read."""
+        """Return [num_texts, dim] fp32; zeros for a text without a known token. max_length: tokens to read of each text."""
         import numpy as np
 
-        means = np.zeros((len(texts), self.embedding.shape[1]), np.float32)
-        for mean, encoding in zip(means, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+        table = self.embedding if len(texts) < _FEW else self._float32
+        means = np.zeros((len(texts), table.shape[1]), np.float32)
+        for mean, encoding in zip(
+            means, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
             if ids := [i for i in encoding.ids[:max_length] if i != self._unknown]:
-                mean[:] = self.embedding[ids].mean(axis=0, dtype=np.float32)
+                table.take(ids, axis=0).astype(np.float32, copy=False).mean(axis=0, out=mean)
         return means
+
+    @cached_property
+    def _float32(self) -> NDArray[np.float32]:
+        return self.embedding.astype("float32")
 
 
 class Embedder:
-    """A model of embeddings. name: what it was loaded from."""
+    """An embedding model, for any number of threads. name: what it was loaded from."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.name, self._model = name, model
+        self._one_at_a_time = threading.Lock()  # tokenizers that pad and truncate are changed by every call
 
     def embed(self, texts: Sequence[str], *, question: bool = False) -> NDArray[np.float32]:
-        """Vectors of length 1, [num_texts, dim] fp32; of a text without a known token, zeros. question: they ask, and do not
-        answer, which some models are told."""
+        """Return vectors of length 1, [num_texts, dim] fp32; zeros for a text without a known token. question: use the model's
+        prompt for queries, where it has one, instead of that for documents."""
         import numpy as np
 
         before = getattr(self._model, "prompts", {}).get("query" if question else "document", "")
-        vectors = np.asarray(self._model.encode([before + t for t in texts], max_length=_MOST_TOKENS), dtype=np.float32)
+        with self._one_at_a_time:
+            encoded = self._model.encode([before + text for text in texts], max_length=_MOST_TOKENS)
+        vectors = np.asarray(encoded, dtype=np.float32)
         norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
         return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
 
     @cached_property
     def digest(self) -> str:
-        """Of the weights: vectors of other weights are not comparable."""
+        """Digest of the weights: vectors of other weights are not comparable."""
         import xxhash
 
         if own := getattr(self._model, "digest", None):
@@ -66,10 +78,10 @@ class Embedder:
 
 
 def find_embedder(name: str = "") -> Embedder | None:
-    """The embeddings of this name: a model2vec directory or hub id, or a sentence-transformers directory. Without a name the small English ones that come with
-    the package wordllama, None where that is not installed.
+    """Load embeddings by name: a model2vec directory or hub id, or a sentence-transformers directory. Without a name, the small
+    English ones of the package wordllama; None if that is not installed.
 
-    Raises NotFoundError where a name leads to no weights, UsageError where it needs model2vec and that is not installed.
+    Raises NotFoundError if there are no such weights, UsageError if they need model2vec and that is not installed.
     """
     if not name:
         spec = find_spec("wordllama")
@@ -87,7 +99,7 @@ def _named(name: str) -> Embedder:
             return Embedder(name, SentenceModel(folder))
         except (OSError, ValueError) as error:  # of files that are missing or damaged
             raise NotFoundError(
-                f"{name} holds no sentence-transformers model: {error}",
+                f"{name} does not hold a sentence-transformers model: {error}",
                 "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",
             ) from error
     if find_spec("model2vec") is None:
@@ -98,7 +110,7 @@ def _named(name: str) -> Embedder:
     try:
         return Embedder(name, StaticModel.from_pretrained(str(folder) if local else name))
     except Exception as error:  # the hub's errors and those of its network, the loader's and those of its formats
-        what = "holds no model2vec model" if local else "is no directory here, and the hub does not give it"
+        what = "does not hold a model2vec model" if local else "is not a directory, and the hub does not have it"
         raise NotFoundError(
             f"{name} {what}: {error}",
             "name a directory saved by model2vec or sentence-transformers, or a model2vec Hugging Face id",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend_cli.corpus.search_index import spaced
+from cacheblend_cli.corpus.normalise import spaced
 
 _WORD = re.compile(r"[^\W_]+")
 _MOST_TERMS = 32  # of a text that are compared, the weightiest: the rest are words that nearly every text has

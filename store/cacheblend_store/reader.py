@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 
+from cacheblend_store.changes import LOG, Changes, changes_between
 from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, blob_spec, encode_blob
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
@@ -138,6 +139,10 @@ class StoreReader:
 
     def state(self) -> State:
         return read_state(self.get, self.pages)
+
+    def changes_since(self, generation: int) -> Changes | None:
+        """Return what changed after a generation of the store, None where the change log does not know all of it."""
+        return changes_between(self.get("meta", LOG), generation, self.state().generation)
 
     def entries(self, database: str) -> int:
         tree = self.pages.tree(database)

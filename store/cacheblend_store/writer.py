@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from cacheblend_store.changes import LOG, Changes, append
 from cacheblend_store.errors import BadBlob, StoreFull
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import (
@@ -39,9 +40,13 @@ class StoreWriter:
         text_bytes = self.state.text_bytes if self.state.text_bytes is not None else count_bytes(pages, "chunks")
         self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
         self._own = set[tuple[str, bytes]]()  # records written in this transaction
+        self._changes: Changes | None = Changes(set(), set())  # None: not all of them are known
 
     def finish(self) -> None:
-        """Write the counters if they changed."""
+        """Write the counters and the change log if they changed."""
+        before, after = self._before.generation, self.state.generation
+        if after != before and self._changes is not None:
+            self.put("meta", LOG, append(self.get("meta", LOG), before, after, self._changes))
         counted = {"live_bytes": self._num_bytes["blobs"], "text_bytes": self._num_bytes["chunks"]}
         self.state = replace(self.state, **counted)
         if self.state != self._before:
@@ -56,8 +61,14 @@ class StoreWriter:
     def set_max_bytes(self, max_bytes: int) -> None:
         self.state = replace(self.state, max_bytes=max_bytes)
 
-    def changed(self) -> None:
-        """Increase the generation: chunks or documents were added or removed."""
+    def changed(self, *, chunk: bytes | None = None, document: bytes | None = None) -> None:
+        """Increase the generation: a chunk or a document record was added, removed or replaced. Without a key the change log
+        gets a gap, and its readers compare everything."""
+        if chunk is None and document is None:
+            self._changes = None
+        elif self._changes is not None:
+            self._changes.chunks.update(filter(None, (chunk,)))
+            self._changes.documents.update(filter(None, (document,)))
         self.state = replace(self.state, generation=max(self._before.generation + 1, time.time_ns()))
 
     def get(self, database: str, key: bytes) -> bytes | None:
@@ -116,7 +127,7 @@ class StoreWriter:
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
         if old is not None and same and not old.has_kv:
             return "new"  # the list of chunks is as it was: no new generation
-        self.changed()
+        self.changed(chunk=manifest.key)
         return "replaced" if existed else "new"
 
     def put_record(self, manifest: ChunkManifest, *, owned: bool = False) -> bool:
@@ -131,7 +142,7 @@ class StoreWriter:
         self.put("chunks", manifest.key, encode_manifest(manifest.without_kv()))
         if not owned:
             self.put("lru", manifest.key, use_record(manifest.key, time.time()))
-        self.changed()
+        self.changed(chunk=manifest.key)
         return True
 
     def delete_chunk(self, key: bytes) -> bool:
@@ -140,7 +151,7 @@ class StoreWriter:
         existed = self.delete("chunks", key) or existed
         self.delete("lru", key)
         if existed:
-            self.changed()
+            self.changed(chunk=key)
         return existed
 
     def evict(self, key: bytes) -> bool:
@@ -237,11 +248,11 @@ class StoreWriter:
             self.put("documents", key, encode_document(record))
             for chunk in record.chunks:
                 self.put("refs", chunk.key + key, b"")
-            self.changed()
+            self.changed(document=key)
         for key in removed:
             dropped += self._unrefer(key, keep=set())
             if self.delete("documents", key):
-                self.changed()
+                self.changed(document=key)
         return [key for key in dropped if not self.is_referred(key) and self.delete_chunk(key)]
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:

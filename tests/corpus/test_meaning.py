@@ -7,6 +7,8 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from stored_texts import forget, put_document
 
 from cacheblend_cli.corpus import embedding
 from cacheblend_cli.corpus.embedding import Embedder, find_embedder
-from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.corpus.search import Lookup, is_weak, search
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
@@ -72,8 +74,48 @@ def test_two_rankings_are_fused_and_a_hit_of_both_is_first(store: ChunkStore) ->
     put_document(store, "/docs/more.md", "A trip, money and a trip. ")
     hits = search(store, "money trip", BOTH)
     assert Path(hits[0].source).stem == "more"
-    assert hits[0].score == pytest.approx(2 / 61)
+    assert hits[0].score == pytest.approx(1.0)  # it has all the words and all of the meaning
     assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
+
+
+def test_a_clear_win_by_words_outweighs_a_better_rank_by_meaning(store: ChunkStore) -> None:
+    put_document(store, "/docs/nav.md", "Trip. Protection. ")
+    put_document(store, "/docs/privacy.md", "The data protection officer for a trip in norway is Ingrid. ")
+    question = "data protection officer trip"
+    assert found(store, question, MEANING)[0] == "nav#0"
+    assert found(store, question, BOTH)[0] == "privacy#0"
+
+
+def test_of_equal_scores_the_better_word_match_is_first(store: ChunkStore) -> None:
+    put_document(store, "/docs/a.md", "Zebra and " + "many other things " * 20)
+    put_document(store, "/docs/b.md", "Zebra. ")
+    hits = search(store, "zebra", BOTH)
+    assert [Path(h.source).stem for h in hits] == ["b", "a"]
+    assert hits[0].score == hits[1].score
+
+
+def test_what_was_said_before_finds_documents_and_the_question_counts_more(store: ChunkStore) -> None:
+    put_document(store, "/docs/lease.md", "The lease of the harbor house ends in May. ")
+    put_document(store, "/docs/club.md", "The chess club ends its season in June. ")
+    for how in (Lookup(9), BOTH):
+        follow_up = replace(how, before="Who signed the lease of the harbor house? Mara did.")
+        assert found(store, "And when does it end?", follow_up)[0] == "lease#0"
+        assert found(store, "When does the chess club open?", follow_up)[0] == "club#0"
+
+
+@pytest.mark.parametrize(("question", "weak"), [("Reimbursed travel?", False), ("Capital of Mongolia?", True)])
+@pytest.mark.parametrize("how", [Lookup(9), MEANING, BOTH])
+def test_weak_matches_are_told_from_good_ones(store: ChunkStore, how: Lookup, question: str, weak: bool) -> None:
+    assert is_weak(search(store, question, how), how.by if how.embedder else "words") == weak
+
+
+def test_threads_search_and_embed_at_the_same_time(store: ChunkStore) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        hits = [threads.submit(found, store, "voyage", how) for how in (BOTH, MEANING, Lookup(9)) * 8]
+        put_document(store, "/docs/new.md", "A voyage. ")
+        for hit in hits:
+            hit.result()
+    assert set(found(store, "voyage", MEANING)) == {"staff#0", "new#0"}
 
 
 def test_the_vectors_follow_the_texts_and_the_weights(store: ChunkStore) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cacheblend_store import ChunkStore
+from cacheblend_store import ChunkStore, StoreReader
+from cacheblend_store.format.records import document_key
 from stored_texts import forget
 from stored_texts import put_document as put
 
-from cacheblend_cli.corpus.search import Lookup, query_terms, search
+from cacheblend_cli.corpus.ranking import query_terms
+from cacheblend_cli.corpus.search import Lookup, search
+from cacheblend_cli.corpus.search_index import open_index
 
 
 @pytest.fixture
@@ -114,6 +119,77 @@ def test_scripts_without_spaces(store: ChunkStore) -> None:
     [hit] = search(store, "図書館はいつ開く", Lookup(1))
     assert hit.source == "/docs/kyoto.md"
     assert "図書館" in hit.snippet
+
+
+def test_ligatures_and_full_width_letters_are_the_letters_they_stand_for(store: ChunkStore) -> None:
+    put(
+        store,
+        "/docs/lease.md",
+        "# The Oﬀice\n\nThe rent of the oﬃce is \uff15\uff10\uff10 EUR, of 12\u00a0m², under Daten\u00adschutz.\n",
+    )
+    for query in ("office", "\uff4f\uff46fice", "500", "m2", "Datenschutz", "oﬃce"):
+        [hit] = search(store, query, Lookup(1))
+        assert hit.source == "/docs/lease.md"
+        assert "office" in hit.snippet
+
+
+def test_a_refresh_reads_only_the_chunks_that_changed(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    loose = [store.get_chunk(hit.key) for hit in search(store, "canteen", Lookup(9))]
+    store.put_documents((), [document_key("one", "/docs/jonas-berg.md")])
+    store.put_records([replace(m, key=bytes([i]) * 20, source=f"(sent)/{i}") for i, m in enumerate(loose) if m])
+    found(store, "canteen")
+    read: list[bytes] = []
+    manifest, documents = StoreReader.manifest, StoreReader.documents
+    monkeypatch.setattr(StoreReader, "manifest", lambda self, key: read.append(key) or manifest(self, key))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(StoreReader, "documents", lambda self: pytest.fail("every document is read") or documents(self))
+    ids = put(store, "/docs/new.md", "# Harbor\n", "The harbor freezes.\n")
+    read.clear()
+    assert found(store, "harbor") == ["new#0", "new#1"]
+    assert sorted(key.hex() for key in read) == sorted(ids)
+    read.clear()
+    forget(store, "one", "/docs/new.md")
+    assert found(store, "harbor") == []
+    assert read == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_index_that_followed_every_change_is_the_one_made_anew(tmp_path: Path, seed: int) -> None:
+    """Documents that share chunks and names, in two collections, come, change and go; chunks without a document too."""
+    rng = random.Random(seed)
+    words = ["# Harbor", "# Mara", "canteen opens", "canteen closes", "billing", "lives in Oslo", "rent", "deposit"]
+    with ChunkStore.open(tmp_path / "store", mode="write") as store:
+        for step in range(60):
+            source, collection = f"/docs/{rng.choice('abcd')}.md", rng.choice(["one", "two"])
+            match rng.randrange(6):
+                case 0 | 1 | 2:
+                    put(store, source, *rng.sample(words, rng.randint(1, 5)), collection=collection)
+                case 3:
+                    forget(store, collection, source)
+                case 4:
+                    known = [m.key for m in store.chunks()]
+                    store.remove_chunks(rng.sample(known, min(len(known), 2)))
+                case _:
+                    put(store, "/gone.md", rng.choice(words), f"loose {step}", collection=collection)
+                    kept = [m for m in store.chunks() if m.source == "/gone.md"]
+                    forget(store, collection, "/gone.md")
+                    store.put_records(replace(m, source=rng.choice(["/gone.md", "(sent)/t/1", source])) for m in kept)
+            if rng.random() < 0.4:
+                followed = contents(store)
+                (store.path / "search.sqlite3").unlink()
+                assert contents(store) == followed
+
+
+def contents(store: ChunkStore) -> list[tuple[object, ...]]:
+    """What the index holds, but for the numbers of its rows."""
+    with open_index(store) as db:
+        places = db.execute(
+            "SELECT key, p.source, position, collection, context, document, chunks.source, title, body, pending.id IS NULL"
+            " FROM places AS p LEFT JOIN chunks ON chunks.rowid = p.id LEFT JOIN pending USING (id)"
+        ).fetchall()
+        versions = db.execute("SELECT * FROM versions").fetchall()
+        [strays] = db.execute("SELECT count(*) FROM chunks WHERE rowid NOT IN (SELECT id FROM places)").fetchone()
+    assert strays == 0
+    return sorted(places, key=repr) + sorted(versions, key=repr)
 
 
 def test_the_file_is_private_and_a_damaged_one_is_made_anew(store: ChunkStore) -> None:

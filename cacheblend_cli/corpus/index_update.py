@@ -1,0 +1,188 @@
+"""Updates of the search index: the places of chunks that came and went since the last update, and their rows."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
+from cacheblend_store.changes import Changes
+
+from cacheblend_cli.corpus.normalise import indexed
+from cacheblend_cli.corpus.places import PUT, SENT
+
+_PLACE = "key, source, position, collection, context, document"
+_HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
+_HEADING_WITHIN = 4  # chunks
+_TELLING_PARTS = 4  # of a path, from its end: what comes before says where a machine keeps its files
+_BATCH = 16384  # chunks whose texts are in memory at once
+
+
+class Place(NamedTuple):
+    """Where a chunk stands, and the context it was collected in. A chunk that documents share has several places.
+
+    key, document: in hex; document is "" for a chunk of no document. source: the document's name, see corpus/places.py.
+    """
+
+    key: str
+    source: str
+    position: int
+    collection: str
+    context: str
+    document: str
+
+
+@dataclass(frozen=True)
+class IndexUpdate:
+    """records: document records by key in hex, None for those that are gone. new: places to add. new_loose: keys of chunks to
+    add that stand in no document. gone: row id -> source of the places to remove."""
+
+    records: Mapping[str, DocumentRecord | None]
+    new: Sequence[Place]
+    new_loose: Sequence[bytes]
+    gone: Mapping[int, str]
+
+
+def plan_update(db: sqlite3.Connection, reader: StoreReader, changes: Changes | None) -> IndexUpdate:
+    """Compare the index with the store: in what changed, or in everything if `changes` is None."""
+    if changes is None:
+        chunks = set(reader.keys_from(b""))
+        stored: Callable[[bytes], bool] = chunks.__contains__
+        documents = {*reader.keys_from(b"", "documents"), *_column(db, "SELECT document FROM versions")}
+    else:
+        chunks = changes.chunks
+        stored = partial(_is_stored, reader)
+        documents = changes.documents.union(*map(reader.documents_of, chunks))
+    records = {key.hex(): reader.document(key) for key in documents}
+    wanted = {
+        Place(chunk.key.hex(), _clean(record.source), chunk.index, record.collection, record.context, document)
+        for document, record in records.items()
+        if record is not None
+        for chunk in record.chunks
+        if stored(chunk.key)
+    }
+    if changes is None:
+        rows = dict(_rows(db))
+    else:
+        rows = {place: i for document in records for place, i in _rows(db, "WHERE document = ?", document)}
+        keys = {place.key for place in (*wanted, *rows)}.union(key.hex() for key in chunks)
+        rows |= {place: i for key in keys for place, i in _rows(db, "WHERE key = ?", key)}
+    in_documents = wanted | {place for place in rows if place.document and place.document not in records}
+    candidates = {key.hex() for key in chunks}.union(place.key for place in rows) - {p.key for p in in_documents}
+    loose = {key for key in candidates if stored(bytes.fromhex(key))}
+    again = {key.hex() for key in changes.chunks} if changes else set[str]()  # may have come back from another source
+    kept = {place.key for place in rows if not place.document and place.key in loose - again}
+    gone = {i: p.source for p, i in rows.items() if p not in in_documents and (p.document or p.key not in kept)}
+    new_loose = loose - kept
+    return IndexUpdate(records, sorted(wanted - rows.keys()), sorted(map(bytes.fromhex, new_loose)), gone)
+
+
+def write_update(db: sqlite3.Connection, store: ChunkStore, update: IndexUpdate) -> None:
+    """Write what `plan_update` found, with the texts of the new chunks. Call it in a transaction."""
+    versions = [
+        (document, _clean(r.source), r.collection, r.context, r.content_digest, r.updated)
+        for document, r in update.records.items()
+        if r is not None
+    ]
+    db.executemany("DELETE FROM versions WHERE document = ?", [(document,) for document in update.records])
+    db.executemany("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", versions)
+    for table, column in (("chunks", "rowid"), ("places", "id"), ("vectors", "id"), ("pending", "id")):
+        db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(i,) for i in update.gone])
+    for batch in _by_source(update.new):
+        keys = {bytes.fromhex(place.key) for places in batch.values() for place in places}
+        texts = {manifest.id: manifest.text for manifest in _manifests(store, keys)}
+        for source, places in batch.items():
+            _add(db, source, [(place, texts[place.key]) for place in places if place.key in texts])
+    for start in range(0, len(update.new_loose), _BATCH):
+        for manifest in _manifests(store, update.new_loose[start : start + _BATCH]):
+            place = Place(
+                manifest.id, _clean(manifest.source), manifest.index, manifest.collection, manifest.context, ""
+            )
+            hidden = manifest.context == "prefix" or place.source.startswith((SENT, PUT))
+            _add(db, place.source, [(place, None if hidden else manifest.text)])
+    for source in sorted(set(update.gone.values())):
+        _add(db, source, [])
+
+
+def _by_source(places: Iterable[Place]) -> Iterator[dict[str, list[Place]]]:
+    """Batches of about _BATCH places, all places of a source in the same batch."""
+    batch: defaultdict[str, list[Place]] = defaultdict(list)
+    size = 0
+    for place in sorted(places, key=lambda p: p.source):
+        if size >= _BATCH and place.source not in batch:
+            yield batch
+            batch, size = defaultdict(list), 0
+        batch[place.source].append(place)
+        size += 1
+    yield batch
+
+
+def _manifests(store: ChunkStore, keys: Iterable[bytes]) -> Iterator[ChunkManifest]:
+    """Yield the chunks' manifests, without those that are gone or damaged."""
+    with store.read() as reader:
+        for key in sorted(keys):
+            manifest = None
+            with suppress(BadBlob):
+                manifest = reader.manifest(key)
+            if manifest is not None:
+                yield manifest
+
+
+def _add(db: sqlite3.Connection, source: str, added: Sequence[tuple[Place, str | None]]) -> None:
+    """Add places of a source with their texts, None for a text that is not searched, and mend the title of its other rows."""
+    rows = db.execute(
+        "SELECT p.position, p.id, chunks.title, CASE WHEN p.position < ? THEN chunks.body END"
+        " FROM places AS p JOIN chunks ON chunks.rowid = p.id WHERE p.source = ?",
+        (_HEADING_WITHIN, source),
+    ).fetchall()
+    texts = [(place, indexed(text)) for place, text in added if text is not None]
+    beginnings = [(position, body) for position, _, _, body in rows if body is not None]
+    beginnings += [(place.position, body) for place, body in texts if place.position < _HEADING_WITHIN]
+    title = _title(source, [body for _, body in sorted(beginnings)])
+    [(last,)] = db.execute("SELECT coalesce(max(id), 0) FROM places")
+    ids = {place: last + number for number, (place, _) in enumerate(added, 1)}
+    db.executemany(
+        f"INSERT INTO places (id, {_PLACE}) VALUES (?, ?, ?, ?, ?, ?, ?)", [(i, *place) for place, i in ids.items()]
+    )
+    path = indexed("/".join(source.split("/")[-_TELLING_PARTS:]))
+    db.executemany(
+        "INSERT INTO chunks (rowid, source, title, body) VALUES (?, ?, ?, ?)",
+        [(ids[place], path, title, body) for place, body in texts],
+    )
+    changed = [(title, i) for _, i, old, _ in rows if old != title]
+    db.executemany("UPDATE chunks SET title = ? WHERE rowid = ?", changed)
+    again = [(i,) for _, i in changed]
+    db.executemany("DELETE FROM vectors WHERE id = ?", again)
+    db.executemany("INSERT OR IGNORE INTO pending VALUES (?)", again + [(ids[place],) for place, _ in texts])
+
+
+def _title(source: str, beginnings: Iterable[str]) -> str:
+    """The first heading near the beginning of a document, and the words of its file name."""
+    headings = (match.group(1) for body in beginnings if (match := _HEADING.search(body)))
+    stem = re.sub(r"[-_.]+", " ", PurePosixPath(source).stem)
+    return f"{next(headings, '')} {indexed(stem)}".strip()
+
+
+def _is_stored(reader: StoreReader, key: bytes) -> bool:
+    return reader.get("chunks", key) is not None
+
+
+def _rows(db: sqlite3.Connection, where: str = "", *values: str) -> Iterator[tuple[Place, int]]:
+    for i, *place in db.execute(f"SELECT id, {_PLACE} FROM places {where}", values):
+        yield Place(*place), i
+
+
+def _column(db: sqlite3.Connection, query: str) -> list[bytes]:
+    return [bytes.fromhex(value) for (value,) in db.execute(query)]
+
+
+def _clean(name: str) -> str:
+    """A name without lone surrogates, which SQLite does not take."""
+    return name.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,73 @@
+"""The change log: which chunks and documents the last commits added or removed. Data derived from the store follows it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from cacheblend_store.errors import BadBlob
+from cacheblend_store.format.records import seal, unseal
+
+LOG = b"changes"
+"""Key of the log in the database `meta`."""
+MAX_BYTES = 64 << 10
+
+
+class Entry(NamedTuple):
+    """What one commit changed. before, after: generations of the store. chunks, documents: keys."""
+
+    before: int
+    after: int
+    chunks: tuple[bytes, ...]
+    documents: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.chunks + self.documents)) + 32
+
+
+class Changes(NamedTuple):
+    """Keys of the chunks and of the document records that were added, removed or replaced."""
+
+    chunks: set[bytes]
+    documents: set[bytes]
+
+
+def append(value: bytes | memoryview | None, before: int, after: int, changes: Changes) -> bytes:
+    """Return the log record with one more commit, without its oldest ones where it is longer than MAX_BYTES.
+
+    value: the record so far. Entries that do not lead up to `before` are dropped.
+    """
+    entries = _entries(value)
+    if entries and entries[-1].after != before:
+        entries = []
+    entries.append(Entry(before, after, tuple(changes.chunks), tuple(changes.documents)))
+    while entries and sum(entry.num_bytes for entry in entries) > MAX_BYTES:
+        del entries[: len(entries) // 4 + 1]
+    return seal(LOG, msgspec.msgpack.encode(entries))
+
+
+def changes_between(value: bytes | memoryview | None, before: int, after: int) -> Changes | None:
+    """Return what changed between two generations, None where the log does not reach back so far or has a gap."""
+    entries = [entry for entry in _entries(value) if entry.after > before]
+    reached = before
+    for entry in entries:
+        if entry.before != reached:
+            return None
+        reached = entry.after
+    if reached != after:
+        return None
+    found = Changes(set(), set())
+    for entry in entries:
+        found.chunks.update(entry.chunks)
+        found.documents.update(entry.documents)
+    return found
+
+
+def _entries(value: bytes | memoryview | None) -> list[Entry]:
+    """The entries, oldest first; none for a record that is missing or damaged."""
+    try:
+        return msgspec.msgpack.decode(unseal(LOG, value or b""), type=list[Entry])
+    except (BadBlob, msgspec.DecodeError):
+        return []
