@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, DocumentRecord, StoreReader
-from cacheblend_store.changes import Changes
+from cacheblend_store.format.changes import Changes
 
 from cacheblend_cli.corpus.normalise import indexed
 from cacheblend_cli.corpus.places import PUT, SENT

@@ -136,7 +136,9 @@ class ByMeaning:
         pairs = zip(self._scores[order].tolist(), self._ids[order].tolist(), strict=True)
         for score, same in groupby(pairs, key=lambda pair: pair[0]):
             rows = [self._db.execute(f"{PLACES} WHERE id = ?", (i,)).fetchone() for _, i in same]
-            yield from sorted((Row(*row, score) for row in rows if row), key=lambda r: (r.source, r.position, r.id))
+            yield from sorted(
+                (Row(*row)._replace(score=score) for row in rows if row), key=lambda r: (r.source, r.position, r.id)
+            )
 
     def of(self, row: Row) -> float:
         """Return the row's cosine, 0 where it has no vector."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 
-from cacheblend_store.changes import LOG, Changes, changes_between
 from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, blob_spec, encode_blob
+from cacheblend_store.format.changes import LOG, Changes, changes_between
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import (
     MEMO_KEYS,

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from cacheblend_store.changes import LOG, Changes, append
 from cacheblend_store.errors import BadBlob, StoreFull
+from cacheblend_store.format.changes import LOG, Changes, append
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import (
     ChunkManifest,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bare_store import bare_writing
 from cacheblend_store import ChunkStore
-from cacheblend_store.changes import LOG, MAX_BYTES, Changes, append, changes_between
+from cacheblend_store.format.changes import LOG, MAX_BYTES, Changes, append, changes_between
 from cacheblend_store.format.records import document_key
 from cacheblend_store.writer import StoreWriter
 from stored_texts import forget, put_document
