@@ -1,4 +1,4 @@
-"""cacheblend eval: questions with their contexts under many settings, against full prefill."""
+"""cacheblend eval: compare settings with full prefill on questions."""
 
 from __future__ import annotations
 
@@ -35,55 +35,57 @@ _MAX_TOKENS = 32
     *grouped("prompt", "model", "machine"),
     "kv_dtype",
     "lock_timeout",
-    seed="Seed of the random selector.",
+    "top_k",
+    "search",
+    seed="Random seed of the selector random.",
+    top_k="Number of chunks to search for a question without contexts.",
 )
 def evaluate(
     settings: Settings,
-    data: Annotated[
-        list[Path], typer.Argument(help="JSON or JSON lines of questions with their contexts; - is stdin.")
-    ],
+    data: Annotated[list[Path], typer.Argument(help="JSON or JSON lines of questions; - is stdin.")],
     mode: Annotated[
         list[str] | None,
         typer.Option(help="blend, full or reuse (repeatable).", show_default="blend, full and reuse"),
     ] = None,
     selector: Annotated[
-        list[str] | None, typer.Option(help="Selector of blend (repeatable).", show_default="as ask")
+        list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask")
     ] = None,
     ratio: Annotated[
         list[str] | None,
-        typer.Option(help="Ratio of blend, or auto as in ask (repeatable).", metavar="FLOAT|auto", show_default="0.15"),
+        typer.Option(help="Ratio, or auto as in ask (repeatable).", metavar="FLOAT|auto", show_default="0.15"),
     ] = None,
     context: Annotated[
         list[str] | None,
         typer.Option(
-            help="How chunks are collected: sink, document or neighbours (repeatable).", show_default="document"
+            help="Left context of chunks: sink, document or neighbours (repeatable).", show_default="document"
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first questions only.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = _MAX_TOKENS,
-    out: Annotated[Path | None, typer.Option(help="Write a record a question and setting here.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="As --out, going on from the records that are there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw quality and time over the ratio: FILE.png or .svg.")] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Show the error of K, V and attention a layer.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N questions.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = _MAX_TOKENS,
+    out: Annotated[Path | None, typer.Option(help="Write a record for each question and setting.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Like --out, continuing from the records in the file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot quality and time against the ratio: FILE.png or .svg.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Show the error of K, V and attention for each layer.")] = False,
     noise_floor: Annotated[
-        bool, typer.Option("--noise-floor/--no-noise-floor", help="Measure a second full prefill in another tiling.")
+        bool, typer.Option("--noise-floor/--no-noise-floor", help="Also measure a full prefill with another tiling, as a noise floor.")
     ] = True,
     fit_risk: Annotated[
         bool,
         typer.Option(
-            "--fit-risk", help="Fit what ask --max-risk goes by: how likely an answer differs from full prefill's."
+            "--fit-risk", help="Fit the risk estimate of ask --max-risk."
         ),
     ] = False,
     store: Annotated[
-        str | None, typer.Option(help="Keep the chunks in this store.", show_default="a temporary one")
+        str | None, typer.Option(help="Keep the chunks in this store, and search it.", show_default="a temporary one")
     ] = None,
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Measure settings on questions that bring their contexts, against a full prefill of the same prompts.
+    """Compare settings with a full prefill of the same prompts, on your questions.
 
-    A sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]}, neighbours of one title being one page, or
-    {"0", "1", ..., "chunk_num", "query"}. Without answers only the distance from full prefill is reported.
+    A sample is {"question", "answers"?, "ctxs"?: [{"title"?, "text"}]} or {"0", "1", ..., "chunk_num", "query"}. Without ctxs,
+    the chunks come from the store, by the search that ask does. Consecutive contexts with one title are one page. Without
+    answers, only the distance from full prefill is reported.
     """
     output = Output(quiet=quiet)
     path = _record_path(out, resume)
@@ -121,22 +123,22 @@ def evaluate(
     samples = _read(data, limit)
     with RecordFile(path) as records:
         engine = options.load_engine(settings, output)
-        told = (
-            on_interrupt(f"what was measured is in {path}; go on from there: --resume {path}")
-            if path
-            else nullcontext()
+        if any(not sample.contexts for sample in samples):
+            samples = _found(samples, engine, settings, store, max_tokens, output)
+        interruptible = (
+            on_interrupt(f"finished measurements are in {path}; go on with --resume {path}") if path else nullcontext()
         )
-        with told, _store(settings, store) as kv_store, output.progress("questions") as bar:
+        with interruptible, _store(settings, store) as kv_store, output.progress("questions") as bar:
             results = run(
                 engine, kv_store, samples, asked, EvaluateOptions(max_tokens, records, store is not None, collecting),
                 on_progress=lambda done, total, text: bar(done, total, f"{done}/{total}"),
             )  # fmt: skip
     for number, reason in results.skipped:
-        output.warn(f"question {number} is left out: {reason}")
+        output.warn(f"question {number} is skipped: {reason}")
     for note in dict.fromkeys(results.notes):
         output.warn(note)
     if not results.full:
-        raise UsageError("no question was measured", "take a model with a longer context, or shorter contexts")
+        raise UsageError("no question was measured", "use a model with a longer context, or shorter contexts")
     summaries = summarise(results)
     show_scores(summaries, output, json=json)
     if auto.reports:
@@ -146,28 +148,28 @@ def evaluate(
     if layers and not json:
         show_layers(summaries, output)
     if path is not None:
-        output.note(f"{results.measured} records written to {path}, {results.resumed} were there")
+        output.note(f"{results.measured} records written to {path}, {results.resumed} already there")
     if plot is not None:
         draw(summaries, plot, f"{engine.model.name}, {summaries[0].samples} questions")
         output.note(f"drew {plot}")
 
 
 def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
-    """Fit each setting that blends at a ratio of its own, and keep that for `ask`."""
+    """Fit the risk of each blended setting with a fixed ratio, and store it for `ask --max-risk`."""
     from cacheblend_cli.engine.risk import RiskFile, fit_risk
     from cacheblend_cli.evaluation.risk import captured, halves, tokens_of
 
     for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
         answers = tokens_of(results.by_label[setting.label])
         if not answers:
-            raise UsageError("the records are of an earlier version and hold no signals", "measure anew: another --out")
+            raise UsageError("the records are from an earlier version and lack signals", "measure again with another --out")
         fit = fit_risk(answers)
         RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
         try:
             part = (
                 f"; of these {captured(halves(answers)):.0%} are among the riskiest fifth, by a fit on the other half"
             )
-        except UsageError:  # half as many are too few for that
+        except UsageError:  # too few answers to split
             part = ""
         output.note(
             f"risk of {setting.label}: {fit.differing} of {fit.answers} answers differ{part}; ask takes --max-risk"
@@ -176,9 +178,9 @@ def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
 
 def _record_path(out: Path | None, resume: Path | None) -> Path | None:
     if out is not None and resume is not None and out != resume:
-        raise UsageError("--out and --resume name two files", "--resume FILE goes on in the same file")
+        raise UsageError("--out and --resume name different files", "give only --resume FILE, which is also written to")
     if out is not None and resume is None and out.exists() and out.stat().st_size:
-        raise UsageError(f"--out {out} has records already", f"go on from them: --resume {out}")
+        raise UsageError(f"--out {out} already contains records", f"continue with --resume {out}")
     return resume or out
 
 
@@ -195,9 +197,21 @@ def _read(data: Sequence[Path], limit: int | None) -> list[Sample]:
     return samples
 
 
+def _found(
+    samples: list[Sample], engine: Engine, settings: Settings, named: str | None, max_tokens: int, output: Output
+) -> list[Sample]:
+    """Samples with the contexts that a search of the store finds: of --store, else of the default store."""
+    from cacheblend_cli.corpus.search import Lookup
+    from cacheblend_cli.evaluation.found_contexts import with_found_contexts
+
+    with options.open_store(replace(settings, store=named or settings.store), write=False) as source:
+        lookup = Lookup.of(settings, options.scope_of(source, None, False, output), output.note)
+        return with_found_contexts(engine, source, samples, lookup, max_tokens)
+
+
 @contextmanager
 def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
-    """The named store, else one that goes when the run ends."""
+    """Open the named store, or a temporary one."""
     if named is not None:
         with options.open_store(replace(settings, store=named), write=True) as store:
             yield store

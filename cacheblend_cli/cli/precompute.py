@@ -207,7 +207,7 @@ class _View:
 
     def on_event(self, event: PrecomputeEvent) -> None:
         if event.kind == "reading":
-            self._show_bar("cut")
+            self._show_bar("reading")
             self._bar(event.done, event.total, event.message)
         elif event.kind == "plan":
             self._show_bar("precompute")

@@ -6,6 +6,7 @@ the later line than the earlier. Unlike ripgrep, .gitignore counts outside of a 
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class IgnoreRules:
         was named."""
         parents: list[Path] = []
         here = folder.resolve()
-        while not (here / ".git").exists():
+        while not os.path.exists(here / ".git"):  # Path.exists raises in a folder without permission
             if here == here.parent:
                 return cls()
             here = here.parent

@@ -13,7 +13,7 @@ from typing import Any
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.text_files import read_text
 
-_HINT = 'a sample is {"question", "answers"?, "ctxs": [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
+_HINT = 'a sample is {"question", "answers"?, "ctxs"?: [{"title"?, "text"}]} or {"0", ..., "chunk_num", "query"}'
 _SPACE, _IN_A_LIST = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
@@ -28,9 +28,9 @@ class Context:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question, its references (none: fidelity to full prefill only) and the chunks of its prompt, in order.
+    """A question, its reference answers (none: only fidelity to full prefill is measured), and its chunks in prompt order.
 
-    tags: what else the data says of it, for reporting apart.
+    contexts: () if they are to be searched in the store. tags: other fields of the record.
     """
 
     question: str
@@ -102,9 +102,9 @@ def _sample(row: Any, place: str) -> Sample:
     if "chunk_num" in row:
         return _numbered(row, place)
     question = _question(row, "question", place)
-    ctxs = row.get("ctxs")
-    if not isinstance(ctxs, list) or not ctxs:
-        raise UsageError(f"{place} has no ctxs, a list with at least one context", _HINT)
+    ctxs = row.get("ctxs", [])
+    if not isinstance(ctxs, list) or ("ctxs" in row and not ctxs):
+        raise UsageError(f"{place} has ctxs that are not a list of at least one context", _HINT)
     titles, texts = [], []
     for i, ctx in enumerate(ctxs):
         text = ctx.get("text") if isinstance(ctx, dict) else None
