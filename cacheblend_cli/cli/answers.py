@@ -24,7 +24,7 @@ _MARKS = {
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.engine.answer import ChunkUse, Confirmation, Risk, TokenUse
+    from cacheblend_cli.engine.answer import ChunkUse, Confirmation, Risk, TokenUse, Verification
     from cacheblend_cli.engine.controller import AutoReport
 
 
@@ -89,6 +89,8 @@ def show_answer(told: Told, output: Output, *, json: bool, explain: bool, extra:
         _show_tokens(answer, told.tokens, output)
         for line in told.differences:
             output.note(line)
+    if cut := cut_note(answer):
+        output.note(cut)
     for line in source_lines(answer):
         output.note(line)
     output.note(summary_line(answer) + told.by)
@@ -97,13 +99,33 @@ def show_answer(told: Told, output: Output, *, json: bool, explain: bool, extra:
     if answer.confirmation:
         output.note(_confirmation_line(answer.confirmation))
     if answer.verify:
-        v = answer.verify
-        agrees = round(v.answer_top1 * v.answer_tokens)
-        output.note(
-            f"verify: KL {v.kl:.4g} nats to a full prefill, first token {'agrees' if v.top1_agree else 'DIFFERS'}; "
-            f"over its answer KL {v.answer_kl:.4g} a token, {agrees} of {v.answer_tokens} tokens agree; "
-            f"full prefill {v.full_ttft_s * 1000:.0f} ms"
+        output.note(verify_line(answer.verify))
+
+
+def cut_note(answer: Answer) -> str | None:
+    """Say that an answer ended at the token limit."""
+    if answer.finish_reason != "length":
+        return None
+    return f"the answer was cut at {counted(len(answer.generated_ids), 'token')}; --max-tokens sets the limit"
+
+
+def verify_line(found: Verification) -> str:
+    """Say where the greedy answers of a full prefill and of the blended KV part, and what the full prefill cost."""
+    if found.first_difference is None:
+        same = f"a full prefill gives the same {counted(found.answer_tokens, 'token')}"
+    elif found.first_difference == 0:
+        same = "a full prefill answers differently from the first token"
+    else:
+        same = (
+            f"a full prefill gives the same first {counted(found.first_difference, 'token')} "
+            f"of {found.answer_tokens}, then another answer"
         )
+    return f"verify: {same}; first token after {found.full_ttft_s * 1000:.0f} ms"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 token", "2 tokens"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def changed(answer: Answer) -> ExitCode:

@@ -116,6 +116,8 @@ def ask(
             show_plan(item.found, output, json=json, extra=extra)
             return extra
         if not json:
+            if codes and quiet:  # the questions, which separate answers otherwise, are not shown
+                output.text("")
             output.text(item.found.answer.text, end="")
         show(item.asked, item.found, extra)
         return {**extra, **item.found.record}

@@ -13,7 +13,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answering import Answering
-from cacheblend_cli.cli.answers import Streams, Told, layer_lines, summary_line
+from cacheblend_cli.cli.answers import Streams, Told, cut_note, layer_lines, summary_line
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import Asked, read_ids
 from cacheblend_cli.cli.output import Output
@@ -113,6 +113,8 @@ def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -
     output.text("")
     for note in told.answer.notes:
         output.warn(note)
+    if cut := cut_note(told.answer):
+        output.note(cut)
     output.note(summary_line(told.answer) + told.by)
     talk.said(line, told.answer.text, told.answer)
 

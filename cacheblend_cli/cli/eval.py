@@ -47,9 +47,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="blend, full or reuse (repeatable).", show_default="blend, full and reuse"),
     ] = None,
-    selector: Annotated[
-        list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask")
-    ] = None,
+    selector: Annotated[list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask")] = None,
     ratio: Annotated[
         list[str] | None,
         typer.Option(help="Ratio, or auto as in ask (repeatable).", metavar="FLOAT|auto", show_default="0.15"),
@@ -64,16 +62,21 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = _MAX_TOKENS,
     out: Annotated[Path | None, typer.Option(help="Write a record for each question and setting.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Like --out, continuing from the records in the file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot quality and time against the ratio: FILE.png or .svg.")] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Show the error of K, V and attention for each layer.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot quality and time against the ratio: FILE.png or .svg.")
+    ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Show the error of K, V and attention for each layer.")
+    ] = False,
     noise_floor: Annotated[
-        bool, typer.Option("--noise-floor/--no-noise-floor", help="Also measure a full prefill with another tiling, as a noise floor.")
+        bool,
+        typer.Option(
+            "--noise-floor/--no-noise-floor", help="Also measure a full prefill with another tiling, as a noise floor."
+        ),
     ] = True,
     fit_risk: Annotated[
         bool,
-        typer.Option(
-            "--fit-risk", help="Fit the risk estimate of ask --max-risk."
-        ),
+        typer.Option("--fit-risk", help="Fit the risk estimate of ask --max-risk."),
     ] = False,
     store: Annotated[
         str | None, typer.Option(help="Keep the chunks in this store, and search it.", show_default="a temporary one")
@@ -162,7 +165,9 @@ def _fit_risk(engine: Engine, results: Results, output: Output) -> None:
     for setting in [s for s in results.settings if s.reuses and s.prefill is None]:
         answers = tokens_of(results.by_label[setting.label])
         if not answers:
-            raise UsageError("the records are from an earlier version and lack signals", "measure again with another --out")
+            raise UsageError(
+                "the records are from an earlier version and lack signals", "measure again with another --out"
+            )
         fit = fit_risk(answers)
         RiskFile.of(engine.runtime.collection(), [setting.context], setting.blend).write(fit)
         try:

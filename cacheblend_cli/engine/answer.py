@@ -53,9 +53,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Verification:
-    """The blended prompt against a full prefill of the same ids. kl, top1_agree: KL(full || blended) in nats at the
-    first answer token, and whether both would say the same one. answer_*: over the tokens of full prefill's own greedy
-    answer, each fed to both: the mean KL, and the share of tokens both would say. same_answer: all of them."""
+    """Blended KV compared with a full prefill of the same token ids.
+
+    kl: KL(full || blended) at the first answer token, nats. top1_agree: whether both have the same most likely first token.
+    answer_kl, answer_top1: mean KL and share of equal most likely tokens over full prefill's greedy answer (answer_tokens
+    tokens), each token fed to both (teacher-forced). first_difference: index of the first token at which the two greedy
+    answers differ, None if they are the same (same_answer).
+    """
 
     kl: float
     top1_agree: bool
@@ -64,6 +68,7 @@ class Verification:
     answer_top1: float
     answer_tokens: int
     same_answer: bool
+    first_difference: int | None
 
 
 @dataclass(frozen=True)

@@ -40,4 +40,5 @@ def verify(runtime: Runtime, done: Prefilled, logits: Tensor) -> Verification:
         answer_top1=found.top1_rate,
         answer_tokens=len(answer_ids),
         same_answer=found.first_difference is None,
+        first_difference=found.first_difference,
     )

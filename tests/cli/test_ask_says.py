@@ -198,3 +198,21 @@ def test_an_interrupted_import_keeps_what_it_took(
     assert result.err.strip().splitlines()[-1].startswith("interrupted; ")
     with ChunkStore.open(tmp_path / "other") as store:
         assert len(list(store.chunks(prefixes=True))) == 2
+
+
+def test_an_answer_that_was_cut_says_so(cli: Cli, stored: list[str]) -> None:
+    cut = cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "3")
+    whole = cli("ask", "who?", "--chunks", stored[0], "--max-tokens", "3", "--regex", "a")
+    assert "--max-tokens" in cut.err
+    assert "--max-tokens" not in whole.err
+
+
+def test_verify_says_where_the_answers_part(cli: Cli, stored: list[str]) -> None:
+    asked = ("ask", "who?", "--chunks", ",".join(stored[:3]), "--max-tokens", "8", "--verify")
+    exact = cli(*asked, "--ratio", "1", "--json").records[0]["verify"]
+    assert (exact["same_answer"], exact["first_difference"]) == (True, None)
+    full, reused = (cli(*asked, "--mode", mode, "--json").records[0] for mode in ("full", "reuse"))
+    ids = [cli(*asked, "--mode", mode, "--json", "--ids").records[0]["generated_ids"] for mode in ("full", "reuse")]
+    first = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), None)
+    assert full["verify"]["first_difference"] is None
+    assert reused["verify"]["first_difference"] == first

@@ -80,6 +80,14 @@ def test_the_text_of_a_batch_is_told_answer_by_answer(cli: Cli, questions: list[
     ]
 
 
+def test_quiet_answers_are_separated_by_an_empty_line(
+    cli: Cli, questions: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    write(tmp_path, questions[:3])
+    texts = [r["answer"] for r in cli(*ASK).records]
+    assert cli(*ASK[:5], "-q").out == "\n".join(f"{text}\n" for text in texts)
+
+
 def test_what_resume_is_not_for(cli: Cli, questions: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("my notes\n")
     refused = cli(*ASK, "--resume", "notes.txt")

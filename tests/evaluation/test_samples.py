@@ -56,7 +56,7 @@ def test_other_fields_are_tags_and_do_not_name_the_sample() -> None:
     [
         (json.dumps(ROW) + "\n{oops", "data.jsonl:2 is no JSON"),
         (json.dumps(ROW) + "\n\n" + json.dumps({**ROW, "question": " "}), "data.jsonl:3 has no question"),
-        (json.dumps([ROW, {**ROW, "ctxs": []}], indent=0), "data.jsonl:18 has no ctxs"),
+        (json.dumps([ROW, {**ROW, "ctxs": []}], indent=0), "data.jsonl:18 has ctxs"),
         (json.dumps({**ROW, "ctxs": [{"text": "a"}, {"title": "b"}]}), "data.jsonl:1 has a context without a text: number 2"),
         (json.dumps({**ROW, "answers": "Mara"}), "data.jsonl:1 has answers that are no list of texts"),
         (json.dumps({**ROW, "answers": [1]}), "data.jsonl:1 has answers"),
