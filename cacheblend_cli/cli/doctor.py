@@ -100,14 +100,17 @@ def _why_no_cuda() -> str:
 
 
 def _backends(settings: Any) -> dict[str, Any]:
-    """What can run attention on the device that is used, and why the rest cannot."""
-    from cacheblend_kernels import missing_for, select_backend
+    """Return which backends can run attention on the device, and why others cannot. xformers takes seconds to import and is
+    tried only if it is set as the backend."""
+    from cacheblend_kernels import BACKENDS, missing_for, select_backend
 
     from cacheblend_cli.model.loading import resolve_device
 
     device = resolve_device(settings.device)
-    reasons = missing_for(device)
-    facts = {name: "runs" if reason is None else f"does not run: {reason}" for name, reason in reasons.items()}
+    tried = [name for name in BACKENDS if name != "xformers" or settings.attention_backend == name]
+    facts = dict.fromkeys(BACKENDS, "not tried: set attention_backend to use it")
+    for name, reason in missing_for(device, tried).items():
+        facts[name] = "runs" if reason is None else f"does not run: {reason}"
     return {**facts, "auto": select_backend("auto", device).name}
 
 

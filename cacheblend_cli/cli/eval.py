@@ -101,9 +101,11 @@ def evaluate(
     from cacheblend_cli.evaluation.plot import check_plot
     from cacheblend_cli.evaluation.plot import plot as draw
     from cacheblend_cli.evaluation.records import RecordFile
+    from cacheblend_cli.evaluation.scores import check_rouge
     from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.evaluation.summary import summarise
 
+    check_rouge()
     if plot is not None:
         check_plot(plot)
     for name in selector or ():

@@ -9,22 +9,25 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.extras import install_hint
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces (Rajpurkar et al., 2016)."""
+    """Return the text in lower case, without punctuation, articles and extra spaces (Rajpurkar et al., 2016)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, references: Sequence[str]) -> bool:
-    """Whether the answer is one of the references after normalisation."""
+    """Return whether the answer equals a reference after normalisation."""
     return any(normalise(answer) == normalise(r) for r in references)
 
 
 def f1(answer: str, references: Sequence[str]) -> float:
-    """The best token F1 over the references, 0 to 1."""
+    """Return the best token F1 over the references, 0 to 1."""
     return max((_f1(normalise(answer).split(), normalise(r).split()) for r in references), default=0.0)
 
 
@@ -36,15 +39,24 @@ def _f1(answer: list[str], reference: list[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def rouge_l(answer: str, references: Sequence[str]) -> float:
-    """The best ROUGE-L F-measure over the references (Lin, 2004; stemmed, as rouge-score computes it), 0 to 1."""
+def rouge_l(answer: str, references: Sequence[str]) -> float | None:
+    """Return the best ROUGE-L F-measure over the references (Lin, 2004; with stemming), 0 to 1; None without rouge-score."""
     if not references:
         return 0.0
-    return float(_scorer().score_multi(list(references), answer)["rougeL"].fmeasure)
+    scorer = _scorer()
+    return None if scorer is None else float(scorer.score_multi(list(references), answer)["rougeL"].fmeasure)
+
+
+def check_rouge() -> None:
+    """Raise UsageError if rouge-score is not installed."""
+    if _scorer() is None:
+        raise UsageError("eval needs rouge-score, which is not installed", install_hint("eval"))
 
 
 @cache
 def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        return None
     return RougeScorer(["rougeL"], use_stemmer=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 import torch
 
@@ -38,10 +39,10 @@ def fallback_reason(name: str, device: torch.device) -> str | None:
     return None
 
 
-def missing_for(device: torch.device) -> dict[str, str | None]:
-    """Return, per backend name, why it cannot run on the device; None if it can."""
+def missing_for(device: torch.device, names: Iterable[str] = BACKENDS) -> dict[str, str | None]:
+    """Return, per backend name, why it cannot run on the device; None if it can. Imports the backends' packages."""
     found: dict[str, str | None] = {}
-    for name in BACKENDS:
+    for name in names:
         try:
             select_backend(name, device)
             found[name] = None

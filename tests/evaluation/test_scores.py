@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.evaluation import scores
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 
 
@@ -33,3 +37,14 @@ def test_rouge_l_is_the_longest_common_subsequence() -> None:
     assert rouge_l("d c b a", ["a b c d"]) == pytest.approx(0.25)
     assert rouge_l("x y", ["a", "x y"]) == 1.0
     assert rouge_l("x", []) == 0.0
+
+
+def test_without_rouge_score_the_other_scores_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    scores._scorer.cache_clear()
+    assert rouge_l("a b", ["a b"]) is None
+    with pytest.raises(UsageError) as error:
+        scores.check_rouge()
+    assert "[eval]" in (error.value.hint or "")
+    monkeypatch.undo()
+    scores._scorer.cache_clear()
