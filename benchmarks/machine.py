@@ -48,6 +48,18 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def machine_name() -> str:
+    """Return the CPU with the widest matrix or vector instructions it has, as "AMD EPYC, AVX512-BF16"."""
+    import torch
+
+    from cacheblend_cli.evaluation.speed import device_name
+
+    flags = next((line.split() for line in Path("/proc/cpuinfo").read_text().splitlines() if line[:5] == "flags"), [])
+    names = {"amx_tile": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2"}
+    widest = next((name for flag, name in names.items() if flag in flags), "")
+    return ", ".join(filter(None, (device_name(torch.device("cpu")), widest)))
+
+
 def write_checkpoint(path: Path, config: Path) -> Path:
     """Write a float32 checkpoint of random weights in the shape of the config, with the demo model's tokenizer."""
     import torch

@@ -1,7 +1,8 @@
-"""What others take for the same token ids: a minimal program each, run by its own Python as `python -c PROGRAM MODEL IDS KIND`.
+"""Minimal programs for the same token ids with other libraries, each run by its own Python: `python -c PROGRAM MODEL IDS KIND`.
 
-IDS is a JSON file of token ids; KIND the dtype, where the program takes one. Each prints the `time.time()` at which it
-has model and ids, the first token and the hundredth: {"loaded", "first", "last"}. Greedy, 100 tokens whatever they are.
+IDS is a JSON file of token ids, KIND the dtype (where the program takes one). A fourth argument "plain" turns llama.cpp's extra
+buffer types off. Each prints {"loaded", "first", "last"}: `time.time()` when model and ids are ready, at the first token, and at
+the hundredth. Greedy, 100 tokens, without an end of text.
 """
 
 TRANSFORMERS = """
@@ -24,10 +25,13 @@ LLAMA_CPP = """
 import json, os, sys, time
 import numpy as np
 from llama_cpp import llama_cpp as lib
-path, ids, kind = sys.argv[1:]
+path, ids, kind, *plain = sys.argv[1:]
 ids = json.load(open(ids))
 lib.llama_backend_init()
-model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+loading = lib.llama_model_default_params()
+if plain:
+    loading.use_extra_bufts = False
+model = lib.llama_model_load_from_file(path.encode(), loading)
 params = lib.llama_context_default_params()
 params.n_ctx = params.n_batch = len(ids) + 256
 params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))

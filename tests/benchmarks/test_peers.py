@@ -1,0 +1,57 @@
+"""benchmarks/peers.py: machines are kept side by side, and llama.cpp runs where its AMX code dies."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import json, os, signal, sys, time
+if "plain" not in sys.argv[1:] and {dies}:
+    os.kill(os.getpid(), signal.SIGILL)
+now = time.time()
+print(json.dumps({{"loaded": now, "first": now + 1, "last": now + 3}}))
+"""
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    module = importlib.import_module("peers")
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "peers.json")
+    return module
+
+
+def measure(peers: ModuleType, machine: str, **dies: bool) -> dict[str, Any]:
+    result = peers.results_of(peers.RESULTS, machine, anew=False) | {"shape": "tiny"}
+    result["machines"][machine]["hardware"] = {"cores": 2, "memory_gib": 8, "torch": "2"}
+    commands = {
+        name.replace("_", "."): [sys.executable, "-c", PROGRAM.format(dies=value)] for name, value in dies.items()
+    }
+    peers.measure(commands, result, machine, 0.0, float("inf"), 0)
+    return json.loads(peers.RESULTS.read_text())["machines"]
+
+
+def test_a_program_that_dies_of_its_amx_code_runs_without_it(peers: ModuleType) -> None:
+    machines = measure(peers, "Xeon, AMX", llama_cpp=True, vLLM=True)
+    assert {name: len(runs) for name, runs in machines["Xeon, AMX"]["runs"].items()} == {"llama.cpp": 1, "vLLM": 0}
+    assert list(machines["Xeon, AMX"]["notes"]) == ["llama.cpp"]
+    page = peers.RESULTS.with_suffix(".md").read_text()
+    assert "| llama.cpp * | " in page
+    assert "use_extra_bufts=False" in page
+
+
+def test_another_machine_is_kept_beside_the_first(peers: ModuleType) -> None:
+    measure(peers, "one", vLLM=False)
+    machines = measure(peers, "two", vLLM=False)
+    assert [len(here["runs"]["vLLM"]) for here in machines.values()] == [1, 1]
+    page = peers.RESULTS.with_suffix(".md").read_text()
+    assert page.index("## one") < page.index("## two")
+    assert list(peers.results_of(peers.RESULTS, "one", anew=True)["machines"]) == ["two", "one"]
+    assert peers.results_of(peers.RESULTS, "one", anew=True)["machines"]["one"]["runs"] == {}
