@@ -1,12 +1,11 @@
-"""How time and memory grow: with the prompt, with the number of chunks in it, and with the store.
+"""How time and memory grow with the prompt, with its number of chunks, and with the store.
 
     python benchmarks/scaling.py [--seconds 360] [--largest 100000] [--only prompts,chunks,store]
 
-Prompts: SmolLM2-135M's shape with random weights in bfloat16 (room for 64k tokens), 1,024 to 32,768 tokens in chunks of
-256, and 4,096 tokens in 2 to 64 chunks; a process each. Stores: a model of one tiny layer, 1,000 chunks and up to
-`--largest`, ten times as many each; the commands as a user runs them, with the interpreter, and what `ask` reads of eight
-chunks. Each part ends when its share of the seconds is over. Writes benchmarks/results/scaling.json, docs/scaling.md and
-its pictures; a part that is not in --only stays as it was.
+Prompts: SmolLM2-135M's shape with random weights in bfloat16, 1,024 to 32,768 tokens in chunks of 256, and 4,096 tokens in 2 to 64
+chunks; one process each. Stores: a model of one tiny layer, 1,000 chunks and up to `--largest`, ten times as many each; whole
+commands, and the reads of `ask` for eight chunks. Each part ends when its share of the seconds is over. Writes
+benchmarks/results/scaling.json and docs/scaling.md; parts that are not in --only stay as they were.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import Others
+from machine import ROOT, Others
 
 from cacheblend_cli.cli.main import VARIABLES
 
-ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"
 CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
 PROMPTS, CHUNK_TOKENS, COUNTS, SPLIT_TOKENS, SUFFIX_TOKENS = (
@@ -85,13 +83,12 @@ def main() -> None:
             result["store"] = stores(folder, arguments.largest, share)
     result["others"] = others.used()
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    draw(result)
     PAGE.write_text(page(result), encoding="utf-8")
     print(page(result))
 
 
 def in_children(model: Path, cases: list[tuple[int, int]], seconds: float) -> list[dict[str, float]]:
-    """A process a case, shortest first, until the next would not end in time: it takes three times its forerunner's at most."""
+    """Run each case in a process, shortest first, while three times the last duration is left."""
     found: list[dict[str, float]] = []
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *VARIABLES)}
     start, last = time.monotonic(), 0.0
@@ -107,7 +104,7 @@ def in_children(model: Path, cases: list[tuple[int, int]], seconds: float) -> li
 
 
 def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
-    """One prompt in this process: seconds to the first token by blend, what computing waited for KV, the process's peak."""
+    """Measure one prompt in this process: seconds to the first token per mode, seconds waited for KV, peak memory."""
     import torch
     from cacheblend_store import ChunkStore
 
@@ -134,13 +131,13 @@ def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """Of this program; what getrusage says begins with what the parent had."""
+    """Return this program's peak; getrusage would start from the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]:
-    """Stores of ten times as many chunks each, the next one while a filling ten times as long has the time."""
+    """Measure stores of ten times as many chunks each, while ten times the last duration is left."""
     found: list[dict[str, float]] = []
     start, last, count = time.monotonic(), 0.0, 1000
     while count <= largest and time.monotonic() - start + 10 * last < seconds:
@@ -151,7 +148,7 @@ def stores(folder: Path, largest: int, seconds: float) -> list[dict[str, float]]
 
 
 def of_store(folder: Path, count: int) -> dict[str, float]:
-    """Documents of 100 paragraphs, a chunk or two each; seconds of each command, medians of three, and of eight look-ups."""
+    """Fill a store with documents of 100 paragraphs; return seconds of each command (medians of three) and of look-ups."""
     from cacheblend_store import ChunkStore
 
     docs, path, rng = folder / f"docs{count}", folder / f"store{count}", random.Random(0)
@@ -195,7 +192,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def bytes_per_million() -> dict[str, dict[str, float]]:
-    """GB of a million tokens in chunks of 512, by shape and codec; computed, not measured."""
+    """Return GB per million tokens in chunks of 512, by shape and codec: computed, not measured."""
     from cacheblend_store.format.blobs import blob_spec
 
     def of(codec: str, layers: int, heads: int, dim: int) -> float:
@@ -204,68 +201,30 @@ def bytes_per_million() -> dict[str, dict[str, float]]:
     return {name: {codec: of(codec, *shape) for codec in CODECS} for name, shape in SHAPES.items()}
 
 
-def draw(result: dict[str, Any]) -> None:
-    """Pictures beside the page, both axes logarithmic: what grows in step with the corpus or the prompt is a straight line of slope 1."""
-    from matplotlib.figure import Figure
-
-    from cacheblend_cli.evaluation.plot import COLOURS, MARKERS
-
-    prompts, chunks, store = (result.get(part, []) for part in ("prompts", "chunks", "store"))
-    times = {"full": "full prefill", "blend": "r=.15", "reuse": "reuse", "blend_stall": "wait for KV, r=.15"}
-    lookups = {"look-up of 8": "look-up of 8 chunks", **{n: n for n in ("search", "chunks ls", "precompute again")}}
-    panels = {
-        "prompts": [
-            (prompts, "tokens", times, "seconds"),
-            (prompts, "tokens", {"peak_mib": "peak memory"}, "MiB"),
-            (chunks, "chunks", times, f"seconds, {SPLIT_TOKENS} tokens"),
-        ],
-        "store": [(store, "chunks", lookups, "seconds")],
-    }
-    for name, parts in panels.items():
-        if not all(rows for rows, *_ in parts):
-            continue  # not measured yet
-        figure = Figure(figsize=(4.4 * len(parts), 3.8), layout="constrained")
-        for axes, (rows, across, lines, unit) in zip(
-            figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True
-        ):
-            for (key, label), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
-                points = [(row[across], row[key]) for row in rows if row.get(key, 0) > 0]
-                axes.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, marker=marker, label=label)
-            axes.set(xscale="log", yscale="log", xlabel=across, ylabel=unit)
-            axes.set_xticks(at := [row[across] for row in rows], [f"{n:,.0f}" for n in at], rotation=30)
-            axes.xaxis.minorticks_off()
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=8)
-        figure.savefig(PAGE.parent / f"scaling-{name}.svg", metadata={"Date": None})
-
-
 def page(result: dict[str, Any]) -> str:
     h = result["hardware"]
     lines = [
-        "# How it grows",
+        "# Scaling",
         "",
-        f"{h['cpu']}, {h['cores']} cores, torch {h['torch']}. By `python benchmarks/scaling.py`, which writes this page.",
+        f"Time and memory by prompt length, number of chunks and store size. {h['cpu']}, {h['cores']} cores, torch {h['torch']}; written by "
+        "`python benchmarks/scaling.py`.",
         "",
-        "## With the prompt",
+        "## Prompt length",
         "",
         f"SmolLM2-135M's shape in bfloat16, chunks of {CHUNK_TOKENS} tokens, a question of {SUFFIX_TOKENS}. Seconds to the first token; "
-        "how long computing waited for stored KV; the most memory of the process, mapped weights included.",
-        "",
-        "![by tokens and by chunks](scaling-prompts.svg)",
+        "seconds that computing waited for stored KV; peak memory of the process, mapped weights included.",
         "",
         *_table("tokens", result.get("prompts", [])),
         "",
-        f"{SPLIT_TOKENS:,} tokens in more and smaller chunks:",
+        f"{SPLIT_TOKENS:,} tokens, by number of chunks:",
         "",
         *_table("chunks", result.get("chunks", [])),
         "",
-        "## With the store",
+        "## Store size",
         "",
-        "A model of one tiny layer, chunks of 16 tokens at most, documents of 100 paragraphs. Seconds of the whole command, interpreter and "
-        "libraries included; `precompute again` finds nothing to do. Look-up: what `ask` reads of eight chunks named by id. A write takes longer in a larger store: the pages on "
-        "its way are checked first, and there they are others each time.",
-        "",
-        "![by chunks in the store](scaling-store.svg)",
+        "A model of one tiny layer, chunks of at most 16 tokens, documents of 100 paragraphs. Seconds of whole commands, interpreter and "
+        "libraries included; the second `precompute` finds nothing to do. Look-up: reading eight chunks by id, as `ask` does. Writes take "
+        "longer in a larger store because pages are checked before they are used.",
         "",
         "| chunks | look-up of 8, ms | `search`, s | `chunks ls`, s | `precompute` again, s | `precompute`, s |",
         "|---|---|---|---|---|---|",
@@ -275,9 +234,9 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {int(row['chunks']):,} | {row['look-up of 8'] * 1000:.2f} | {commands} |")
     lines += [
         "",
-        "## With the corpus",
+        "## Size of stored KV",
         "",
-        "GB that a million tokens of KV take, by codec (`--kv-dtype`), in chunks of 512:",
+        "GB per million tokens by codec (`--kv-dtype`), in chunks of 512:",
         "",
         "| | " + " | ".join(CODECS) + " |",
         "|---" * (len(CODECS) + 1) + "|",
