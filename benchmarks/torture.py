@@ -1,8 +1,8 @@
-"""The store's torture tests: run them, and commit what they counted.
+"""The torture tests of store and server: run them, and commit what they counted.
 
     python benchmarks/torture.py [PYTEST ARGUMENTS]
 
-Runs `pytest -m torture tests/store tests/cli` and merges what the tests counted into benchmarks/results/torture.json and .md.
+Runs `pytest -m torture tests/store tests/cli tests/server` and merges what the tests counted into benchmarks/results/torture.json and .md.
 A test writes its line after its assertions held; a test that fails writes none, and the script exits as pytest does.
 Lines of tests that are no more go.
 """
@@ -23,7 +23,7 @@ import torch
 from cacheblend_cli.evaluation.speed import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ["tests/store", "tests/cli"]
+FOLDERS = ["tests/store", "tests/cli", "tests/server"]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_COUNTS = ("test", "date", "hardware")
 
@@ -75,7 +75,7 @@ def table(results: dict[str, Any]) -> str:
         )
         rows.append(f"| {what} | {', '.join(counts)} | {entry['date']} |")
     where = sorted({entry["hardware"] for entry in results.values()})
-    head = "`make torture`: what the store's tests counted, each after its assertions held."
+    head = "`make torture`: what these tests counted, each after its assertions held."
     return "\n".join([head, "", *rows, "", f"Hardware: {'; '.join(where)}.", ""])
 
 

@@ -27,6 +27,7 @@ from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error, bad
+from cacheblend_cli.server.openapi import openapi
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -66,6 +67,7 @@ def make_app(host: ServerState) -> Starlette:
             route("GET", "/health", _health),
             route("GET", "/ready", _ready),
             route("GET", "/metrics", _metrics),
+            route("GET", "/openapi.json", _openapi),
             route("GET", "/", _page),
             route("GET", "/page.{kind}", _page),
         ],
@@ -94,6 +96,10 @@ async def _ready(_: Request, host: ServerState) -> Response:
 
 async def _metrics(_: Request, host: ServerState) -> Response:
     return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(_: Request, host: ServerState) -> Response:
+    return JSONResponse(openapi())
 
 
 async def _page(request: Request, _: ServerState) -> Response:

@@ -29,7 +29,8 @@ Title = Annotated[str, Meta(max_length=1024)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Meta(min_length=1)]
 Hits = Annotated[int, Meta(ge=1, le=256)]
-NULL = Raw(b"null")
+NULL: Any = msgspec.field(default_factory=lambda: Raw(b"null"))
+"""Of a field that is skipped unless somebody asks for it, with no default in the description of the API."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
     "web_search_options": (), "moderation": (), "suffix": ("",),
@@ -78,7 +79,7 @@ class BlendIn(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class SchemaIn(Struct):
     """A JSON schema in OpenAI's form."""
 
-    schema: Raw = Raw(b"{}")
+    schema: Raw = msgspec.field(default_factory=lambda: Raw(b"{}"))
 
 
 class FormatIn(Struct, forbid_unknown_fields=True):

@@ -180,7 +180,7 @@ class _Server(uvicorn.Server):
         warm = asyncio.create_task(self._warm.stop(self._grace_s))
         await self._requests_end(self._grace_s)
         if self._host.active and not self.force_exit:
-            logger.warning("the server stops: %d answers are cut off", self._host.active)
+            logger.warning("the server stops; answers cut off: %d", self._host.active)
             self._host.service.cancel_all()
             await self._requests_end(_TOLD_S)
         self._host.end_requests()  # those that the engine has not ended

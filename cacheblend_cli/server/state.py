@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,8 +62,11 @@ class ServerState:
         return PurePath(name).name or name
 
     def public(self, text: str) -> str:
-        """What is told over the wire of a message: the model is called by its name there, the store by none."""
-        return text.replace(self.runtime.model.name, self.model).replace(str(self.store.path), "its place")
+        """A message without paths of this machine: the model is called by its name, the store "the store"."""
+        for path, name in ((self.runtime.model.name, self.model), (str(self.store.path), "the store")):
+            if os.sep in path:  # "store" alone is a word, not a place
+                text = text.replace(path, name)
+        return text
 
     async def in_pool(self, work: Callable[[], T]) -> T:
         """Result of work outside the event loop and the engine's thread: tokenising, cutting, embedding, searching, records.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,6 +262,15 @@ def test_a_token_is_forced_and_one_ends_the_answer(server: Any, engine: Engine) 
     assert forced["choices"][0]["message"]["content"] == "xxx"
     ended = server.ask(logit_bias={str(token): 100}, stop_token_ids=[token], max_tokens=3).json()
     assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"]) == ("stop", 1)
+
+
+def test_a_note_keeps_its_words(start: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store's path is relative, its name is a word like others."""
+    server = start()
+    monkeypatch.setattr(server.state.store, "path", Path("store"))
+    assert server.state.public("stored the KV of 2 chunks") == "stored the KV of 2 chunks"
+    monkeypatch.setattr(server.state.store, "path", Path("/srv/kv/store"))
+    assert "/srv" not in server.state.public("no room in /srv/kv/store")
 
 
 def test_what_asks_for_nothing_is_taken(server: Any) -> None:
