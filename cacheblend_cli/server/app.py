@@ -91,7 +91,8 @@ async def _health(_: Request, host: ServerState) -> Response:
 
 
 async def _ready(_: Request, host: ServerState) -> Response:
-    return JSONResponse({"status": "stopping" if host.draining else "ready"}, 503 if host.draining else 200)
+    status = "stopping" if host.draining else "stuck" if host.service.is_stuck else "ready"
+    return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
 async def _metrics(_: Request, host: ServerState) -> Response:

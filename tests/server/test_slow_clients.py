@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cacheblend_cli.engine import async_engine
 from cacheblend_cli.server.connections import ConnectionLimits
 from cacheblend_cli.server.run import LoopErrors
 
@@ -151,6 +152,20 @@ def test_what_waits_for_the_engine_ends_with_an_error(start: Any, log: Any) -> N
     release.set()
     assert [(r.status_code, r.json()["error"]["code"]) for r in replies] == [(503, "stopping")]
     assert len(log.records) == 1
+
+
+def test_a_step_that_does_not_end_is_not_ready(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.client.get("/ready").json() == {"status": "ready"}
+    monkeypatch.setattr(async_engine, "STUCK_S", 0.05)
+    release = threading.Event()
+    done = server.state.service.run(lambda _: release.wait(30))
+    while (reply := server.client.get("/ready")).status_code != 503:
+        pass
+    assert reply.json() == {"status": "stuck"}
+    release.set()
+    done.result(30)
+    while server.client.get("/ready").status_code != 200:
+        pass
 
 
 def test_a_client_that_does_not_read_is_cut_off(start: Any, log: Any) -> None:
