@@ -238,7 +238,9 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
             pass
         server.end()
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopping")
-        assert [part in streamed.result().text for part in ('"stopping"', "[DONE]")] == [True, True]
+        stream = streamed.result()
+        assert '"stopping"' in stream.text
+        assert stream.status_code == 503 or "[DONE]" in stream.text  # before its first token, or behind it
         with pytest.raises(EngineLost):
             list(events)
     assert "Traceback" not in caplog.text
