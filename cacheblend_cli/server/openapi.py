@@ -201,7 +201,7 @@ def _described(route: str, operation: Operation, schema_of: dict[str, Any]) -> d
     def content(kind: Any) -> dict[str, Any]:
         return {"application/json": {"schema": schema_of[str(kind)]}}
 
-    replies = {
+    replies: dict[str, dict[str, Any]] = {
         str(status): {"description": "Reply", "content": content(kind)}
         for status, kind in (operation.replies or {200: operation.reply}).items()
         if kind is not None
