@@ -41,6 +41,9 @@ def serve(
             show_default="3600 with --background, else 0",
         ),
     ] = None,
+    retrieve: Annotated[
+        bool, typer.Option("--retrieve", help="Search the store for chats that bring no documents, chunks or search.")
+    ] = False,
     refine: Annotated[
         bool, typer.Option("--refine", help="While nobody asks, make exact what was blended, for who asks it again.")
     ] = False,
@@ -119,7 +122,15 @@ def serve(
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None
             serving_host = ServerState(
-                service, store, settings, sampling, engine.runtime, keyring, names, max_body=max_body << 20
+                service,
+                store,
+                settings,
+                sampling,
+                engine.runtime,
+                keyring,
+                names,
+                max_body=max_body << 20,
+                retrieve=retrieve,
             )
             held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)
             serving = Serving(

@@ -25,7 +25,7 @@ from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
 from cacheblend_cli.server import documents
-from cacheblend_cli.server.bodies import AskBody
+from cacheblend_cli.server.bodies import AskBody, SearchIn
 from cacheblend_cli.server.errors import ApiError, bad, stopping
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
@@ -80,7 +80,9 @@ def prepare(host: ServerState, wanted: Wanted) -> Prepared:
     runtime, body, tenant = host.runtime, wanted.body, wanted.tenant
     _check_size(runtime, wanted)
     settings = _blending(host.settings, body)
-    wording = _wording(runtime, wanted)
+    retrieves = host.retrieve and not wanted.raw and not body.wants_chunks
+    searched = SearchIn() if retrieves else body.search
+    wording = _wording(runtime, wanted, with_chunks=body.wants_chunks or retrieves)
     question = Question(
         wanted.text, (), BlendConfig.of(settings), wanted.sampling, tenant.salt, history=wanted.history, wording=wording
     )
@@ -89,17 +91,21 @@ def prepare(host: ServerState, wanted: Wanted) -> Prepared:
     given = _sent(runtime, host, wanted, question, found)
     question = replace(question, given=tuple(given))
     keys = [*(chunk.key for chunk in given), *_named(runtime, host, wanted)]
-    if body.search is not None:
-        k = body.search.k or settings.top_k
-        lookup = replace(Lookup.of(replace(settings, top_k=k)), query=body.search.query or "")
+    if searched is not None:
+        k = searched.k or settings.top_k
+        lookup = replace(Lookup.of(replace(settings, top_k=k)), query=searched.query or "")
         try:
             found_there = with_chunks(runtime, host.store, replace(question, wording=None), lookup, keys)
+            keys += found_there.keys
+            question = replace(question, notes=found_there.notes)
         except NotFoundError as error:
-            raise ApiError(
-                404, "no stored chunk has a word of the query", param="search", code="nothing_found"
-            ) from error
-        keys += found_there.keys
-        question = replace(question, notes=found_there.notes)
+            if not retrieves:
+                told = "no stored chunk has a word of the query"
+                raise ApiError(404, told, param="search", code="nothing_found") from error
+            plain = _wording(runtime, wanted, with_chunks=False)
+            question = replace(
+                question, wording=plain, notes=("nothing stored matches: the answer is the model's own",)
+            )
     keys = list(dict.fromkeys(keys))
     origins = tuple(found.get(key) or _origin(host, key) for key in keys)
     question = replace(question, keys=keys)
@@ -129,13 +135,13 @@ def _blending(settings: Settings, body: AskBody) -> Settings:
     return replace(settings, **given)
 
 
-def _wording(runtime: Runtime, wanted: Wanted) -> Wording:
-    """The engine's, with the request's system prompt; without chunks nothing is said of documents."""
+def _wording(runtime: Runtime, wanted: Wanted, *, with_chunks: bool) -> Wording:
+    """The engine's wording with the request's system prompt; without chunks the prompt does not mention documents."""
     own = runtime.template.wording
     if wanted.raw:
         return Wording(PLAIN, raw=True)
     system = own.system if wanted.system is None else wanted.system
-    prompt = own.prompt if wanted.body.wants_chunks else PLAIN
+    prompt = own.prompt if with_chunks else PLAIN
     return replace(own, prompt=prompt, system=system.strip())
 
 

@@ -30,7 +30,7 @@ _PREPARING = 2  # threads; most of the work holds Python's lock
 class ServerState:
     """Lives as long as the server. sampling: defaults of a request. runtime: of the service; its model computes in the
     service's thread alone. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
-    answers finish, new ones are refused. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
+    answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
     that prepare requests."""
 
     service: AsyncEngine
@@ -41,6 +41,7 @@ class ServerState:
     keyring: Keyring
     names: frozenset[str] | None = None
     max_body: int = 32 << 20
+    retrieve: bool = False
     metrics: Metrics = field(init=False)
     started: float = field(default_factory=time.time)
     draining: bool = False

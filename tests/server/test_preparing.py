@@ -161,3 +161,27 @@ def test_a_killed_put_is_not_found(server: Any, engine: Engine) -> None:
     assert server.client.post("/v1/search", json={"query": "billing"}).json()["data"] == []
     putting.commit()
     assert len(server.client.post("/v1/search", json={"query": "billing"}).json()["data"]) == 1
+
+
+def test_retrieval_for_chats_that_bring_nothing(start: Any) -> None:
+    server, plain = start(retrieve=True), start()
+    for one in (server, plain):
+        one.client.put("/v1/documents/a", json={"text": PAGE})
+        one.client.put("/v1/documents/b", json={"text": "Jonas keeps a parrot at home"})
+    asked = [{"role": "user", "content": "where is the parrot?"}]
+    [chunk] = server.ask(messages=asked).json()["blend"]["chunks"]
+    assert chunk["document"] == "b"
+    searched = plain.ask(messages=asked, search={}).json()
+    assert server.ask(messages=asked).json()["choices"] == searched["choices"]
+    assert [c["document"] for c in server.ask(search={"query": "billing", "k": 1}).json()["blend"]["chunks"]] == ["a"]
+    turns = [*asked, {"role": "assistant", "content": "home"}, {"role": "user", "content": "whose?"}]
+    assert "b" in [c["document"] for c in server.ask(messages=turns).json()["blend"]["chunks"]]
+    raw = {"prompt": "parrot", "max_tokens": 2}
+    assert server.client.post("/v1/completions", json=raw).json()["blend"]["chunks"] == []
+
+
+def test_retrieval_that_finds_nothing_leaves_the_question_as_it_is(start: Any) -> None:
+    server, plain = start(retrieve=True), start()
+    answer, own = server.ask().json(), plain.ask().json()
+    assert answer["choices"] == own["choices"]
+    assert (len(answer["blend"]["notes"]), answer["usage"]) == (1, own["usage"])
