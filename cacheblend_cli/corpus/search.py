@@ -38,6 +38,8 @@ _VERSIONS = """
 """
 _SNIPPET = "SELECT snippet(chunks, 2, '', '', ' ... ', 14) FROM chunks WHERE chunks MATCH ? AND rowid = ?"
 
+_QUERY_CHARACTERS = 1 << 15
+"""Characters of a query that are read: it counts 64 terms and 2,048 tokens of it at most."""
 WEAK = "nothing stored matches the question well"
 
 
@@ -124,7 +126,8 @@ def search(
     sink. Behind the k come their neighbours, where `lookup` asks for them. Safe to call from any thread.
     """
     with open_index(store) as db:
-        asked = Query(query, lookup.before, lookup.embedder if lookup.by != "words" else None)
+        query, before = query[:_QUERY_CHARACTERS], lookup.before[:_QUERY_CHARACTERS]
+        asked = Query(query, before, lookup.embedder if lookup.by != "words" else None)
         if not asked.terms:
             return []
         counted = _Counted(db, collections, lookup.context, lookup.scope)

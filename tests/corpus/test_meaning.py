@@ -286,3 +286,18 @@ def test_what_of_sentence_transformers_is_not_read_is_named(tmp_path: Path) -> N
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     with pytest.raises(NotFoundError, match="no weights in safetensors"):
         find_embedder(str(whole))
+
+
+def test_of_a_long_query_the_beginning_is_read(store: ChunkStore) -> None:
+    read = list[int]()
+
+    class Measured(ByHand):
+        def encode(self, texts: Sequence[str], max_length: int) -> np.ndarray:
+            read.append(max(map(len, texts)))
+            return super().encode(texts, max_length)
+
+    how = Lookup(9, by="both", embedder=Embedder("measured", Measured()))
+    search(store, "norway", how)  # embeds the chunks
+    read.clear()
+    assert found(store, "norway " + "zebra " * 1_000_000, how) == found(store, "norway", how)
+    assert max(read) <= 1 << 15
