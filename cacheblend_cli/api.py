@@ -11,15 +11,15 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.engine.answer import Answer, ChunkUse, TokenUse
-from cacheblend_cli.engine.ask import ask
 from cacheblend_cli.engine.config import DEFAULT_OPTIONS, AskOptions, BlendConfig, EngineConfig
-from cacheblend_cli.engine.generate import NOBODY, Listener
-from cacheblend_cli.engine.jobs import Job
+from cacheblend_cli.engine.core import answer_one
+from cacheblend_cli.engine.jobs import Event, Job, Reasoning, Text, Token
 from cacheblend_cli.engine.plan import AskPlan, plan
 from cacheblend_cli.engine.request import Question, chunk_of, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.sampling import SamplingParams, as_the_model, sampling_of
 from cacheblend_cli.engine.search import with_chunks
+from cacheblend_cli.engine.sequence_output import NOBODY, Listener
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.model.generic import GENERIC_PATH
@@ -120,14 +120,24 @@ class Engine:
         wanted: AskOptions = DEFAULT_OPTIONS,
         listener: Listener = NOBODY,
     ) -> Answer:
-        """Answer a question over its chunks. Blending never changes stored KV.
+        """Answer a question over its chunks, in the caller's thread. Blending never changes stored KV.
 
-        Holes (chunks without usable KV) are computed, and collected and stored afterwards, when the store is open for
+        Missing chunks (without usable KV) are computed, and collected and stored afterwards, when the store is open for
         writing. What was used is noted for the store's eviction (`ChunkStore.touch`). Raises NotFoundError for an unknown
         chunk, UsageError for an empty question.
         """
-        self.runtime.memory()  # what is taken once is no part of an answer
-        return ask(self.runtime, resolve(self.runtime, store, question), listener, wanted)
+        self.runtime.memory()  # taken once: no part of an answer
+        job = wanted if isinstance(wanted, Job) else Job(question=question, **vars(wanted))
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Text | Reasoning):
+                call = listener.text if isinstance(event, Text) else listener.reasoning
+                if call and event.index == 0:
+                    call(event.text)
+            elif isinstance(event, Token) and listener.token and event.index == 0:
+                listener.token(event.logprob)
+
+        return answer_one(self.runtime, store, job, on_event)[0]
 
     def plan(self, store: ChunkStore | None, question: Question, *, auto: bool = False) -> AskPlan:
         """What `ask` would do, without doing it. Raises as it does for what it would refuse."""

@@ -22,11 +22,12 @@ from cacheblend_cli.corpus.search import Lookup
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import as_the_model, sampling_of
 from cacheblend_cli.engine.search import with_chunks
+from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
@@ -146,7 +147,7 @@ class Engine:
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the answer."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         service = self._run()
-        ticket = service.submit(self._job(_asked(question, about)), events.put)
+        state = service.submit(self._job(_asked(question, about)), events.put)
         try:
             while not isinstance(event := events.get(), Done):
                 if isinstance(event, Failed):
@@ -154,7 +155,7 @@ class Engine:
                 if isinstance(event, Text):
                     yield event.text
         finally:
-            service.cancel(ticket)
+            service.cancel(state)
 
     def ask_many(self, questions: Iterable[str | Asked], **about: Any) -> list[Answer]:
         """Return the answers in order. The questions are answered side by side, however many there are: as many are queued as
@@ -192,16 +193,16 @@ class Engine:
         """Stream without blocking the event loop. Leaving the loop, or cancelling the task, cancels the answer."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         asked, left = _asked(question, about), threading.Event()
-        service, tickets = await asyncio.to_thread(self._run), list[Ticket]()
+        service, states = await asyncio.to_thread(self._run), list[RequestState]()
 
         def on_event(event: Event) -> None:
             if not left.is_set():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> None:
-            tickets.append(service.submit(self._job(asked), on_event))
+            states.append(service.submit(self._job(asked), on_event))
             if left.is_set():
-                service.cancel(tickets[0])
+                service.cancel(states[0])
 
         try:
             await asyncio.to_thread(submit)
@@ -212,8 +213,8 @@ class Engine:
                     yield event.text
         finally:
             left.set()
-            for ticket in tickets:
-                service.cancel(ticket)
+            for state in states:
+                service.cancel(state)
 
     def _run(self) -> AsyncEngine:
         with self._lock:

@@ -23,12 +23,12 @@ from torch import Tensor
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.engine.decode import DecodeRunner
 from cacheblend_cli.engine.fidelity import teacher_forced
-from cacheblend_cli.engine.generate import Continuation, generate
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Question, Request, resolve
 from cacheblend_cli.engine.risk import fit_risk, signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.chunks import SampleChunks
+from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.risk import answer_risks
 from cacheblend_cli.evaluation.samples import Context, Sample, read_samples
@@ -78,7 +78,7 @@ def answer(runtime: Runtime, request: Request, full: Prefilled, question: int) -
     done = prefill(runtime, request, room=request.sampling.max_tokens)
     try:
         noting = Noting(runtime.decode_runner(done.pool), done.logits)
-        ids = generate(runtime, Continuation.of(done), request.sampling, runner=noting, ahead=False).token_ids
+        ids = generate(runtime, Continuation.of(done), request.sampling, runner=noting).token_ids
     finally:
         done.sequence.release()
     ours = torch.stack(noting.logits[: len(ids)])

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import PrefillResult
-from cacheblend_cli.engine.ask import Prefilled
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner
-from cacheblend_cli.engine.generate import Continuation, Generation, generate
 from cacheblend_cli.engine.memory import reserve
+from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.engine.sequence_output import Generation
+from cacheblend_cli.evaluation.continuation import Continuation, generate
 
 IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
 PLAIN = "query 0.15 uncorrected"  # the tool's default is "query 0.15", with its correction: their difference is what it costs

@@ -43,7 +43,7 @@ class LocalEngine:
 
     def begin(self, inquiry: Inquiry) -> End:
         """Have it asked: beside others, after `serve`, else when its answer is waited for."""
-        from cacheblend_cli.engine.generate import Listener
+        from cacheblend_cli.engine.sequence_output import Listener
 
         if self._service is not None:
             job = self._service.run(lambda runtime: self._job(inquiry)).result()

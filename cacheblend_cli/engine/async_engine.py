@@ -16,9 +16,10 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.core import EngineCore
-from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent, Ticket
+from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent
+from cacheblend_cli.engine.output_processor import as_public_error
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.loading import make_current
 
@@ -37,11 +38,11 @@ class AsyncEngine:
 
     def __init__(self, runtime: Runtime, store: ChunkStore | None, limits: Limits | None = None) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
-        self._stepper = EngineCore(runtime, store, self._limits, self._tell)
+        self._core = EngineCore(runtime, store, self._limits, self._emit)
         self._changed = threading.Condition()
-        self._arrived = deque[Ticket]()
+        self._arrived = deque[RequestState]()
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
-        self._live: set[Ticket] = set()
+        self._live: set[RequestState] = set()
         self._numbers = itertools.count()
         self._closing = False
         self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last jobs
@@ -51,16 +52,16 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._loop, name="cacheblend-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, on_event: OnEvent) -> Ticket:
+    def submit(self, job: Job, on_event: OnEvent) -> RequestState:
         """Queue the job. Raises QueueFull when too many wait or the service closes. What makes a job impossible, as a prompt that
         is too long, it is told as soon as the engine looks at it."""
         with self._changed:
             self.check_room()
-            ticket = Ticket(job, on_event, next(self._numbers))
-            self._live.add(ticket)
-            self._arrived.append(ticket)
+            state = RequestState(job, on_event, next(self._numbers))
+            self._live.add(state)
+            self._arrived.append(state)
             self._changed.notify_all()
-        return ticket
+        return state
 
     def check_room(self, coming: int = 0) -> None:
         """Raise QueueFull where the queue has no room for one more job after `coming` others, or the service closes."""
@@ -83,19 +84,19 @@ class AsyncEngine:
             else:
                 answered.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
 
-        ticket = self.submit(job, on_event)
-        answered.add_done_callback(lambda future: self.cancel(ticket) if future.cancelled() else None)
+        state = self.submit(job, on_event)
+        answered.add_done_callback(lambda future: self.cancel(state) if future.cancelled() else None)
         return answered
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, state: RequestState) -> None:
         """End the job in the next step: it tells Done, with what was said. Of a finished one nothing happens."""
-        ticket.cancelled = True
+        state.cancelled = True
 
     def cancel_all(self) -> None:
         """As `cancel`, of every job that is there."""
         with self._changed:
-            for ticket in self._live:
-                ticket.cancelled = True
+            for state in self._live:
+                state.cancelled = True
 
     def run(self, work: Callable[[Runtime], T]) -> Future[T]:
         """Run `work` in the engine's thread: KV to compute, one launch a call. Between two calls there is a step, so that
@@ -139,7 +140,7 @@ class AsyncEngine:
 
     @property
     def _num_waiting(self) -> int:
-        return sum(not ticket.begun for ticket in self._live)
+        return sum(not state.begun for state in self._live)
 
     def _loop(self) -> None:
         make_current(self._runtime.decoder.device)
@@ -148,7 +149,7 @@ class AsyncEngine:
             self._take_in()
             self._step_began = time.monotonic()
             try:
-                self._stepper.step()
+                self._core.step()
             except Exception:
                 logger.exception("a step of the engine failed")
             self._step_began = None
@@ -158,11 +159,9 @@ class AsyncEngine:
     def _wait(self) -> bool:
         """Until there is something to do. False: the service is closed."""
         with self._changed:
-            stepper = self._stepper
-            self._changed.wait_for(
-                lambda: stepper.busy or self._arrived or self._work or self._closing or stepper.may_refine
-            )
-            return not self._closing or bool(stepper.busy or self._arrived or self._work)
+            core = self._core
+            self._changed.wait_for(lambda: core.busy or self._arrived or self._work or self._closing or core.may_refine)
+            return not self._closing or bool(core.busy or self._arrived or self._work)
 
     def _take_in(self) -> None:
         """Queue the jobs that arrived since the last step, and do one piece of work."""
@@ -170,29 +169,31 @@ class AsyncEngine:
             arrived = list(self._arrived)
             self._arrived.clear()
             work = self._work.popleft() if self._work else None
-        for ticket in arrived:
-            self._stepper.arrive(ticket)
+        for state in arrived:
+            self._core.arrive(state)
         if work is not None:
             _do(self._runtime, *work)
 
-    def _tell(self, ticket: Ticket, event: Event) -> None:
+    def _emit(self, state: RequestState, event: Event) -> None:
+        if isinstance(event, Failed):
+            event = Failed(as_public_error(event.error))
         with self._changed:
             if isinstance(event, Done | Failed):
-                self._live.discard(ticket)
+                self._live.discard(state)
                 now = time.monotonic()
-                self._seconds.append(now - max(ticket.submitted, self._last_end))
+                self._seconds.append(now - max(state.submitted, self._last_end))
                 self._last_end = now
                 self._stats = self._snapshot()
         try:
-            ticket.on_event(event)
+            state.on_event(event)
         except Exception:
             logger.exception("a job's listener failed")
-            ticket.cancelled = True
+            state.cancelled = True
 
     def _snapshot(self) -> EngineStats:
-        scheduler, allocator = self._stepper.scheduler, self._stepper.blocks.pool.allocator
+        scheduler, allocator = self._core.scheduler, self._core.blocks.pool.allocator
         return replace(
-            self._stepper.counts,
+            self._core.counts,
             running=len(scheduler.those(Status.RUNNING)),
             swapped=len(scheduler.those(Status.SWAPPED)),
             blocks_free=allocator.num_free - allocator.num_hot,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance, PrefixCache
-from cacheblend_cli.kv.swap import copy_of
 from cacheblend_cli.prompt.plan import PromptPlan
 
 
@@ -64,8 +63,9 @@ class BlockManager:
         return allocator.can_append(new)
 
     def find(self, plan: PromptPlan, origin: KVProvenance, behind: int = 1) -> Found:
-        """What of the prompt is hot. Exact KV serves every prompt up to what this one blends, or all of it; blended KV serves
-        one of the same origin, if all that is blended is there. behind: as for `can_allocate`."""
+        """Look the prompt up in the prefix cache. Where only KV of the same slices counts, whole slices before the first blended
+        chunk are found. Else exact KV serves every prompt up to what this one blends, or all of it, and blended KV serves one of
+        the same provenance, if all that is blended is there. behind: as for `can_allocate`."""
         found = self._find(plan, origin)
         if self._taken(plan.num_tokens + behind, found.hit) <= self.pool.allocator.num_free:
             return found
@@ -73,6 +73,13 @@ class BlockManager:
 
     def _find(self, plan: PromptPlan, origin: KVProvenance) -> Found:
         token_ids, size = plan.token_ids, self.pool.block_size
+        if origin.slice_rows:
+            num_tokens = origin.reusable(min(self._hot.find(token_ids, origin).num_tokens, plan.num_tokens - 1))
+            while (
+                num_tokens and plan.cut_for(num_tokens) != num_tokens
+            ):  # it ends within a chunk that is loaded as a whole
+                num_tokens -= origin.slice_rows
+            return Found(self._hot.find(token_ids[:num_tokens], origin).cut(num_tokens, size), origin)
         repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
         exact = origin.in_full
         hit = self._hot.find(token_ids, exact)
@@ -95,20 +102,14 @@ class BlockManager:
         return self._hot.take(hit, num_tokens, room)
 
     def keep(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:
-        """What stands in the sequence's full blocks is final: whoever asks the like of it finds it."""
+        """Keep the sequence's full blocks, whose KV is final, as a prefix cache."""
         if self._keeps:
-            last = len(token_ids) if self._reuse_repaired or not origin.blended else origin.exact_until
-            self._hot.keep(sequence, token_ids[:last], origin)
-
-    def keep_copy(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:
-        """As `keep`, of a sequence of another pool, where there is room."""
-        num_tokens = len(token_ids) // self.pool.block_size * self.pool.block_size
-        if not self._keeps or not self.pool.allocator.can_append(self.pool.blocks_for(num_tokens)):
-            return
-        copied = self._hot.take(Hit(), num_tokens)
-        copy_of(sequence, copied, num_tokens)
-        self.keep(copied, token_ids[:num_tokens], origin)
-        copied.release()
+            last = (
+                len(token_ids)
+                if self._reuse_repaired or not origin.blended
+                else min(len(token_ids), origin.exact_until)
+            )
+            self._hot.keep(sequence, token_ids[: origin.reusable(last)], origin)
 
     def num_unseen(self, kv_len: int) -> int:
         """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""

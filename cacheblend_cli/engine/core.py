@@ -1,102 +1,112 @@
-"""One step of an engine that answers many questions at once: schedule, load, prefill or decode, sample, emit."""
+"""EngineCore: the one loop that generates answers. A step schedules, then prefills one slice or decodes one batch."""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.engine.ask import as_run
+from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.attention import AttentionShares, Watch
 from cacheblend_cli.engine.block_manager import BlockManager, Found
+from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
+from cacheblend_cli.engine.controller import decided
 from cacheblend_cli.engine.decode import EagerRunner
-from cacheblend_cli.engine.gate import Gate, in_full
-from cacheblend_cli.engine.generate import NOBODY, SequenceOutput
-from cacheblend_cli.engine.jobs import EngineStats, Limits, Started, Ticket
-from cacheblend_cli.engine.memory import lasting_pool
-from cacheblend_cli.engine.output_processor import OutputProcessor, Tell, listener
+from cacheblend_cli.engine.gate import Gate
+from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent, Started
+from cacheblend_cli.engine.memory import DeviceMemory, lasting_pool, pool_for
+from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
 from cacheblend_cli.engine.prefill import Prefilled, PrefillState
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
-from cacheblend_cli.engine.sequence import Run, Sequence, Status
+from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, provenance_of
+from cacheblend_cli.engine.sequence_output import NOBODY, SequenceOutput
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.kv.swap import swap_out
+
+_ALONE = Limits(max_sequences=128, hot=False)  # for one request: all of its answers at once
 
 
 class EngineCore:
-    """Runs jobs, a step at a time, in the thread that calls it. tell: given the events of a job."""
+    """Runs requests, a step at a time, in the thread that calls it. emit: is given their events. memory: the pool of a single
+    request, None for the lasting one."""
 
-    def __init__(self, runtime: Runtime, store: ChunkStore | None, limits: Limits, tell: Tell) -> None:
-        self._runtime, self._store, self._limits, self._tell = runtime, store, limits, tell
-        memory, decoder = lasting_pool(runtime, limits), runtime.decoder
+    def __init__(
+        self, runtime: Runtime, store: ChunkStore | None, limits: Limits, emit: Emit, memory: DeviceMemory | None = None
+    ) -> None:
+        self._runtime, self._store, self._emit = runtime, store, emit
+        watermark = 0.02 if memory is None else 0.0
+        memory, decoder = memory or lasting_pool(runtime, limits), runtime.decoder
         self._runner = memory.runner
         hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockManager(memory.pool, hot=hot, reuse_repaired=limits.reuse_repaired, window=window)
+        self.blocks = BlockManager(memory.pool, watermark, hot, limits.reuse_repaired, window)
+        size = memory.pool.block_size
+        self._slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
+        self._same_slices = not (limits.refine or limits.reuse_repaired)
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
-        self.scheduler = Scheduler(self.blocks, limits.max_sequences, ahead, self._begin, self.counts)
-        self._runs = self.scheduler.runs
-        self.refiner = Refiner(runtime, self.blocks, limits.max_rows) if limits.refine and hot else None
+        self.scheduler = Scheduler(self.blocks, limits.max_sequences, ahead, self._begin, self._restart, self.counts)
+        self._states = self.scheduler.states
+        self.refiner = Refiner(runtime, size) if limits.refine and hot else None
         if limits.refine and not hot:
-            runtime.say("--refine does nothing here: KV stays in the pool for nobody")
-        self._ends = OutputProcessor(runtime, self.blocks, self._runs, self.counts, self.refiner, tell)
+            runtime.say("--refine does nothing here: no KV is kept as a prefix cache")
+        self._outputs = OutputProcessor(runtime, self._states, self._queue, self.counts, self.refiner, emit)
 
     @property
     def busy(self) -> bool:
-        return bool(self._runs) or self._ends.storing
+        return self._outputs.storing or any(not state.background for state in self._states)
 
     @property
     def may_refine(self) -> bool:
-        """Whether there is something to do though nobody asks."""
-        return not self.busy and bool(self.refiner)
+        """Whether there is a blended prompt to refine while no request runs."""
+        return not self.busy and (bool(self.refiner) or bool(self._states))
 
-    def arrive(self, ticket: Ticket) -> None:
-        """A job joins those that wait, or fails at once: when it makes no sense, or can never fit."""
+    def arrive(self, state: RequestState) -> None:
+        """Queue a request, or fail it at once where it is impossible."""
         try:
-            self.scheduler.add(self._run_of(ticket))
+            admit(self._runtime, self._store, state)
+            self.add(state)
         except Exception as error:
-            self._ends.failed(ticket, error)
+            self._outputs.failed(state, error)
 
-    def _run_of(self, ticket: Ticket) -> Run:
-        runtime, job = self._runtime, ticket.job
-        request = job.request or resolve(runtime, self._store, job.question)
-        room = runtime.room(request.sampling)
-        runtime.check_length(request.plan.num_tokens, room)
-        request, report = as_run(runtime, request, job)
-        request.blend.policy(runtime.model.spec.num_layers, request.lossless)
-        run = Run(ticket, request, report, room, Gate.of(request))
-        if self.blocks.can_allocate(run.num_tokens, room, Found(Hit(), run.origin)) is Allocation.NEVER:
+    def add(self, state: RequestState) -> None:
+        """Queue an admitted request. Raises UsageError where it can never fit the pool."""
+        self._set_provenance(state)
+        room = state.max_new_tokens
+        if self.blocks.can_allocate(state.num_tokens, room, Found(Hit(), state.provenance)) is Allocation.NEVER:
             raise UsageError(
-                f"the prompt has {run.num_tokens} tokens and the answer up to {room}, and the engine holds KV of "
+                f"the prompt has {state.num_tokens} tokens and the answer up to {room}, and the engine holds KV of "
                 f"{self.blocks.most_tokens} at most",
                 "ask with fewer chunks or a smaller --max-tokens",
             )
-        if run.gate is not None and run.num_answers > 1:
-            raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
-        return run
+        self.scheduler.add(state)
+
+    def _queue(self, state: RequestState) -> None:
+        self._set_provenance(state)
+        self.scheduler.add(state)
 
     def step(self) -> None:
-        """Do the next thing. Jobs that were cancelled, or whose deadline has passed, end first. Chunks to store are computed
-        one launch a step. Without any of these, refine a piece."""
-        if self._ends.storing:
-            self._ends.store_piece()
-        elif self.refiner and not self._runs:
-            self.counts.refined += self.refiner.piece()
-            self.blocks.check_idle()
-            return
+        """End requests that were cancelled or are overdue, then do one thing: compute a slice of a prompt, or a token of every
+        answer. Missing chunks that are to be stored are computed one launch a step. An idle engine refines."""
+        if self._outputs.storing:
+            self._outputs.store_piece()
+        elif self.refiner and not self._states:
+            self._refine(self.refiner.pop())
         started = time.perf_counter()
-        for run in [r for r in self._runs if r.ticket.ended]:
-            self._ends.end(run, run.ticket.ended)
+        for state in [s for s in self._states if s.ended]:
+            self._outputs.end(state, state.ended)
         going = self.scheduler.schedule()
         self.counts.scheduling_s += time.perf_counter() - started
         if going and going[0].prefilling:
@@ -104,50 +114,81 @@ class EngineCore:
         elif going:
             self._decode(going)
         self.counts.step_s += time.perf_counter() - started
-        if not self._runs:
+        if not self._states:
             self.blocks.check_idle()
+
+    def close(self) -> None:
+        """Give all blocks back; no request is answered any more."""
+        for state in list(self._states):
+            self._outputs.remove(state)
+
+    def _refine(self, state: Refine) -> None:
+        with suppress(UsageError):  # it does not fit the pool
+            self.add(state)
+
+    def _set_provenance(self, state: RequestState) -> None:
+        state.provenance = provenance_of(state.to_prefill, self._slice_rows if self._same_slices else 0)
 
     # prefill
 
     def _begin(self, sequence: Sequence) -> None:
-        """Blocks, and its KV begins to load."""
-        run = sequence.run
-        found = run.find(self.blocks)
-        hot, run.origin = found.hit.num_tokens, found.origin
-        sequence.status = Status.RUNNING
-        if not run.ticket.begun:
-            run.ticket.begun = True
-            self._tell(run.ticket, Started())
+        """Allocate blocks, and begin to load stored KV."""
+        state = sequence.state
+        self._set_provenance(state)
+        found = state.find(self.blocks)
+        state.provenance, sequence.status = found.origin, Status.RUNNING
+        if not state.begun:
+            state.begun = True
+            self._emit(state, Started())
         try:
-            sequence.paged = self.blocks.allocate(run.num_tokens + run.drafted, run.room - run.drafted, found.hit)
-            run.prefilling = PrefillState(self._runtime, run.request, sequence.paged, hot, run.origin.is_exact)
-            run.prefilling.__enter__()
+            room = max(0, state.headroom - state.drafted)
+            sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, room, found.hit)
+            outputs = state.outputs() if isinstance(state, InternalRequest) else None
+            hit = found.hit.num_tokens, state.provenance.is_exact
+            sequence.prefill = PrefillState(
+                self._runtime, state.to_prefill, sequence.paged, self._slice_rows, hit, outputs
+            )
+            sequence.prefill.__enter__()
         except BadChunk as bad:
-            run.start_again(bad)
+            self._restart(sequence, bad)
         except Exception as error:
-            self._ends.fail(run, error)
+            self._outputs.fail(state, error)
+
+    def _restart(self, sequence: Sequence, bad: BadChunk | None = None) -> None:
+        sequence.restart(bad)
+        self._set_provenance(sequence.state)
 
     def _prefill(self, sequence: Sequence) -> None:
-        """A piece of a prompt; after the last one, its answers begin."""
-        run = sequence.run
-        assert run.prefilling is not None
+        """Compute a slice of a prompt; after the last one, its answers begin."""
+        state, prefill, paged = sequence.state, sequence.prefill, sequence.paged
+        assert prefill is not None
+        assert paged is not None
         try:
-            done = run.prefilling.advance(self._limits.max_rows)
-            if done is not None:
-                run.stop_prefilling()
-                self._answers_begin(run, done)
+            done = prefill.advance()
+            self.blocks.keep(paged, state.to_prefill.plan.token_ids[: prefill.num_filled], state.provenance)
+            if done is None:
+                return
+            sequence.stop_prefill()
+            if isinstance(state, InternalRequest):
+                state.prefilled(sequence, done)
+                self._outputs.check_ended(state)
+            elif state.full is not None:
+                self._resume(sequence, done)
+            else:
+                self._answers_begin(sequence, done)
         except BadChunk as bad:
-            run.start_again(bad)
+            self._restart(sequence, bad)
         except Exception as error:
-            self._ends.fail(run, error)
+            self._outputs.fail(state, error)
 
-    def _answers_begin(self, run: Run, done: Prefilled) -> None:
-        """The first token of each; they share the prompt's blocks."""
-        first, plan = run.sequences[-1], run.request.plan.with_hot(done.hot_tokens)
+    def _answers_begin(self, first: Sequence, done: Prefilled) -> None:
+        """Draw the first token of each answer; they share the prompt's blocks."""
+        state = first.state
+        plan, sampling = state.request.plan.with_hot(done.hot_tokens), state.request.sampling
         assert first.paged is not None
-        run.done = done
-        if done.hot_tokens > run.origin.exact_until:
-            run.request.notes.append(
+        state.done = done
+        if done.hot_tokens > state.provenance.exact_until:
+            state.request.notes.append(
                 "the chunks' KV is reused as it was repaired for another question (--reuse-repaired)"
             )
         self.counts.computed += plan.fresh_tokens
@@ -155,31 +196,29 @@ class EngineCore:
         self.counts.repaired += len(done.result.chosen)
         self.counts.hot += done.hot_tokens
         self.counts.stall_s += done.loader.stall_s
-        self.blocks.keep(first.paged, plan.token_ids, run.origin)
-        if run.ticket.job.verify and run.first_logits is None:
-            run.first_logits = done.logits.clone()
-        begun, run.num_started = (
-            run.num_started,
-            run.num_started + self.scheduler.wave(run.num_answers - run.num_started),
-        )
-        wave = [first]
-        for index in range(begun + 1, run.num_started):
-            wave.append(Sequence(run, index, Status.RUNNING, first.paged.fork()))
-        run.sequences += wave[1:]
-        sampling = run.request.sampling
+        if state.job.verify and state.blended is None:
+            state.blended = Snapshot(swap_out(first.paged.fork()), done.logits.clone())
+        begun = state.num_started
+        state.num_started += self.scheduler.wave(state.num_answers - begun)
+        wave = [
+            first,
+            *(Sequence(state, i, Status.RUNNING, first.paged.fork()) for i in range(begun + 1, state.num_started)),
+        ]
+        state.sequences += wave[1:]
         for index, sequence in enumerate(wave, begun):
             params = replace(sampling, seed=None if sampling.seed is None else sampling.seed + index)
-            hears = listener(self._tell, run.ticket, index)
-            if run.num_answers > sampling.n:  # nobody hears them before the best are chosen, by their log-probabilities
-                params, hears = replace(params, logprobs=sampling.logprobs or 0), NOBODY
-            sequence.utterance = SequenceOutput(self._runtime, params, plan.token_ids, hears)
-            sequence.kv_len = run.num_tokens
-            sequence.watch = AttentionShares(self._runtime.decoder, run.request.plan)
-        logits = done.logits if run.gate is None else self._gated(first, done.logits)
-        drawn = [(s, s.utterance, s.utterance.draw(logits)) for s in wave if s.utterance is not None]
-        for sequence, utterance, draw in drawn:
-            if not utterance.hear(draw):
-                self._ends.finish(sequence)
+            streams = listener(self._emit, state, index)
+            if (
+                state.num_answers > sampling.n
+            ):  # nothing is streamed before the best are chosen, by their log-probabilities
+                params, streams = replace(params, logprobs=sampling.logprobs or 0), NOBODY
+            sequence.output = SequenceOutput(self._runtime, params, plan.token_ids, streams)
+            sequence.kv_len = state.num_tokens
+            sequence.watch = AttentionShares(self._runtime.decoder, state.request.plan)
+        if self._too_risky(first, done.logits):
+            self._fall_back(first)
+            return
+        self._outputs.sampled([(s, s.output.draw(done.logits)) for s in wave if s.output is not None])
 
     # decode
 
@@ -192,53 +231,103 @@ class EngineCore:
             ):
                 self._decode_together(list(group))
         except Exception as error:
-            for run in [s.run for s in sequences if s.status is not Status.FINISHED]:
-                self._ends.fail(run, error)
+            for state in {s.state for s in sequences if s.status is not Status.FINISHED}:
+                self._outputs.fail(state, error)
 
     def _decode_together(self, sequences: list[Sequence]) -> None:
-        parts = [(s, s.paged, s.utterance) for s in sequences if s.paged is not None and s.utterance is not None]
-        tokens = upload([u.out.token_ids[-1] for _, _, u in parts], self._runtime.decoder.device)
-        self._runner.begin([p for _, p, _ in parts], [s.kv_len for s, _, _ in parts], 1)
+        parts = [(s, s.paged, s.output) for s in sequences if s.paged is not None and s.output is not None]
+        tokens = upload([output.out.token_ids[-1] for _, _, output in parts], self._runtime.decoder.device)
+        self._runner.begin([paged for _, paged, _ in parts], [s.kv_len for s, _, _ in parts], 1)
         if isinstance(self._runner, EagerRunner):
-            self._runner.observer = Watch([(s.watch, p) for s, p, _ in parts])
+            self._runner.observer = Watch([(s.watch, paged) for s, paged, _ in parts])
         logits = self._runner.step(tokens)
-        drawn = []
-        for (sequence, _, utterance), row in zip(parts, logits, strict=True):
-            try:
-                drawn.append((sequence, utterance, utterance.draw(self._gated(sequence, row))))
-            except Exception as error:  # in its full prefill: the others go on
-                self._ends.fail(sequence.run, error)
-        for sequence, utterance, draw in drawn:
+        draws = []
+        for (sequence, _, output), row in zip(parts, logits, strict=True):
             sequence.kv_len += 1
-            if utterance.hear(draw):
-                self._give_back(sequence)
-                continue
-            try:
-                self._ends.finish(sequence)
-            except Exception as error:  # in what is done once it is complete: the others go on
-                self._ends.fail(sequence.run, error)
+            if self._too_risky(sequence, row):
+                self._fall_back(sequence)
+            else:
+                draws.append((sequence, output.draw(row)))
+        self._outputs.sampled(draws)
+        for sequence in sequences:
+            self._give_back(sequence)
 
-    def _gated(self, sequence: Sequence, logits: Tensor) -> Tensor:
-        """What the next token is drawn from. Where that is a full prefill's logits, its KV comes back as what was swapped out
-        does, into blocks of its own: others may share those of before."""
-        run, gate, utterance = sequence.run, sequence.run.gate, sequence.utterance
-        exact = run.origin.exact_until >= run.num_tokens  # a full prefill has gone on here, or was found hot
-        if gate is None or exact or not gate.too_risky(logits):
-            return logits
-        assert run.done is not None
-        assert utterance is not None
-        start = time.perf_counter()
-        full, logits = in_full(self._runtime, run.done, utterance.out.token_ids)
-        sequence.release()
-        sequence.paged = full
-        sequence.swap_out()
-        run.origin = run.origin.in_full
-        gate.found = replace(gate.found, seconds=time.perf_counter() - start)
-        return logits
+    def _too_risky(self, sequence: Sequence, logits: Tensor) -> bool:
+        """Whether a full prefill has to come before the next token (--max-risk)."""
+        state = sequence.state
+        exact = state.full is not None or state.provenance.exact_until >= state.num_tokens
+        return state.gate is not None and not exact and state.gate.too_risky(logits)
+
+    def _fall_back(self, sequence: Sequence) -> None:
+        """Queue a full prefill of the prompt and the tokens so far, behind which the answer goes on."""
+        assert sequence.output is not None
+        state = sequence.state
+        state.full = state.request.in_full().extended(sequence.output.out.token_ids)
+        self._restart(sequence)
+
+    def _resume(self, sequence: Sequence, done: Prefilled) -> None:
+        """The full prefill is done: draw the next token."""
+        state = sequence.state
+        assert state.gate is not None
+        assert sequence.output is not None
+        state.gate.found = replace(state.gate.found, seconds=done.prefill_s)
+        sequence.kv_len = state.num_tokens
+        self._outputs.sampled([(sequence, sequence.output.draw(done.logits))])
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Blocks that have left the window of every layer, unless the prompt's are looked at again to verify it."""
-        run, paged, unseen = sequence.run, sequence.paged, self.blocks.num_unseen(sequence.kv_len)
-        if paged is not None and unseen > paged.gone and run.first_logits is None:
-            self.blocks.keep(paged, sequence.token_ids[: sequence.kv_len], run.origin)
+        """Free blocks that have left the window of every layer."""
+        paged, unseen = sequence.paged, self.blocks.num_unseen(sequence.kv_len)
+        if paged is not None and unseen > paged.gone:
             paged.give_back(unseen)
+
+
+def admit(runtime: Runtime, store: ChunkStore | None, state: RequestState) -> None:
+    """Resolve a submitted request, and check that it is possible. Raises UsageError, NotFoundError, StoreErrors."""
+    job = state.job
+    request = job.request or resolve(runtime, store, job.question)
+    state.max_new_tokens = runtime.room(request.sampling)
+    runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
+    if job.confirm:
+        request = seeded(request)
+    request, state.report = decided(runtime, request) if job.auto else (request, None)
+    request.blend.policy(runtime.model.spec.num_layers, request.lossless)
+    state.request, state.gate = request, Gate.of(request)
+    state.sequences = [Sequence(state, 0)]
+    if state.gate is not None and state.num_answers > 1:
+        raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
+
+
+def answer_one(runtime: Runtime, store: ChunkStore | None, job: Job, on_event: OnEvent) -> list[Answer]:
+    """Answer one request in the caller's thread, with a pool as large as it needs. Blending never changes stored KV.
+
+    Raises what the request fails of, and what on_event raises.
+    """
+    state, raised = RequestState(job, on_event, 0), list[BaseException]()
+    admit(runtime, store, state)
+    size, room = runtime.config.block_size, state.max_new_tokens
+    copies = 1 if job.verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
+    each = -(-(room + (state.num_tokens if job.verify else size)) // size) + 1
+    memory = pool_for(runtime, -(-(state.num_tokens + room) // size) + 1 + copies * each)
+    memory.pool.check_fits(state.num_tokens + room)
+    answers: list[Answer] = []
+
+    def emit(state: RequestState, event: Event) -> None:
+        if isinstance(event, Done):
+            answers.extend(event.answers)
+        elif isinstance(event, Failed):
+            raised.append(event.error)
+        try:
+            on_event(event)
+        except BaseException as error:
+            raised.append(error)
+
+    core = EngineCore(runtime, store, _ALONE, emit, memory)
+    try:
+        core.add(state)
+        while core.busy and not raised:
+            core.step()
+    finally:
+        core.close()
+    if raised:
+        raise raised[0]
+    return answers

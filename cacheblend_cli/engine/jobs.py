@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_cli.engine.answer import Answer
@@ -83,27 +82,6 @@ Event = Started | Text | Reasoning | Token | Done | Failed
 OnEvent = Callable[[Event], None]
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A job that was taken. number: its place among all that ever were. submitted: time.monotonic(). begun: it has left the
-    queue, if only for a while."""
-
-    job: Job
-    on_event: OnEvent
-    number: int
-    submitted: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
-    begun: bool = False
-
-    @property
-    def ended(self) -> Early | None:
-        """Why it is to end, though it is not finished."""
-        if self.cancelled:
-            return "cancelled"
-        limit_s = self.job.deadline_s
-        return "deadline" if limit_s is not None and time.monotonic() - self.submitted >= limit_s else None
-
-
 @dataclass(frozen=True)
 class Limits:
     """max_waiting: queued jobs before more are refused. max_sequences: answers decoded at once; one job gets at most half of
@@ -113,7 +91,7 @@ class Limits:
 
     max_waiting: int = 256
     max_sequences: int = 16
-    max_rows: int = 512
+    max_rows: int | None = None
     pool_tokens: int | None = None
     hot: bool = True
     reuse_repaired: bool = False

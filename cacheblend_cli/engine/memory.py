@@ -190,6 +190,15 @@ def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
     return DeviceMemory(pool, BatchRunner(decoder, pool))
 
 
+def pool_for(runtime: Runtime, num_blocks: int) -> DeviceMemory:
+    """The pool for one request. On a GPU it is the runtime's own, on a CPU one of num_blocks blocks."""
+    memory, decoder, block_size = runtime.memory(), runtime.decoder, runtime.config.block_size
+    if memory is not None:
+        return memory
+    pool = KVPool.of(decoder, num_blocks + -(-BatchRunner.SPARE // block_size), block_size)
+    return DeviceMemory(pool, BatchRunner(decoder, pool))
+
+
 def out_of_memory(
     error: BaseException, device: torch.device, num_tokens: int, memory: DeviceMemory | None
 ) -> DeviceError:

@@ -1,185 +1,233 @@
-"""How an answer ends, and a job: with all its answers, early, or with an error."""
+"""What sampled tokens lead to: text that is streamed, answers that end, requests that are done, checked, or fail."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 
 import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.answer import Answer
-from cacheblend_cli.engine.ask import answer_of, conclude
-from cacheblend_cli.engine.block_manager import BlockManager
-from cacheblend_cli.engine.confirm import confirm
-from cacheblend_cli.engine.generate import Listener
+from cacheblend_cli.engine.answer import Answer, Confirmation
+from cacheblend_cli.engine.build_answer import answer_of
+from cacheblend_cli.engine.checks import Confirm, InternalRequest, Refine, Verify
+from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.holes import has_holes, store_holes
-from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, Reasoning, Text, Ticket, Token
+from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
+from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sequence import Run, Sequence
-from cacheblend_cli.engine.verify import verify
+from cacheblend_cli.engine.sampling import Draw
+from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
+from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.kv.swap import copy_of
 
-Tell = Callable[[Ticket, Event], None]
+Emit = Callable[[RequestState, Event], None]
 logger = logging.getLogger("cacheblend")
 
 
-def listener(tell: Tell, ticket: Ticket, index: int) -> Listener:
-    """Hears one of a job's answers."""
+def listener(emit: Emit, state: RequestState, index: int) -> Listener:
+    """Streaming callbacks that emit the events of one of a request's answers."""
     return Listener(
-        lambda piece: tell(ticket, Text(piece, index)),
-        lambda piece: tell(ticket, Reasoning(piece, index)),
-        lambda logprob: tell(ticket, Token(logprob, index)),
+        lambda piece: emit(state, Text(piece, index)),
+        lambda piece: emit(state, Reasoning(piece, index)),
+        lambda logprob: emit(state, Token(logprob, index)),
     )
 
 
 class OutputProcessor:
-    """runs: the jobs that are not over, of which those that end are taken out. refiner: told what was blended, None for nobody."""
+    """Ends answers and requests. states: those that are not over. queue: takes the full prefills that check answers. refiner: remembers
+    what was blended, None = nothing."""
 
     def __init__(
         self,
         runtime: Runtime,
-        blocks: BlockManager,
-        runs: list[Run],
+        states: list[RequestState],
+        queue: Callable[[RequestState], None],
         counts: EngineStats,
         refiner: Refiner | None,
-        tell: Tell,
+        emit: Emit,
     ) -> None:
-        self._runtime, self._blocks, self._runs = runtime, blocks, runs
-        self._counts, self._refiner, self._tell = counts, refiner, tell
-        self._storing = deque[tuple[Ticket, list[Answer], Iterator[None]]]()
+        self._runtime, self._states, self._queue = runtime, states, queue
+        self._counts, self._refiner, self._emit = counts, refiner, emit
+        self._storing = deque[tuple[RequestState, list[Answer], Iterator[None]]]()
+
+    def sampled(self, draws: list[tuple[Sequence, Draw]]) -> None:
+        """Append the tokens to their sequences, and finish those that are complete."""
+        for sequence, draw in draws:
+            assert sequence.output is not None
+            if sequence.status is Status.FINISHED:  # its request failed
+                continue
+            try:
+                if not sequence.output.append(draw):
+                    self.finish(sequence)
+            except Exception as error:  # the others go on
+                self.fail(sequence.state, error)
 
     def finish(self, sequence: Sequence, early: Early | None = None) -> None:
-        """The answer is complete: its KV stays hot, its blocks are others'. With the last one the job is done."""
-        run, utterance = sequence.run, sequence.utterance
-        assert utterance is not None
-        generation = utterance.end()
+        """An answer is complete. With the last one the request is checked or done."""
+        state, output = sequence.state, sequence.output
+        assert output is not None
+        if isinstance(state, InternalRequest):
+            sequence.finish()
+            self.check_ended(state)
+            return
+        generation = output.end()
         generation.finish_reason = early or generation.finish_reason
         generation.attention = sequence.watch.of_chunks() if sequence.watch is not None else None
         self._counts.generated += len(generation.token_ids)
-        if sequence.paged is not None:
-            self._verify(run, sequence)
-            self._blocks.keep(sequence.paged, sequence.token_ids[: sequence.kv_len], run.origin)
-        if run.ticket.job.confirm and run.done is not None and not run.ticket.ended:
-            leave = None if self._refiner is None else partial(self._blocks.keep_copy, origin=run.origin.in_full)
-            generation, run.confirmation = confirm(self._runtime, run.done, generation, leave)
         sequence.generation = generation
         sequence.finish()
-        if early is not None or any(run.unfinished):
+        if early is not None or any(state.unfinished):
             return
-        if run.num_started < run.num_answers:  # the next wave: its prompt is prefilled again
-            run.sequences.append(Sequence(run, run.num_started))
+        if state.num_started < state.num_answers:  # the next wave: its prompt is prefilled again
+            state.sequences.append(Sequence(state, state.num_started))
         else:
-            self.end(run)
+            self._check(state)
 
-    def _verify(self, run: Run, sequence: Sequence) -> None:
-        """Compare the prompt's KV with a full prefill's, once; in a copy, since answering again writes to it."""
-        if run.first_logits is None or run.verification is not None or run.done is None or run.ticket.ended:
+    def check_ended(self, state: InternalRequest) -> None:
+        """An internal request may be complete: its parent goes on."""
+        if any(state.unfinished):
             return
-        assert sequence.paged is not None
-        copied = self._runtime.new_sequence(run.num_tokens + run.room)
-        try:
-            copy_of(sequence.paged, copied, run.num_tokens)
-            run.verification = verify(self._runtime, replace(run.done, sequence=copied), run.first_logits)
-        finally:
-            copied.release()
+        self._states.remove(state)
+        state.conclude()
+        if isinstance(state, Refine):
+            self._counts.refined += 1
+        if state.parent is not None:
+            self._check(state.parent)
 
-    def end(self, run: Run, early: Early | None = None) -> None:
-        """Tell the answers. early: why the job ends though it is not finished, with what was said until now."""
+    def _check(self, state: RequestState) -> None:
+        """Queue the next full prefill that the answers are checked by, or end the request."""
+        draft = state.sequences[0].generation
+        assert draft is not None
+        assert state.done is not None
+        if state.job.confirm and state.confirmation is None:
+            if state.done.plan.cached_tokens or state.done.hot_tokens:
+                self._queue(Confirm(self._runtime, state, draft))
+                return
+            state.confirmation = Confirmation(True, None, draft.text, 0.0, 0.0)  # a full prefill
+        if state.blended is not None and state.verification is None:
+            self._queue(Verify(self._runtime, state, state.blended))
+            return
+        self.end(state)
+
+    def end(self, state: RequestState, early: Early | None = None) -> None:
+        """Emit the answers. early: why the request ends though it is not finished, with what was generated until now."""
+        if isinstance(state, InternalRequest):
+            self.remove(state)
+            return
         try:
-            for sequence in list(run.unfinished):
-                if sequence.utterance is not None:
+            for sequence in list(state.unfinished):
+                if sequence.output is not None:
                     self.finish(sequence, early)
-            answers = self._answers(run)
-            if run.done is not None and early is None:
-                if self._refiner is not None and run.origin.exact_until < run.num_tokens:
-                    self._refiner.note(run.request, run.origin)
-                conclude(self._runtime, run.done, answers[0])
+            answers = self._answers(state)
+            if state.done is not None and early is None:
+                if self._refiner is not None and state.provenance.exact_until < state.num_tokens:
+                    self._refiner.note(state.request, state.provenance)
+                _conclude(self._runtime, state.done, answers[0])
         except Exception as error:
-            self.fail(run, error)
+            self.fail(state, error)
             return
-        self._remove(run)
-        if early is None and run.ticket.job.save_holes and run.done is not None and has_holes(run.done):
-            self._storing.append((run.ticket, answers, store_holes(run.done)))
+        self.remove(state)
+        if early is None and state.job.save_holes and state.done is not None and has_holes(state.done):
+            self._storing.append((state, answers, store_holes(state.done)))
         else:
-            self._over(run.ticket, answers, early)
+            self._over(state, answers, early)
 
     @property
     def storing(self) -> bool:
-        """Whether chunks are left to collect that finished jobs had to compute."""
+        """Whether chunks are left to collect that finished requests had to compute."""
         return bool(self._storing)
 
     def store_piece(self) -> None:
-        """Collect and store some of these chunks, one launch. With the last of a job's it is done."""
-        ticket, answers, pieces = self._storing[0]
+        """Collect and store some of these chunks, one launch. With the last of a request's it is done."""
+        state, answers, pieces = self._storing[0]
         try:
-            if not ticket.cancelled:
+            if not state.cancelled:
                 next(pieces)
                 return
         except StopIteration:
             pass
         except Exception as error:
             self._storing.popleft()
-            self.failed(ticket, error)
+            self.failed(state, error)
             return
         self._storing.popleft()
-        self._over(ticket, answers, None)
+        self._over(state, answers, None)
 
-    def _over(self, ticket: Ticket, answers: list[Answer], early: Early | None) -> None:
+    def _over(self, state: RequestState, answers: list[Answer], early: Early | None) -> None:
         if early is None:
             self._counts.finished += 1
         else:
             self._counts.cancelled += 1
-        self._tell(ticket, Done(answers, early))
+        self._emit(state, Done(answers, early))
 
-    def _answers(self, run: Run) -> list[Answer]:
+    def _answers(self, state: RequestState) -> list[Answer]:
         """The best of them where more were made than wanted; none where the prompt was not done."""
-        if run.done is None:
+        if state.done is None:
             return []
-        made = [s.generation for s in run.sequences if s.generation is not None]
-        if len(made) > run.request.sampling.n:
-            made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: run.request.sampling.n]
+        made = [s.generation for s in state.sequences if s.generation is not None]
+        if len(made) > state.request.sampling.n:
+            made = sorted(made, key=lambda g: g.mean_logprob, reverse=True)[: state.request.sampling.n]
             for index, generation in enumerate(made):
-                if run.request.sampling.logprobs is None:
+                if state.request.sampling.logprobs is None:
                     generation.logprobs = []
                 for logprob in generation.logprobs:
-                    self._tell(run.ticket, Token(logprob, index))
-                listener(self._tell, run.ticket, index).tell(generation.reasoning, generation.text)
-        answers = [answer_of(self._runtime, run.done, generation, run.report) for generation in made]
+                    self._emit(state, Token(logprob, index))
+                listener(self._emit, state, index).emit(generation.reasoning, generation.text)
+        answers = [answer_of(self._runtime, state.done, generation, state.report) for generation in made]
         for answer in answers:
-            answer.verify, answer.confirmation = run.verification, run.confirmation
-            answer.risk = None if run.gate is None else run.gate.found
+            answer.verify, answer.confirmation = state.verification, state.confirmation
+            answer.risk = None if state.gate is None else state.gate.found
         return answers
 
-    def fail(self, run: Run, error: Exception) -> None:
-        """The job ends with an error, and nothing of it stays."""
-        if run not in self._runs:
+    def fail(self, state: RequestState, error: Exception) -> None:
+        """The request ends with an error, and so does the one it was made for."""
+        if state.parent is not None:
+            self.remove(state)
+            state = state.parent
+        if state not in self._states:
             return
-        self._remove(run)
+        self.remove(state)
         if isinstance(error, torch.OutOfMemoryError):
-            error = out_of_memory(error, self._runtime.decoder.device, run.num_tokens, self._runtime.memory())
-        self.failed(run.ticket, error)
-
-    def failed(self, ticket: Ticket, error: Exception) -> None:
-        """Tell that the job failed."""
-        if not isinstance(error, CacheBlendError | StoreError | KernelError):
-            logger.error("a job failed", exc_info=error)
-            told = CacheBlendError(
-                f"the engine failed: {type(error).__name__}: {error}", "this is a fault of cacheblend's"
-            )
+            told = out_of_memory(error, self._runtime.decoder.device, state.num_tokens, self._runtime.memory())
             told.__cause__, error = error, told
-        self._counts.failed += 1
-        self._tell(ticket, Failed(error))
+        self.failed(state, error)
 
-    def _remove(self, run: Run) -> None:
-        self._runs.remove(run)
-        run.stop_prefilling()
-        for sequence in list(run.unfinished):
+    def failed(self, state: RequestState, error: Exception) -> None:
+        """Emit that the request failed."""
+        if isinstance(state, Refine):
+            logger.error("a prompt could not be refined", exc_info=error)
+            return
+        self._counts.failed += 1
+        self._emit(state, Failed(error))
+
+    def remove(self, state: RequestState) -> None:
+        """Give back what the request holds."""
+        if state in self._states:
+            self._states.remove(state)
+        for sequence in list(state.unfinished):
             sequence.finish()
+
+
+def as_public_error(error: Exception) -> Exception:
+    """The error as users get it: an unknown one is logged and wrapped."""
+    if isinstance(error, CacheBlendError | StoreError | KernelError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    wrapped = CacheBlendError(f"the engine failed: {type(error).__name__}: {error}", "this is a fault of cacheblend's")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _conclude(runtime: Runtime, done: Prefilled, answer: Answer) -> None:
+    """Let the loading controller learn, and tell the store which chunks were used."""
+    if answer.auto is not None and not done.hot_tokens:
+        learn_from(runtime, answer.auto, done)
+    request, store = done.request, done.request.store
+    if store is not None and request.blend.mode != "full":  # before missing chunks are stored, which may need room
+        used = [s.key for s in done.plan.chunks if s.cached and s.key]
+        store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)

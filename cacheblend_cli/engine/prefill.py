@@ -1,8 +1,13 @@
-"""A request's KV: blocks allocated, stored KV loaded layer by layer ahead of compute, the rest computed."""
+"""A prompt's KV: stored KV is loaded layer by layer ahead of compute, the rest is computed in slices.
+
+A prompt is always cut at the same positions, multiples of the slice size, whatever part of it a prefix cache holds already:
+the same rows then go through the same matrix products, so that KV and logits are the same to the bit. What needs repair is
+one slice with all that follows it."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,24 +21,23 @@ from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import TokenLogprob, logprobs_of
-from cacheblend_cli.kv.forward import Hidden, LayerStep, run_layers
+from cacheblend_cli.kv.forward import LayerStep, run_layers
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
-from cacheblend_cli.kv.rows import positions_of, rows_of
+from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 
-PIECE_ROWS = 512  # of a prompt that is computed in pieces though nobody else waits
 LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV is in the pool. The caller releases the sequence. request: as it was run in the end. hot_tokens: those
-    at its beginning whose KV was in the pool before; hot_exact: it was exact. prompt_logprobs: of every token but the first,
-    where they were asked for."""
+    """A prompt whose KV is in the pool. The caller releases the sequence. request: as it was run in the end. hot_tokens: leading
+    tokens whose KV came from the prefix cache; hot_exact: it was exact. prompt_logprobs: of every token but the first, where
+    requested."""
 
     request: Request
     sequence: PagedSequence
@@ -71,19 +75,21 @@ def prefill(
     room: int = 0,
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
 ) -> Prefilled:
-    """Fill the prompt's KV. A chunk whose stored KV is bad is computed instead, and a note says so.
+    """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a note
+    says so.
 
-    room: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default.
+    room: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
+    prompt is computed in one slice.
     Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
     while True:
         runtime.check_length(request.plan.num_tokens, room)
         sequence = runtime.new_sequence(request.plan.num_tokens + room)
         try:
-            with PrefillState(runtime, request, sequence) as prefilling:
-                if request.sampling.prompt_logprobs is None:
-                    return prefilling.whole(output_positions)
-                while (done := prefilling.advance(PIECE_ROWS)) is None:
+            with PrefillState(runtime, request, sequence) as state:
+                if output_positions is not None:
+                    return state.whole(output_positions)
+                while (done := state.advance()) is None:
                     pass
                 return done
         except BadChunk as bad:
@@ -98,25 +104,34 @@ def prefill(
 
 
 class PrefillState:
-    """A prompt on its way into a sequence's blocks; its stored KV loads from when it is entered until it is left.
+    """A prompt on its way into a sequence's blocks, a slice at a time; its stored KV loads from `__enter__` to `__exit__`.
 
-    hot_tokens: positions at its beginning that the sequence holds already (`PromptPlan.cut_for`); hot_exact: as a full prefill
-    computes them. Raises BadChunk, when it is made or when it computes, for stored KV that cannot be used.
+    slice_rows: positions of a slice, None for the runtime's. hit_tokens: leading positions whose KV the sequence holds already
+    (`PromptPlan.cut_for`); hit_exact: as a full prefill computes them. outputs_from: the position from which on every row's
+    logits are given to on_logits, fp32 [n, vocab_size], in order; without it only the last row has logits. Raises BadChunk, when
+    it is made or when it computes, for stored KV that cannot be used.
     """
 
     def __init__(
-        self, runtime: Runtime, request: Request, sequence: PagedSequence, hot_tokens: int = 0, hot_exact: bool = False
+        self,
+        runtime: Runtime,
+        request: Request,
+        sequence: PagedSequence,
+        slice_rows: int | None = None,
+        hit: tuple[int, bool] = (0, False),
+        outputs: tuple[int, Callable[[Tensor], None]] | None = None,
     ) -> None:
-        self.request, self.sequence, self._hot = request, sequence, (hot_tokens, hot_exact)
-        self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hot_tokens) if hot_tokens else request.plan
+        """hit: (hit_tokens, hit_exact); outputs: (outputs_from, on_logits)."""
+        self.request, self.sequence, self._hit = request, sequence, hit
+        self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hit[0]) if hit[0] else request.plan
         tile = row_tile_of(runtime.decoder.device)
         self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless, tile)
         self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
-        self._positions = positions_of(
-            [s for s in self._plan.segments if s.status == "computed"], runtime.decoder.device
-        )
-        self._done, self._prefill_s = 0, 0.0
-        self._num_top, self._logprobs = request.sampling.prompt_logprobs, list[TokenLogprob]()
+        self._slices = slices_of(self._plan, slice_rows or runtime.slice_rows)
+        self._done, self._prefill_s, self._logprobs = 0, 0.0, list[TokenLogprob]()
+        if outputs is None and request.sampling.prompt_logprobs is not None:
+            outputs = 0, self._note_logprobs
+        self._outputs = outputs
 
     def __enter__(self) -> PrefillState:
         self._loader.__enter__()
@@ -125,58 +140,88 @@ class PrefillState:
     def __exit__(self, *exc: object) -> None:
         self._loader.__exit__(*exc)
 
+    @property
+    def num_filled(self) -> int:
+        """Leading positions whose KV is final, as far as slices are done."""
+        return self._slices[self._done - 1].end if self._done else self._hit[0]
+
     @torch.inference_mode()
     def whole(self, output_positions: Callable[[PromptPlan], Tensor] | None = None) -> Prefilled:
-        """Compute it in one go. output_positions: where logits are wanted, the last by default."""
+        """Compute the prompt in one go. output_positions: where logits are wanted, the last by default."""
         positions = output_positions(self._plan).to(self._decoder.device) if output_positions else None
-        start = time.perf_counter()
-        prompt = Prompt(self._decoder, self._plan, self.sequence, self._loader)
-        result = blended_prefill(prompt, self._policy, positions)
-        return self._prefilled(result, start)
+        return self._blend(self._plan, time.perf_counter(), positions)
 
     @torch.inference_mode()
-    def advance(self, max_rows: int) -> Prefilled | None:
-        """Compute it, or of what has nothing to repair at most so many rows; None: there is more to be done."""
-        rows = len(self._positions)
-        all_logits = self._num_top is not None
-        if not all_logits and (rows <= max_rows or any(s.status == "blended" for s in self._plan.segments)):
-            return self.whole()
-        start = time.perf_counter()
-        end = min(self._done + max_rows, rows)
-        piece = self._positions[self._done : end]
-        kv_len, total = int(piece[-1]) + 1, self._plan.num_tokens
-        first_output = 0 if all_logits else len(piece) - (end == rows)
-        outputs = torch.arange(first_output, len(piece), device=piece.device)
-        prompt_ids = torch.tensor(self._plan.token_ids, device=piece.device)
-        steps = _PieceSteps(self._loader, len(self._decoder.layers) - 1, outputs)
-        hidden = run_layers(
-            self._decoder, rows_of(self._decoder, self.sequence, piece, kv_len, total), prompt_ids[piece], steps
+    def advance(self) -> Prefilled | None:
+        """Compute the next slice. Returns None unless it was the last one."""
+        start, piece = time.perf_counter(), self._slices[self._done]
+        last = self._done == len(self._slices) - 1
+        if piece.blended:
+            prefilled = self._blend(self._plan.filled_until(piece.start), start, None)
+            self._done += 1
+            return prefilled
+        positions = torch.tensor(piece.positions, device=self._decoder.device)
+        token_ids, total = torch.tensor(self._plan.token_ids, device=positions.device), self._plan.num_tokens
+        first = len(positions) - last if self._outputs is None else bisect_left(piece.positions, self._outputs[0])
+        rows = rows_of(self._decoder, self.sequence, positions, piece.positions[-1] + 1, total)
+        steps = _SliceSteps(
+            self._loader, len(self._decoder.layers) - 1, torch.arange(first, len(positions), device=positions.device)
         )
-        self._done = end
-        if hidden is not None and self._num_top is not None:
-            self._note_logprobs(hidden, prompt_ids[piece[0] + 1 : kv_len + 1])
-        if end < rows or hidden is None:
+        hidden = run_layers(self._decoder, rows, token_ids[positions], steps)
+        self._done += 1
+        if hidden is not None and self._outputs is not None:
+            for at in range(0, len(positions) - first, LOGIT_ROWS):
+                self._outputs[1](hidden.logits(self._decoder, slice(at, at + LOGIT_ROWS)))
+        if not last or hidden is None:
             self._prefill_s += time.perf_counter() - start
             return None
-        layers = [LayerReport(layer.index, Status.AFTER_CHECK, rows, 0) for layer in self._decoder.layers]
+        count = sum(len(s.positions) for s in self._slices)
+        layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
         logits = hidden.logits(self._decoder, slice(-1, None))
-        return self._prefilled(PrefillResult(logits, self._positions[:0], layers), start)
+        return self._prefilled(PrefillResult(logits, positions[:0], layers), start)
 
-    def _note_logprobs(self, hidden: Hidden, token_ids: Tensor) -> None:
-        """token_ids: those that the piece's rows predict, one less at the end of the prompt."""
-        assert self._num_top is not None
-        for start in range(0, len(token_ids), LOGIT_ROWS):
-            ids = token_ids[start : start + LOGIT_ROWS]
-            logits = hidden.logits(self._decoder, slice(start, start + len(ids)))
-            self._logprobs += logprobs_of(logits, ids, self._num_top)
+    def _blend(self, plan: PromptPlan, start: float, output_positions: Tensor | None) -> Prefilled:
+        prompt = Prompt(self._decoder, plan, self.sequence, self._loader)
+        return self._prefilled(blended_prefill(prompt, self._policy, output_positions), start)
+
+    def _note_logprobs(self, logits: Tensor) -> None:
+        """logits: of the rows behind those noted so far; the last row of the prompt predicts none of its tokens."""
+        assert self.request.sampling.prompt_logprobs is not None
+        begin = len(self._logprobs) + 1
+        ids = torch.tensor(self._plan.token_ids[begin : begin + len(logits)], device=logits.device)
+        if len(ids):
+            self._logprobs += logprobs_of(logits[: len(ids)], ids, self.request.sampling.prompt_logprobs)
 
     def _prefilled(self, result: PrefillResult, start: float) -> Prefilled:
         seconds = self._prefill_s + time.perf_counter() - start
-        return Prefilled(self.request, self.sequence, result, self._loader, seconds, *self._hot, tuple(self._logprobs))
+        return Prefilled(self.request, self.sequence, result, self._loader, seconds, *self._hit, tuple(self._logprobs))
 
 
-class _PieceSteps:
-    """Every row at every layer but the last, whose K and V are wanted of all, and more of the rows `outputs` [n] alone."""
+@dataclass(frozen=True)
+class Slice:
+    """Rows that one step computes. positions: sorted; start, end: what they are part of. blended: all from `start` on, where
+    KV is repaired, chosen by the policy."""
+
+    start: int
+    end: int
+    positions: tuple[int, ...] = ()
+    blended: bool = False
+
+
+def slices_of(plan: PromptPlan, slice_rows: int) -> list[Slice]:
+    """Cut the computed positions before the first blended chunk at multiples of slice_rows; the rest is one slice."""
+    until = plan.exact_until
+    fresh = [p for s in plan.segments if s.status == "computed" for p in range(s.start, min(s.end, until))]
+    slices = []
+    for start in range(0, until, slice_rows):
+        end = min(start + slice_rows, until)
+        if rows := fresh[bisect_left(fresh, start) : bisect_left(fresh, end)]:
+            slices.append(Slice(start, end, tuple(rows)))
+    return slices if until == plan.num_tokens else [*slices, Slice(until, plan.num_tokens, blended=True)]
+
+
+class _SliceSteps:
+    """Every row at every layer but the last, which computes K and V of all rows and the rest of the rows `outputs` [n] alone."""
 
     def __init__(self, loader: KVLoader, last: int, outputs: Tensor) -> None:
         self._loader, self._last, self._outputs = loader, last, outputs

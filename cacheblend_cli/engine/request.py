@@ -93,6 +93,10 @@ class Request:
             chunks=tuple(_to_compute(c, self.collection) if c.key == key else c for c in self.chunks),
         )
 
+    def extended(self, token_ids: Sequence[int]) -> Request:
+        """The request with these tokens of its answer behind the prompt."""
+        return replace(self, suffix_ids=(*self.suffix_ids, *token_ids))
+
     def in_full(self) -> Request:
         """The same prompt, to be computed without the store, with notes of its own."""
         return replace(self, store=None, blend=BlendConfig(mode="full"), notes=[])

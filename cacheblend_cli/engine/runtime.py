@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.controller import Controller
 
 Say = Callable[[str], None]
+SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
+"""Positions of a prefill that one step computes. Fewer let others' tokens come sooner; matrix products with fewer rows are less
+efficient."""
 _TEMPLATES = 64  # of other wordings that are remembered
 
 
@@ -162,6 +165,12 @@ class Runtime:
         names = CODECS if self.config.kv_dtype == "auto" else (self.config.kv_dtype,)
         own = [self.collection(salt, codec, wording, day) for codec in names]
         return own + [other for collection in own for other in collection.in_other_dtypes()]
+
+    @property
+    def slice_rows(self) -> int:
+        """Positions of a prefill slice, a multiple of the block size. KV and logits are the same to the bit for prompts cut alike."""
+        rows = SLICE_ROWS if self.decoder.device.type == "cpu" else GPU_SLICE_ROWS
+        return max(rows, self.config.block_size)
 
     @property
     def context(self) -> int:

@@ -1,10 +1,11 @@
-"""What an engine that answers many questions at once keeps of each of them."""
+"""State of a request in the engine: its answers, and the blocks and KV that each of them holds."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from torch import Tensor
@@ -14,10 +15,10 @@ from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.controller import AutoReport
 from cacheblend_cli.engine.gate import Gate
-from cacheblend_cli.engine.generate import Generation, SequenceOutput
-from cacheblend_cli.engine.jobs import Ticket
+from cacheblend_cli.engine.jobs import Early, Job, OnEvent
 from cacheblend_cli.engine.prefill import Prefilled, PrefillState
 from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
 from cacheblend_cli.kv.source import BadChunk
@@ -33,31 +34,42 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer of a job. The first one prefills the prompt; the others begin as its copies.
+    """One answer of a request. The first of those that begin together prefills the prompt; the others begin as its copies.
 
-    paged: its blocks while it runs; they hold kv_len tokens, all but the newest of what was drawn. swapped: its KV while
-    it is swapped. generation: what came of it, in the end. watch: sees what it attends to.
+    paged: its blocks while it runs; they hold kv_len tokens, all but the newest one. prefill: its prompt's, while that is
+    computed. output: what is generated. swapped: its KV while it is swapped. generation: the result. watch: adds up its
+    attention. leader: the sequence whose tokens it is fed, None = its own.
     """
 
-    run: Run
+    state: RequestState
     index: int
     status: Status = Status.WAITING
     paged: PagedSequence | None = None
     kv_len: int = 0
-    utterance: SequenceOutput | None = None
+    prefill: PrefillState | None = None
+    output: SequenceOutput | None = None
     swapped: SwappedKV | None = None
     generation: Generation | None = None
     watch: AttentionShares | None = None
+    leader: Sequence | None = None
 
     @property
     def prefilling(self) -> bool:
-        return self.status is Status.RUNNING and self.utterance is None
+        return self.status is Status.RUNNING and self.prefill is not None
+
+    @property
+    def behind(self) -> bool:
+        """Whether its leader has generated tokens that it was not fed yet."""
+        assert self.leader is not None
+        assert self.leader.output is not None
+        assert self.output is not None
+        return len(self.output.out.token_ids) < len(self.leader.output.out.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the prompt and of what was drawn."""
-        drawn = self.utterance.out.token_ids if self.utterance else []
-        return [*self.run.request.plan.token_ids, *drawn]
+        """Of the prompt and of the answer."""
+        generated = self.output.out.token_ids if self.output else []
+        return [*self.state.request.plan.token_ids, *generated]
 
     @property
     def gone(self) -> int:
@@ -70,17 +82,31 @@ class Sequence:
         return 0 if self.swapped is None else self.swapped.num_blocks
 
     def swap_out(self) -> None:
-        """Its KV leaves the pool for the host's memory, until it is swapped in."""
+        """Move its KV from the pool to the host's memory until it is swapped in."""
         assert self.paged is not None
         self.swapped, self.paged, self.status = swap_out(self.paged), None, Status.SWAPPED
 
     def swap_in(self, pool: KVPool) -> None:
+        """Move its KV back into blocks of its own. Raises DeviceError when the pool is too small."""
         assert self.swapped is not None
-        self.paged = swap_in(pool, self.swapped, self.run.room)
-        self.swapped, self.status = None, Status.RUNNING
+        self.paged, self.swapped, self.status = swap_in(pool, self.swapped), None, Status.RUNNING
+
+    def stop_prefill(self) -> None:
+        """Load no more of its KV."""
+        if self.prefill is not None:
+            self.prefill.__exit__(None, None, None)
+        self.prefill = None
+
+    def restart(self, bad: BadChunk | None = None) -> None:
+        """Queue its prompt again. bad: a chunk that has to be computed."""
+        if bad is not None:
+            self.state.request = self.state.request.without(bad.key, bad.reason)
+        self.release()
+        self.status = Status.WAITING
 
     def release(self) -> None:
-        """Give its blocks back, and whatever else it holds."""
+        """Give its blocks back, and forget what was swapped out."""
+        self.stop_prefill()
         if self.paged is not None:
             self.paged.release()
         self.paged, self.swapped = None, None
@@ -91,40 +117,63 @@ class Sequence:
 
 
 @dataclass(eq=False)
-class Run:
-    """A job and its answers. request: as it is run now; report: what the loading controller decided of it; origin: how its KV
-    comes to be. prefilling: while its prompt is prefilled; done: afterwards. first_logits: those after the prompt, where they
-    are to be verified. gate: watches over its answer, where that is asked for. num_started: answers begun so far; they are
-    made in waves where there are more than the engine has places for."""
+class Snapshot:
+    """A prompt's KV and the logits after it, fp32 [vocab_size], as they were before the answer."""
 
-    ticket: Ticket
-    request: Request
-    report: AutoReport | None
-    room: int
-    gate: Gate | None
-    origin: KVProvenance = field(init=False)
+    kv: SwappedKV
+    logits: Tensor
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A submitted request and its answers. number: arrival order. submitted: time.monotonic(). begun: it has left the queue, if
+    only for a while. parent: the request on whose behalf the engine made this one. background: it runs only while no other
+    request does.
+
+    After `admit`: request: as it is run now; report: the loading controller's decision; max_new_tokens: of an answer, with its
+    reasoning; gate: watches over its risk. full: the prompt and the tokens so far, where a full prefill replaces blended KV.
+    provenance: of its KV. done: its prompt, prefilled. num_started: answers begun so far. blended: for --verify.
+    """
+
+    job: Job
+    on_event: OnEvent
+    number: int
+    parent: RequestState | None = None
+    background: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    begun: bool = False
+    request: Request = field(init=False)
+    report: AutoReport | None = None
+    max_new_tokens: int = 0
+    gate: Gate | None = None
+    full: Request | None = None
+    provenance: KVProvenance = field(init=False)
     sequences: list[Sequence] = field(default_factory=list)
-    prefilling: PrefillState | None = None
     done: Prefilled | None = None
     num_started: int = 0
-    first_logits: Tensor | None = None
+    blended: Snapshot | None = None
     verification: Verification | None = None
     confirmation: Confirmation | None = None
 
-    def __post_init__(self) -> None:
-        self.sequences.append(Sequence(self, 0))
-        self.origin = origin_of(self.request)
-
-    def find(self, blocks: BlockManager) -> Found:
-        """What of its prompt is hot: nothing, where what each token predicts is wanted."""
-        if self.request.sampling.prompt_logprobs is not None:
-            return Found(Hit(), self.origin)
-        return blocks.find(self.request.plan, self.origin, self.behind)
+    @property
+    def ended(self) -> Early | None:
+        """Why it is to end early, None to go on."""
+        if self.parent is not None:
+            return self.parent.ended
+        if self.cancelled:
+            return "cancelled"
+        limit_s = self.job.deadline_s
+        return "deadline" if limit_s is not None and time.monotonic() - self.submitted >= limit_s else None
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def to_prefill(self) -> Request:
+        return self.full or self.request
+
+    @property
+    def turn(self) -> tuple[bool, int, int, bool]:
         """The lowest comes first: by priority, then by arrival."""
-        return self.ticket.job.priority, self.ticket.number
+        return self.background, self.job.priority, self.number, self.parent is not None
 
     @property
     def num_answers(self) -> int:
@@ -133,14 +182,19 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
-        return self.request.plan.num_tokens
+        """To prefill."""
+        return self.to_prefill.plan.num_tokens
+
+    @property
+    def headroom(self) -> int:
+        """Tokens of an answer that may still follow what is prefilled."""
+        return self.max_new_tokens - (self.num_tokens - self.request.plan.num_tokens)
 
     @property
     def drafted(self) -> int:
-        """Tokens of the answer that the selector drafts, as many as for one who asks alone."""
-        blend = self.request.blend
-        return min(blend.draft_tokens, self.room) if blend.drafts else 0
+        """Tokens of the answer that the selector drafts."""
+        blend = self.to_prefill.blend
+        return min(blend.draft_tokens, self.headroom) if blend.drafts else 0
 
     @property
     def behind(self) -> int:
@@ -151,29 +205,29 @@ class Run:
     def unfinished(self) -> Iterator[Sequence]:
         return (s for s in self.sequences if s.status is not Status.FINISHED)
 
-    def stop_prefilling(self) -> None:
-        """Load no more of its KV."""
-        if self.prefilling is not None:
-            self.prefilling.__exit__(None, None, None)
-        self.prefilling = None
-
-    def start_again(self, bad: BadChunk | None = None) -> None:
-        """The prompt waits as it did at first, its bad chunk to be computed."""
-        if bad is not None:
-            self.request = self.request.without(bad.key, bad.reason)
-        self.stop_prefilling()
-        self.origin = origin_of(self.request)
-        self.sequences[-1].release()
-        self.sequences[-1].status = Status.WAITING
+    def find(self, blocks: BlockManager) -> Found:
+        """Look its prompt up in the prefix cache. Nothing is taken from there where the logits of all its tokens are wanted."""
+        if self.request.sampling.prompt_logprobs is not None:
+            return Found(Hit(), self.provenance)
+        return blocks.find(self.to_prefill.plan, self.provenance, self.behind)
 
 
-def origin_of(request: Request) -> KVProvenance:
-    """How the KV of a request's prompt comes to be. Exact KV of one tenant is the same whatever prompt it was computed for;
-    where the store has it in a codec that loses something, it is of that codec."""
+def provenance_of(request: Request, slice_rows: int) -> KVProvenance:
+    """How the KV of a request's prompt is computed. slice_rows: of its slices, where only KV of the same slices counts; 0 where
+    exact KV of one tenant is the same whatever it was computed for. Where stored KV is in a codec that loses something, the
+    provenance is of that codec."""
     plan = request.plan
     codecs: list[str] = []
     if not request.lossless:
         codecs = sorted({s.codec or request.collection.codec for s in plan.segments if s.cached})
     root = hashlib.blake2b(repr((request.collection.salt, codecs)).encode(), digest_size=16).digest()
     chunks = [(s.key, s.status, s.codec) for s in plan.chunks]
-    return KVProvenance(root, plan.exact_until, repr((request.blend, plan.segments[0].status, chunks)).encode())
+    blended = repr((replace(request.blend, max_risk=None), plan.segments[0].status, chunks)).encode()
+    slices = []
+    for start in range(0, plan.exact_until, slice_rows) if slice_rows else ():
+        end = start + slice_rows
+        stored = [
+            (s.start, s.end, s.key, s.codec) for s in plan.segments if s.cached and s.start < end and s.end > start
+        ]
+        slices.append(hashlib.blake2b(repr((slice_rows, stored)).encode(), digest_size=16).digest())
+    return KVProvenance(root, plan.exact_until, blended, tuple(slices), slice_rows)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution, teacher_forced
-from cacheblend_cli.engine.generate import Continuation, generate
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.risk import signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import SamplingParams
+from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.loader import NothingToLoad

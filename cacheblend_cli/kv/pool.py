@@ -73,13 +73,17 @@ class KVPool:
 
     def new_sequence(self, num_tokens: int) -> PagedSequence:
         """A sequence with room for num_tokens. Raises DeviceError when the pool is too small, with what fits."""
+        self.check_fits(num_tokens)
+        return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raises DeviceError when the pool has no room for num_tokens, with what fits."""
         if not self.allocator.can_append(self.blocks_for(num_tokens)):
             raise DeviceError(
                 f"prompt and answer take {num_tokens} tokens of KV, and {self.allocator.num_free * self.block_size} fit in "
                 f"the {self.allocator.num_free} free blocks on {self.device}",
                 "ask with fewer chunks or a smaller --max-tokens, or raise --gpu-memory-utilization",
             )
-        return PagedSequence(self, self.allocator.allocate(self.blocks_for(num_tokens)))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -1,8 +1,7 @@
-"""Full blocks whose KV stays in the pool after their sequence, found by what stands in them and how it came to be.
+"""Prefix cache: full blocks whose KV stays in the pool after their sequence, found by their token ids and by how it was computed.
 
-A block is known by a digest of the block before it, its token ids and its origin; the token ids are compared on every hit.
-Exact KV is that of a full prefill, wherever it was computed. Blended KV is that of one prompt's chunks under one policy: it
-is found by prompts of the same chunks and policy alone, and never taken for exact.
+A block is known by a digest of the block before it, its token ids and its provenance; token ids are compared on every hit.
+By default a prompt finds only KV that it would compute to the same bits: of slices cut and filled alike.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -20,12 +19,15 @@ from cacheblend_cli.kv.pool import KVPool, PagedSequence
 
 @dataclass(frozen=True)
 class KVProvenance:
-    """How a prompt's KV comes to be. root: what all of its KV has in common, as the tenant it belongs to. exact_until: the
-    positions before it hold exact KV. blended: what tells the KV of the others from that of other prompts."""
+    """How a prompt's KV is computed. root: what all of it has in common, such as the tenant. exact_until: positions before it
+    hold exact KV. blended: tells the other positions' KV from that of other prompts. slices: how each slice of slice_rows
+    positions before exact_until is filled; slice_rows 0: all exact KV is taken for the same."""
 
     root: bytes
     exact_until: int
     blended: bytes = b""
+    slices: tuple[bytes, ...] = ()
+    slice_rows: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -34,12 +36,20 @@ class KVProvenance:
 
     @property
     def in_full(self) -> KVProvenance:
-        """Of the same prompt, every position exact."""
-        return replace(self, exact_until=sys.maxsize, blended=b"")
+        """Exact KV of the same prompt, computed in any way."""
+        return KVProvenance(self.root, sys.maxsize)
 
     def of(self, end: int) -> bytes:
-        """Of a block that ends before this position."""
-        return b"" if end <= self.exact_until else self.blended
+        """Provenance of a block that ends before this position."""
+        if end > self.exact_until:
+            return self.blended
+        return self.slices[(end - 1) // self.slice_rows] if self.slice_rows else b""
+
+    def reusable(self, num_tokens: int) -> int:
+        """How many of the first num_tokens may serve another prompt: those of whole slices."""
+        if not self.slice_rows:
+            return num_tokens
+        return min(num_tokens, self.exact_until) // self.slice_rows * self.slice_rows
 
 
 @dataclass(frozen=True)

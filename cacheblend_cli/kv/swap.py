@@ -43,14 +43,6 @@ def swap_in(pool: KVPool, swapped: SwappedKV, room: int = 0) -> PagedSequence:
     return sequence
 
 
-def copy_of(sequence: PagedSequence, target: PagedSequence, num_tokens: int) -> None:
-    """Copy the KV of the first num_tokens to another sequence, of the same pool or another of the same kind."""
-    positions = torch.arange(num_tokens, device=sequence.pool.device)
-    source, slots = sequence.slots(positions), target.slots(positions)
-    for held, other in zip(sequence.pool.raw, target.pool.raw, strict=True):
-        other.flatten(0, 1).index_copy_(0, slots, held.flatten(0, 1).index_select(0, source))
-
-
 def to_host(part: Tensor) -> Tensor:
     """A copy that is queued, in pinned memory; on a CPU the tensor itself."""
     if not part.is_cuda:

@@ -102,6 +102,11 @@ class PromptPlan:
         )
         return PromptPlan(tuple(parts))
 
+    def filled_until(self, position: int) -> PromptPlan:
+        """The plan where what was to be computed before the position is in the pool."""
+        parts = (replace(s, status="hot") if s.status == "computed" and s.end <= position else s for s in self.segments)
+        return PromptPlan(tuple(parts))
+
     def cut_for(self, num_tokens: int) -> int:
         """The most of the first num_tokens that can be hot: stored KV is loaded a segment at a time, and the last token is
         computed, since what comes behind it is wanted."""

@@ -215,7 +215,7 @@ class Asking:
                 with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        self._ticket = host.service.submit(job, tell)
+        self._state = host.service.submit(job, tell)
         self._end = lambda: queue.put_nowait(Failed(stopping()))
         host.on_end.add(self._end)
         self._ended = False
@@ -226,7 +226,7 @@ class Asking:
     def __exit__(self, *_: object) -> None:
         self._host.on_end.discard(self._end)
         if not self._ended:
-            self._host.service.cancel(self._ticket)
+            self._host.service.cancel(self._state)
 
     async def next(self) -> Event:
         """The next event. Raises what the job failed of."""

@@ -13,7 +13,8 @@ from houses import SAMPLING, WAIT_S, House, Listener, open_house
 from cacheblend_cli.api import BlendConfig, Question
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Started, Text, Ticket
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Started, Text
+from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
 
 
@@ -23,7 +24,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def submit(service: AsyncEngine, job: Job, listener: Listener | None = None) -> tuple[Listener, Ticket]:
+def submit(service: AsyncEngine, job: Job, listener: Listener | None = None) -> tuple[Listener, RequestState]:
     listener = listener or Listener()
     return listener, service.submit(job, listener)
 

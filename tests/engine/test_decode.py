@@ -13,9 +13,10 @@ from decoding import decode_one_token
 
 from cacheblend_cli.api import Engine, EngineConfig, SamplingParams
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
-from cacheblend_cli.engine.generate import Continuation, Generation, Listener, generate
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sequence_output import Generation, Listener
 from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
@@ -76,7 +77,7 @@ def run(
     shown: list[str] = []
     runtime = Runtime(replace(engine.model, eos_ids=frozenset(eos or ())), engine.config)
     begin = Continuation(sequence, len(PROMPT), logits)
-    found = generate(runtime, begin, params, Listener(shown.append), runner=runner, ahead=ahead)
+    found = generate(runtime, begin, params, Listener(shown.append), runner=runner)
     sequence.release()
     pool.allocator.check_integrity()
     return found, "".join(shown)

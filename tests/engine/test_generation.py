@@ -15,9 +15,9 @@ from text_tokenizers import write_text_tokenizer
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.blend.selectors import Candidates, budget, choose
 from cacheblend_cli.engine.detokenizer import StopStrings
-from cacheblend_cli.engine.generate import Listener
 from cacheblend_cli.engine.request import Question
 from cacheblend_cli.engine.sampling import Sampler, filtered_probs
+from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, ids_of, open_house
 
-from cacheblend_cli.api import Answer, BlendConfig, Question
+from cacheblend_cli.api import Answer, AskOptions, BlendConfig, Engine, Question
+from cacheblend_cli.engine.checks import InternalRequest, Verify
 from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit
 
 FULL, BLEND = BlendConfig(mode="full"), BlendConfig(ratio=0.3)
 ROOMY = Limits(pool_tokens=4096, reuse_repaired=True)
+LONG = "where does Mara work and who keeps a parrot at home? " * 12
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ def test_tenants_share_nothing(house: House) -> None:
 
 def test_what_is_hot_makes_room(house: House) -> None:
     """The least recently used goes first, and answers stay right while everything is thrown out all the time."""
-    bench = Bench(house, Limits(pool_tokens=16 * 30))
+    bench = Bench(house, replace(ROOMY, pool_tokens=16 * 30))
     questions = [
         replace(house.question(f"where does {name} work {i}?"), blend=FULL, keys=[house.keys[i % 6], house.keys[(i + 1) % 6]])
         for i, name in enumerate(("Mara", "Jonas", "she", "Mara", "the lead", "Jonas") * 3)
@@ -157,3 +160,81 @@ def test_a_chunk_that_is_hot_in_part_is_one_chunk(house: House) -> None:
     then = answer_of(bench, question)
     assert house.engine.ask(house.store, question).prompt_tokens > then.hot_tokens > 16
     assert [c.tokens for c in then.chunks] == [c.tokens for c in cold(house, question).chunks]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_first_again_alone_and_together_are_the_same_to_the_bit(house: House, dtype: str) -> None:
+    """Blended, in full and without chunks; what is found are whole slices."""
+    config = replace(house.engine.config, dtype=dtype)
+    other = replace(house, engine=Engine.load(config))
+    asked = [
+        replace(other.question(LONG + end, logprobs=2), blend=blend, keys=keys)
+        for end in ("who?", "what?") for blend in (FULL, BLEND) for keys in ([], house.keys[:3])
+    ]  # fmt: skip
+    alone = [other.engine.ask(other.store, question) for question in asked]
+    bench = Bench(other, Limits(pool_tokens=8192))
+    first, again = ([answer_of(bench, question) for question in asked] for _ in range(2))
+    together = [bench.arrive(question)[0] for question in [*asked, *asked]]
+    bench.run()
+    batch = [listener.done().answers[0] for listener in together]
+    for found in (first, again, batch[: len(asked)], batch[len(asked) :]):
+        assert [a.generated_ids for a in found] == [a.generated_ids for a in alone]
+        assert [a.logprobs for a in found] == [a.logprobs for a in alone]
+    assert {a.hot_tokens for a in again} == {0, 256}
+
+
+def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(house: House) -> None:
+    """A full prefill that goes on before the first token does not hide how far the blended KV was."""
+    question = replace(house.question(), blend=BlendConfig(mode="reuse"))
+    RiskFile.of(house.engine.runtime.collection(), ["sink"], question.blend).write(
+        RiskFit((0.0,) * SIGNALS, 0.0, 9, 9, 9)
+    )
+    gated = replace(question, blend=replace(question.blend, max_risk=0.0))
+    plain = house.engine.ask(house.store, question, AskOptions(verify=True)).verify
+    for answer in (house.engine.ask(house.store, gated, AskOptions(verify=True)), verified(Bench(house, ROOMY), gated)):
+        assert answer.risk is not None
+        assert answer.risk.full_prefill_at == 0
+        assert answer.verify is not None
+        assert plain is not None
+        assert answer.verify.kl == plain.kl > 1e-4
+
+
+def verified(bench: Bench, question: Question) -> Answer:
+    listener, _ = bench.arrive(question, verify=True)
+    bench.run()
+    return listener.done().answers[0]
+
+
+def test_a_verified_answer_holds_nobody_up(house: House) -> None:
+    """Another answer gets a token between any two steps of the check."""
+    bench = Bench(house, Limits(pool_tokens=4096, max_rows=16))
+    checked, _ = bench.arrive(house.question(), verify=True)
+    while not any(isinstance(s, Verify) for s in bench.stepper.scheduler.states):
+        bench.step()
+    other, _ = bench.arrive(house.question("who?", max_tokens=4))
+    while not other.last.done():
+        bench.step()
+    assert not checked.last.done()
+    bench.run()
+    assert checked.done().answers[0].verify is not None
+
+
+def test_a_check_ends_with_its_request(house: House) -> None:
+    for option in ("verify", "confirm"):
+        bench = Bench(house, ROOMY)
+        listener, state = bench.arrive(house.question(), **{option: True})
+        while not any(isinstance(s, InternalRequest) for s in bench.stepper.scheduler.states):
+            bench.step()
+        state.cancelled = True
+        bench.run()
+        assert listener.done().ended == "cancelled"
+        assert listener.done().answers[0].generated_ids
+
+
+def test_a_check_in_a_pool_for_one_takes_turns(house: House) -> None:
+    roomy = verified(Bench(house, ROOMY), house.question())
+    tight = verified(Bench(house, Limits(pool_tokens=roomy.prompt_tokens + 6 + 32)), house.question())
+    assert tight.verify is not None
+    assert roomy.verify is not None
+    assert tight.verify.kl == roomy.verify.kl
+    assert tight.verify.answer_tokens == roomy.verify.answer_tokens == 6

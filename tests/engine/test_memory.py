@@ -18,9 +18,9 @@ from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.engine import prefill
 from cacheblend_cli.engine.config import AskOptions
-from cacheblend_cli.engine.generate import Listener
 from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.loading import check_room
@@ -153,7 +153,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(prefill, "blended_prefill", out_of_memory)
+    monkeypatch.setattr(prefill, "run_layers", out_of_memory)
     with pytest.raises(DeviceError, match="ran out of memory") as caught:
         engine.ask(None, Question("where?", [], BlendConfig(), GREEDY))
     assert caught.value.__cause__ is not None

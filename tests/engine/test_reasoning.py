@@ -19,9 +19,10 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.engine.detokenizer import Reasoning
-from cacheblend_cli.engine.generate import Continuation, Generation, Listener, generate
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Sampler
+from cacheblend_cli.engine.sequence_output import Generation, Listener
+from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -101,7 +102,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
     def run(runtime: Runtime, text: str, params: SamplingParams, ahead: bool) -> Generation:
         of: Tokenizer = runtime.model.tokenizer
         Says.script, Says._x = tuple(of.encode_template_rest(text)), of.encode_text("x")[0]
-        monkeypatch.setattr("cacheblend_cli.engine.generate.Sampler", Says)
+        monkeypatch.setattr("cacheblend_cli.engine.sequence_output.Sampler", Says)
         sequence = runtime.new_sequence(1 + runtime.room(params))
         sequence.ensure(1 + runtime.room(params))
         begin = Continuation(sequence, 1, torch.zeros(runtime.model.spec.vocab_size))
@@ -114,7 +115,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
             return add
 
         try:
-            out = generate(runtime, begin, params, Listener(keep(0), keep(1)), ahead=ahead)
+            out = generate(runtime, begin, params, Listener(keep(0), keep(1)))
         finally:
             sequence.release()
         assert (pieces[0], pieces[1].strip()) == (out.text, out.reasoning)

@@ -14,8 +14,8 @@ from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.engine.core import EngineCore
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text, Ticket
-from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text
+from cacheblend_cli.engine.sequence import RequestState, Status
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 WAIT_S = 60.0
@@ -77,24 +77,22 @@ class Bench:
     """A stepper driven by hand."""
 
     def __init__(self, house: House, limits: Limits) -> None:
-        self.stepper = EngineCore(
-            house.engine.runtime, house.store, limits, lambda ticket, event: ticket.on_event(event)
-        )
+        self.stepper = EngineCore(house.engine.runtime, house.store, limits, lambda state, event: state.on_event(event))
         self.count = 0
         self.seen: set[Status] = set()
 
-    def arrive(self, question: Question, **job: object) -> tuple[Listener, Ticket]:
+    def arrive(self, question: Question, **job: object) -> tuple[Listener, RequestState]:
         listener = Listener()
-        ticket = Ticket(Job(question, save_holes=False, **job), listener, self.count)  # type: ignore[arg-type]
+        state = RequestState(Job(question, save_holes=False, **job), listener, self.count)  # type: ignore[arg-type]
         self.count += 1
-        self.stepper.arrive(ticket)
-        return listener, ticket
+        self.stepper.arrive(state)
+        return listener, state
 
     def step(self) -> None:
         self.stepper.step()
         scheduler = self.stepper.scheduler
         assert len(scheduler.those(Status.RUNNING)) + len(scheduler.those(Status.SWAPPED)) <= scheduler.max_sequences
-        self.seen |= {s.status for run in scheduler.runs for s in run.sequences}
+        self.seen |= {s.status for state in scheduler.states for s in state.sequences}
         self.stepper.blocks.pool.allocator.check_integrity()
 
     def run(self) -> None:

@@ -1,0 +1,143 @@
+"""One answer while it is generated: tokens drawn from logits, text streamed, stop conditions."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from cacheblend_cli.engine.detokenizer import Detokenizer
+from cacheblend_cli.engine.grammar import grammar_of
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import Draw, Sampler, SamplingParams, TokenLogprob
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+
+
+@dataclass
+class Generation:
+    """token_ids include the EOS that ended it, and the reasoning; text does not. reasoning_cut: its tokens were used up.
+    first_token_at: perf_counter when it was sampled. attention: of each chunk its share, see engine/attention.py."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    reasoning_cut: bool = False
+    finish_reason: FinishReason = "length"
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_at: float = 0.0
+    decode_s: float = 0.0
+    attention: list[float] | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token that was drawn, in nats, where they were asked for."""
+        return sum(p.logprob for p in self.logprobs) / max(1, len(self.logprobs))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first, over the time after the first."""
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 and len(self.token_ids) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Streaming callbacks. text: called with pieces of the answer; reasoning: with pieces of the text between think tags
+    before it. A piece never breaks a UTF-8 character and never holds a stop string or a part of one. token: called with each
+    token's log-probability, where those are requested, before the piece of text that the token completes."""
+
+    text: Callable[[str], None] | None = None
+    reasoning: Callable[[str], None] | None = None
+    token: Callable[[TokenLogprob], None] | None = None
+
+    def emit(self, reasoning: str, text: str) -> None:
+        if self.reasoning and reasoning:
+            self.reasoning(reasoning)
+        if self.text and text:
+            self.text(text)
+
+
+NOBODY = Listener()
+
+
+class SequenceOutput:
+    """Output state of one sequence: `draw` the next token from logits, then `append` it.
+
+    Where the model may reason and params give its reasoning a budget, the closing tag is inserted once the budget is used up.
+    """
+
+    def __init__(
+        self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
+    ) -> None:
+        self._params, self._listener = params, listener
+        self._grammar = grammar_of(runtime, params) if params.has_form else None
+        self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
+        self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
+        self._detokenizer = Detokenizer(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
+        self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._detokenizer.closing)
+        self._closing, self._thought = deque[int](), 0
+        self.max_tokens, self._budget = runtime.room(params), runtime.reasoning_budget(params)
+        self.out = Generation()
+        self._close_when_used_up()
+
+    def draw(self, logits: Tensor) -> Draw:
+        """Draw the next token from logits, fp32 [vocab_size]. Does not wait for the device."""
+        return self._sampler.draw(logits, self._closing.popleft() if self._closing else None)
+
+    def append(self, draw: Draw) -> bool:
+        """Append the token and stream the text that it completes. Returns whether the answer goes on."""
+        out, reasoning = self.out, self._detokenizer.reasoning
+        token_id, logprob = draw.fetch()
+        out.token_ids.append(token_id)
+        if len(out.token_ids) == 1:
+            out.first_token_at = time.perf_counter()
+        if logprob is not None:
+            out.logprobs.append(logprob)
+            if self._listener.token:
+                self._listener.token(logprob)
+        if token_id in self._ending:
+            out.finish_reason = "stop"
+            return False
+        thinking = reasoning.open
+        self._thought += thinking
+        self._emit(*self._detokenizer.push(token_id))
+        if thinking or reasoning.before_answer:
+            out.reasoning_tokens = len(out.token_ids)
+        if self._detokenizer.stopped:
+            out.finish_reason = "stop"
+            return False
+        answered = 0 if reasoning.undecided else len(out.token_ids) - out.reasoning_tokens
+        if len(out.token_ids) == self.max_tokens or answered >= self._params.max_tokens:
+            return False
+        if self._grammar is not None and self._grammar.complete:
+            out.finish_reason = "stop"
+            return False
+        self._close_when_used_up()
+        return True
+
+    def end(self) -> Generation:
+        """Flush the text held back and return the finished generation."""
+        out = self.out
+        out.decode_s = time.perf_counter() - out.first_token_at if out.token_ids else 0.0
+        self._emit(*self._detokenizer.flush())
+        if self._detokenizer.stopped:
+            out.finish_reason = "stop"
+        out.reasoning = out.reasoning.strip()
+        return out
+
+    def _emit(self, reasoning: str, answer: str) -> None:
+        self.out.reasoning += reasoning
+        self.out.text += answer
+        self._listener.emit(reasoning, answer)
+
+    def _close_when_used_up(self) -> None:
+        used_up = self._budget is not None and self._thought >= self._budget
+        if used_up and self._detokenizer.reasoning.open and not self.out.reasoning_cut:
+            self._closing.extend(self._closing_ids())
+            self.out.reasoning_cut = True
