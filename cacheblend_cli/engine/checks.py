@@ -142,8 +142,12 @@ class Verify(InternalRequest):
         other = Sequence(self, 1, Status.SWAPPED, kv_len=self.num_tokens, swapped=self._blended.kv, leader=sequence)
         self._compared = other.output = Following(lead, self.runtime)
         self.sequences.append(other)
-        for one, logits in ((sequence, done.logits), (other, self._blended.logits)):
-            if not one.output.append(one.output.draw(logits)):
+        outputs: tuple[tuple[Sequence, SequenceOutput, Tensor], ...] = (
+            (sequence, lead, done.logits),
+            (other, self._compared, self._blended.logits),
+        )
+        for one, output, logits in outputs:
+            if not output.append(output.draw(logits)):
                 one.finish()
 
     def conclude(self) -> None:

@@ -169,15 +169,18 @@ class PrefillState:
         )
         hidden = run_layers(self._decoder, rows, token_ids[positions], steps)
         self._done += 1
-        if hidden is not None and self._outputs is not None:
-            for at in range(0, len(positions) - first, LOGIT_ROWS):
-                self._outputs[1](hidden.logits(self._decoder, slice(at, at + LOGIT_ROWS)))
+        if hidden is not None and self._outputs is not None:  # each row once: logits are computed in place
+            end = len(positions) - first - last
+            for at in range(0, end, LOGIT_ROWS):
+                self._outputs[1](hidden.logits(self._decoder, slice(at, min(at + LOGIT_ROWS, end))))
         if not last or hidden is None:
             self._prefill_s += time.perf_counter() - start
             return None
+        logits = hidden.logits(self._decoder, slice(-1, None))
+        if self._outputs is not None:
+            self._outputs[1](logits)
         count = sum(len(s.positions) for s in self._slices)
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
-        logits = hidden.logits(self._decoder, slice(-1, None))
         return self._prefilled(PrefillResult(logits, positions[:0], layers), start)
 
     def _blend(self, plan: PromptPlan, start: float, output_positions: Tensor | None) -> Prefilled:
