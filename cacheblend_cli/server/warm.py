@@ -63,7 +63,7 @@ class WarmSocket:
         self._tasks.add(task)
         try:
             await self._answer(reader, writer)
-        except (OSError, ValueError, asyncio.CancelledError):
+        except (OSError, ValueError, RecursionError, asyncio.CancelledError):
             pass  # the client has left, or is none of ours
         finally:
             self._tasks.discard(task)

@@ -14,6 +14,7 @@ import pytest
 
 from cacheblend_cli.engine import async_engine
 from cacheblend_cli.server.connections import ConnectionLimits
+from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.server.run import LoopErrors
 
 HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -192,3 +193,12 @@ def test_accept_errors_are_logged_once(log: Any) -> None:
     handler(loop, {"message": "another fault"})
     assert len(log.records) == 2
     loop.close()
+
+
+def test_nonsense_on_the_command_lines_socket_is_not_logged(server: Any, log: Any) -> None:
+    for line in (b"[" * 100_000 + b"\n", b"nonsense\n", b"{}\n"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(socket_of(server.state.settings)))
+            connection.sendall(line)
+            read_all(connection)
+    assert log.records == []
