@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,12 @@ class LocalEngine:
         job = self._job(inquiry)
 
         def end(streams: Streams | None) -> Told:
-            listener = Listener(streams.text, streams.reasoning) if streams else Listener()
-            return self._told(inquiry, job, self._engine.ask(self._store, job.question, job, listener))
+            if streams is None:
+                return self._told(inquiry, job, self._engine.ask(self._store, job.question, job))
+            streams.notes(job.question.notes)
+            listener = Listener(streams.text, streams.reasoning)
+            told = self._told(inquiry, job, self._engine.ask(self._store, job.question, job, listener))
+            return replace(told, noted=job.question.notes)
 
         return end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
@@ -29,21 +30,29 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """Where an answer goes while it is made: its text to stdout, what is reasoned before it to stderr. draft: it may still be
-    changed, so a pipe does not get it yet."""
+    """Streaming callbacks: text goes to stdout, notes and reasoning before it to stderr. draft: the answer may still change, so
+    hold it back from a pipe. begun: whether anything of the answer was shown. first_at: perf_counter of its first piece."""
 
     def __init__(self, output: Output, *, draft: bool = False) -> None:
         self._output, self._in_reasoning = output, False
-        self.begun = False  # whether anything was shown
+        self.begun = False
+        self.first_at: float | None = None
         self._held = draft and not output.out_tty
 
+    def notes(self, notes: Sequence[str]) -> None:
+        """Show what is known about the sources before there is an answer."""
+        for note in notes:
+            self._output.warn(note)
+
     def reasoning(self, piece: str) -> None:
+        self.first_at = self.first_at or time.perf_counter()
         piece = piece if self._in_reasoning else piece.lstrip()
         if piece:
             self._output.aside(piece)
             self._in_reasoning = self.begun = True
 
     def text(self, piece: str) -> None:
+        self.first_at = self.first_at or time.perf_counter()
         self.end_reasoning()
         if not self._held:
             self.begun = True
@@ -57,14 +66,20 @@ class Streams:
 
 @dataclass(frozen=True)
 class Told:
-    """An answer. record: what --json has of it. differences: what --explain says of the prompt's text; tokens: of each chunk,
-    where they are wanted. by: who answered, where that was somebody else."""
+    """An answer to show. record: its --json object. differences: what --explain says of the prompt's text; tokens: those of each
+    chunk, if they are shown. by: the engine that answered, if it is not in this process. noted: notes that were shown before
+    the answer."""
 
     answer: Answer
     record: dict[str, Any]
     differences: Sequence[str]
     tokens: Sequence[Sequence[TokenUse]]
     by: str = ""
+    noted: Sequence[str] = ()
+
+    @property
+    def new_notes(self) -> list[str]:
+        return [note for note in self.answer.notes if note not in self.noted]
 
 
 End = Callable[[Streams | None], Told]
@@ -79,7 +94,7 @@ def show_answer(told: Told, output: Output, *, json: bool, explain: bool, extra:
     answer = told.answer
     if not json:
         _end_text(answer, output)
-    for note in answer.notes:
+    for note in told.new_notes:
         output.warn(note)
     if json:
         output.json({**extra, **told.record, "notes": [*answer.notes, *told.differences]})
@@ -168,15 +183,20 @@ def _confirmation_line(found: Confirmation) -> str:
 
 
 def source_lines(answer: Answer) -> list[str]:
-    """A line for each chunk: its share of the answer's attention, source, place. The most looked at first."""
-    chunks = sorted(answer.chunks, key=lambda chunk: -(chunk.attention or 0))
+    """Return a line for each chunk with its source and place: searched ones by rank, then named ones by place in the prompt."""
+    chunks = by_rank(answer.chunks)
     lines = []
     for chunk in chunks[:_MOST_SOURCES]:
         where = ", ".join(filter(None, (chunk.source, chunk.place, " / ".join(chunk.headings))))
-        lines.append(f"{'' if chunk.attention is None else f'{chunk.attention:.0%}':>4}  {where}")
+        lines.append(f"source: {where}")
     if len(chunks) > _MOST_SOURCES:
-        lines.append(f"      and {len(chunks) - _MOST_SOURCES} more")
+        lines.append(f"and {len(chunks) - _MOST_SOURCES} more sources")
     return lines
+
+
+def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
+    """Return searched chunks by rank, then named ones by place in the prompt."""
+    return sorted(chunks, key=lambda chunk: (chunk.rank is None, chunk.rank or 0))
 
 
 def _show_tokens(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
@@ -200,9 +220,10 @@ def _marked(kind: str, text: str, output: Output) -> tuple[str, str]:
     return (text, style) if output.color else (f"{opening}{text}{closing}", "")
 
 
-def summary_line(answer: Answer) -> str:
-    """Sources, tokens, share recomputed, time to the first token, tokens/s."""
-    sources = list(dict.fromkeys(PurePosixPath(c.source).name for c in answer.chunks))
+def summary_line(answer: Answer, waited: str | None = None) -> str:
+    """Return sources, tokens, share recomputed, time to the first token and tokens/s. waited: until the first token, in words; None
+    for the time since the process started."""
+    sources = list(dict.fromkeys(PurePosixPath(c.source).name for c in by_rank(answer.chunks)))
     shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
     if answer.mode == "full" or not answer.cached_tokens:
         work = "full prefill"
@@ -218,7 +239,7 @@ def summary_line(answer: Answer) -> str:
     first = f"first token {t.ttft_s * 1000:.0f} ms"
     if answer.auto:
         first += f" ({answer.auto.predicted_ttft_s * 1000:.0f} predicted)"
-    first += f", {t.process_s:.1f} s after the start"
+    first += f", {waited or f'{t.process_s:.1f} s after the start'}"
     return f"[{shown or 'no sources'}] {answer.prompt_tokens} prompt tokens, {work}, {first}{speed}"
 
 
@@ -247,6 +268,7 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
 
 
 def _explain(answer: Answer, output: Output) -> None:
+    """Show each chunk in the prompt's order: how its KV came to be, and its share of the answer's attention."""
     told = [_chunk_words(chunk) for chunk in answer.chunks]
     width = max(map(len, told), default=0)
     for chunk, words in zip(answer.chunks, told, strict=True):
@@ -265,7 +287,8 @@ def _chunk_words(chunk: ChunkUse) -> str:
             how = "computed"
         case _:
             how = "as stored" + (f", {chunk.recomputed} recomputed" if chunk.recomputed else "")
-    return f"{chunk.tokens} tokens {how}"
+    looked = "" if chunk.attention is None else f", {chunk.attention:.0%} of the attention"
+    return f"{chunk.tokens} tokens {how}{looked}"
 
 
 def layer_lines(answer: Answer) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,15 +108,16 @@ def chat(
 
 
 def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
-    streams = Streams(output)
+    streams, asked_at = Streams(output), time.perf_counter()
     told = _answered(line, talk, answering, streams, output)
+    waited = (streams.first_at or time.perf_counter()) - asked_at
     streams.end_reasoning()
     output.text("")
-    for note in told.answer.notes:
+    for note in told.new_notes:
         output.warn(note)
     if cut := cut_note(told.answer):
         output.note(cut)
-    output.note(summary_line(told.answer) + told.by)
+    output.note(summary_line(told.answer, f"{waited:.1f} s after the question") + told.by)
     talk.said(line, told.answer.text, told.answer)
 
 

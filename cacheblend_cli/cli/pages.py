@@ -7,6 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from cacheblend_cli.cli.answers import by_rank
 from cacheblend_cli.cli.output import visible
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ h2{font-size:1rem;margin:1.5rem 0 .5rem}
 .soft{color:var(--soft);font-size:.875rem}
 details{border:1px solid var(--line);border-radius:.5rem;margin:.5rem 0;padding:.5rem .75rem}
 summary{cursor:pointer}
-.bar{height:.375rem;background:var(--line);border-radius:.2rem;margin:.35rem 0}
-.bar i{display:block;height:100%;background:#0072b2;border-radius:.2rem}
 .text{white-space:pre-wrap;font-size:.9rem;margin:.5rem 0 0}
 mark{color:inherit;border-radius:.15rem;padding:.05rem 0}
 .exact{background:var(--exact)}
@@ -45,9 +44,10 @@ li{margin:.15rem 0}
 
 
 def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUse]]) -> str:
-    """tokens: of each of the answer's chunks, in order."""
+    """Return the answer as an HTML page, its sources by rank. tokens: those of each of the answer's chunks, in order."""
     legend = "".join(f'<li><mark class="{kind}">{kind}</mark> {text}</li>' for kind, text in KINDS.items())
-    sources = "".join(_source(chunk, used) for chunk, used in zip(answer.chunks, tokens, strict=True))
+    used = {chunk.start: found for chunk, found in zip(answer.chunks, tokens, strict=True)}
+    sources = "".join(_source(chunk, used[chunk.start]) for chunk in by_rank(answer.chunks))
     facts = (
         f"{answer.model}, {answer.mode}, ratio {answer.ratio:.2g}; {answer.prompt_tokens} prompt tokens, {answer.cached_tokens} from "
         f"the store, {answer.exact_tokens} of them exact, {answer.recomputed_tokens} computed again"
@@ -62,25 +62,21 @@ def answer_page(question: str, answer: Answer, tokens: Sequence[Sequence[TokenUs
 {notes}<h2>Sources</h2>
 {sources or '<p class="soft">none</p>'}
 <h2>Colours</h2><ul class="soft">{legend}</ul>
-<p class="soft">The bars are the share of the answer's attention among the sources.<br>{_text(facts)}</p>
+<p class="soft">{_text(facts)}</p>
 </body></html>
 """
 
 
 def _source(chunk: ChunkUse, tokens: Sequence[TokenUse]) -> str:
     where = ", ".join(filter(None, (chunk.place, " / ".join(chunk.headings))))
-    share, bar = "", ""
-    if chunk.attention is not None:
-        share = f"<b>{chunk.attention:.0%}</b> "
-        bar = f'<div class="bar"><i style="width:{chunk.attention:.1%}"></i></div>'
     runs = [
         f'<mark class="{kind}">{_text("".join(t.text for t in run))}</mark>'
         for kind, run in groupby(tokens, key=lambda token: token.kind)
     ]
     count = f"{chunk.tokens} tokens, {chunk.recomputed} computed" + (" again" if chunk.status != "computed" else "")
     return (
-        f"<details open><summary>{share}{_text(chunk.source)}"
-        f' <span class="soft">{_text(where)}</span></summary>{bar}'
+        f"<details open><summary>{_text(chunk.source)}"
+        f' <span class="soft">{_text(where)}</span></summary>'
         f'<div class="soft">chunk {chunk.id[:12]}, {chunk.status}: {count}</div><p class="text">{"".join(runs)}</p></details>'
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,15 @@ class WarmEngine:
 
     def _read(self, events: Iterator[dict[str, Any]], streams: Streams | None) -> Told:
         first_at: float | None = None
+        noted: list[str] = []
         for event in events:
             if event["event"] == "done":
-                return self._told(event, first_at)
+                return replace(self._told(event, first_at), noted=noted)
+            if event["event"] == "notes":
+                if streams is not None:
+                    noted = event["notes"]
+                    streams.notes(noted)
+                continue
             first_at = first_at or time.perf_counter()
             if streams is not None:
                 (streams.text if event["event"] == "text" else streams.reasoning)(event["text"])

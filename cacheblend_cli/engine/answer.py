@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ChunkUse:
     """How one chunk of the prompt got its KV. recomputed: its tokens whose KV was computed in the last layers. start: its
-    first position. place, headings: where in the source a reader finds it, see the store's Locator. attention: its share
-    of what the answer looked at in all chunks, None where that was not watched (see engine/attention.py)."""
+    first position. place, headings: where in the source a reader finds it, see the store's Locator. rank: its place
+    among the chunks that were searched, from 1, None if it was named. attention: its share of the answer's attention to all
+    chunks, None if that was not watched (see engine/attention.py)."""
 
     id: str
     source: str
@@ -26,6 +27,7 @@ class ChunkUse:
     start: int = 0
     place: str = ""
     headings: tuple[str, ...] = ()
+    rank: int | None = None
     attention: float | None = None
 
 

@@ -72,6 +72,7 @@ def _chunk_uses(done: Prefilled, attention: list[float] | None) -> list[ChunkUse
             status=segment.status,
             recomputed=len(segment.token_ids) if segment.status == "computed" else recomputed,
             start=segment.start,
+            rank=done.request.ranks.get(done.request.named[i]) if done.request.named else None,
             attention=None if attention is None else round(attention[i], 4),
         )
         manifest = None if store is None or not segment.key else chunk_of(store, segment.key)

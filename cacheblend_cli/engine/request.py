@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -26,10 +26,10 @@ from cacheblend_cli.prompt.wording import Wording
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked, over the stored chunks with these keys, in this order. notes: what is to be said of them already.
-    history: what was said before, by the user and the model in turn. wording: of the prompt, None for the engine's. day:
-    date that the template prints, None for the one that the store keeps (see `Runtime.day`). given: chunks that came with
-    the question and that the store may lack; `keys` names them too."""
+    """A question over the stored chunks with these keys, in this order. notes: messages about them for people. history: earlier
+    messages, of user and model in turn. wording: of the prompt, None for the engine's. day: date that the template prints, None
+    for the one that the store keeps (see `Runtime.day`). given: chunks that came with the question and that the store may
+    lack; `keys` names them too. ranks: place of each searched chunk in the search's list, from 1."""
 
     text: str
     keys: Sequence[bytes]
@@ -41,6 +41,7 @@ class Question:
     wording: Wording | None = None
     day: date | None = None
     given: tuple[PlannedChunk, ...] = ()
+    ranks: Mapping[bytes, int] = field(default_factory=dict)
 
     def dated(self, runtime: Runtime, store: ChunkStore | None) -> Question:
         """The question with its date resolved, so that all of its preparation reads the same template."""
@@ -51,7 +52,7 @@ class Question:
 class Request:
     """A question over resolved chunks. It can be run under several settings (`replace(request, blend=...)`).
 
-    store: where the chunks' KV is, None to compute everything. named, given: the keys and chunks of the question. prefix_cached:
+    store: where the chunks' KV is, None to compute everything. named, given, ranks: as in the question. prefix_cached:
     the store has the prefix's KV. lossless: what is stored is what this run would compute. notes: messages for people,
     shared by all that is made of this request. started: perf_counter when the question was known.
     """
@@ -62,6 +63,7 @@ class Request:
     chunks: tuple[ChunkInput, ...]
     named: tuple[bytes, ...] = ()
     given: tuple[PlannedChunk, ...] = ()
+    ranks: Mapping[bytes, int] = field(default_factory=dict)
     blend: BlendConfig = field(default_factory=BlendConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     prefix_cached: bool = True
@@ -131,6 +133,7 @@ def resolve(
         chunks=chunks,
         named=tuple(question.keys),
         given=question.given,
+        ranks=question.ranks,
         blend=BlendConfig(mode="full") if all_logits else question.blend,
         sampling=question.sampling,
         prefix_cached=store is not None and store.has_kv(collection.prefix_key),

@@ -35,7 +35,10 @@ def with_chunks(
     if is_weak(hits, lookup.by):
         question = replace(question, notes=(*question.notes, WEAK))
     question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]), before)
-    return replace(question, keys=in_order(runtime, store, hits, question, lookup.order))
+    keys = in_order(store, hits, question.keys, lookup.order)
+    exact = exact_where_stored(runtime, store, replace(question, keys=keys))
+    rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
+    return replace(question, keys=exact, ranks={e: rank_of[key] for e, key in zip(exact, keys, strict=True)})
 
 
 def fitting(runtime: Runtime, store: ChunkStore, question: Question, before: Sequence[bytes] = ()) -> Question:
@@ -69,18 +72,17 @@ def fitting(runtime: Runtime, store: ChunkStore, question: Question, before: Seq
     return replace(question, keys=kept, notes=(*question.notes, note))
 
 
-def in_order(runtime: Runtime, store: ChunkStore, hits: Sequence[Hit], question: Question, order: str) -> list[bytes]:
-    """The question's keys as they are best read: documents by their best hit, chunks of one document by their place, each
-    taken from the context that makes it exact there, where that is stored.
+def in_order(store: ChunkStore, hits: Sequence[Hit], keys: Collection[bytes], order: str) -> list[bytes]:
+    """Return those keys of hits in reading order: documents by their best hit, chunks of one document by their place.
 
-    order "exact": what stands first in a prompt can be exact, and nothing behind the first that is not. So the document
-    comes first of whose chunks the most tokens then are; of equals the one with the best hit.
+    order "exact": only the beginning of a prompt can be exact, up to the first chunk that is not. So the document with the
+    most exact tokens there comes first; of equals the one with the best hit.
     """
-    documents = in_reading_order(hits, question.keys)
+    documents = in_reading_order(hits, keys)
     if order == "exact" and len(documents) > 1:
         first = max(documents, key=partial(exact_tokens, store))
         documents = [first, *(d for d in documents if d is not first)]
-    return exact_where_stored(runtime, store, replace(question, keys=[key for d in documents for key in d]))
+    return [key for document in documents for key in document]
 
 
 def in_reading_order(hits: Sequence[Hit], keys: Collection[bytes]) -> list[list[bytes]]:

@@ -97,7 +97,7 @@ def prepare(host: ServerState, wanted: Wanted) -> Prepared:
         try:
             found_there = with_chunks(runtime, host.store, replace(question, wording=None), lookup, keys)
             keys += found_there.keys
-            question = replace(question, notes=found_there.notes)
+            question = replace(question, notes=found_there.notes, ranks=found_there.ranks)
         except NotFoundError as error:
             if not retrieves:
                 told = "no stored chunk has a word of the query"

@@ -114,6 +114,7 @@ class WarmSocket:
         inquiry = Inquiry.of_wire(request)
         job = await self._host.in_pool(lambda: self._job(inquiry))
         with Asking(self._host, job) as asking:
+            await tell({"event": "notes", "notes": list(job.question.notes)})
             async for event in asking.events():
                 if isinstance(event, Text):
                     await tell({"event": "text", "text": event.text})

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cacheblend_cli.corpus.search import WEAK
+
 Cli = Callable[..., Any]
 
 
@@ -40,7 +42,7 @@ class Page(HTMLParser):
             self.marked.append((self._class, data))
 
 
-def test_sources_are_named_with_their_lines_and_shares_of_the_attention(cli: Cli, stored: list[str]) -> None:
+def test_sources_are_named_with_their_lines_and_explain_shows_their_attention(cli: Cli, stored: list[str]) -> None:
     asked = ("ask", "who leads?", "--chunks", f"{stored[0]},{stored[-1]}", "--max-tokens", "8")
     [record] = cli(*asked, "--json").records
     shares = [chunk["attention"] for chunk in record["chunks"]]
@@ -49,9 +51,38 @@ def test_sources_are_named_with_their_lines_and_shares_of_the_attention(cli: Cli
     told = cli(*asked)
     for chunk in record["chunks"]:
         assert chunk["place"].startswith("line")
-        assert f"{chunk['attention']:.0%}  {chunk['source']}, {chunk['place']}" in told.err
+        assert f"{chunk['source']}, {chunk['place']}" in told.err
+        assert chunk["rank"] is None  # it was named
+    assert "%" not in "".join(line for line in told.err.splitlines() if record["chunks"][0]["place"] in line)
+    explained = cli(*asked, "--explain").err
+    assert all(f"{share:.0%}" in explained for share in shares)
     assert told.out.count("\n") == 1
     assert cli(*asked, "--quiet").err == ""
+
+
+def test_sources_are_listed_by_their_rank_in_the_search(cli: Cli, docs: Path) -> None:
+    (docs / "first.md").write_text("# Parrots\n\nThe parrot likes nuts.\n")
+    (docs / "second.md").write_text(
+        "# Other birds\n\nOne page about a parrot that likes nothing, " + "and so on " * 60 + "\n"
+    )
+    assert cli("precompute", "docs", "--chunk-tokens", "64").code == 0
+    asked = ("ask", "what nuts does the parrot like?", "-k", "4", "--max-tokens", "2", "--expand", "1")
+    found = cli("search", "what nuts does the parrot like?", "-k", "4", "--expand", "1", "--json").records
+    [record] = cli(*asked, "--json").records
+    by_rank = sorted(record["chunks"], key=lambda chunk: chunk["rank"])
+    assert [c["rank"] for c in by_rank] == list(range(1, len(by_rank) + 1))
+    assert [c["source"] for c in by_rank] == [f"{hit['source']}" for hit in found]
+    lines = [line.partition("source: ")[2] for line in cli(*asked).err.splitlines() if line.startswith("source: ")]
+    assert [line.split(",")[0] for line in lines] == [c["source"] for c in by_rank]
+
+
+def test_a_weak_match_is_said_before_the_answer(cli: Cli, stored: list[str]) -> None:
+    asked = ("ask", "Ulaanbaatar, capital of Mongolia, and its alpha?", "-k", "1", "--max-tokens", "2")
+    [record] = cli(*asked, "--json").records
+    assert WEAK in record["notes"]
+    told = cli(*asked).err
+    assert told.count(WEAK) == 1
+    assert cli("search", "Ulaanbaatar, capital of Mongolia, and its alpha?", "-k", "1").err.count(WEAK) == 1
 
 
 def test_an_answer_of_one_token_has_no_shares(cli: Cli, stored: list[str]) -> None:
