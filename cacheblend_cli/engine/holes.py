@@ -10,6 +10,7 @@ from cacheblend_store import ChunkStore, StoreError
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.request import chunk_of
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
@@ -55,8 +56,8 @@ def _planned(done: Prefilled, store: ChunkStore) -> list[PlannedChunk]:
         if name in given:
             planned[segment.key] = replace(given[name], key=segment.key)
             continue
-        own = store.get_chunk(segment.key)
-        known = own or store.get_chunk(name)
+        own = chunk_of(store, segment.key)
+        known = own or chunk_of(store, name)
         if known is None:  # it went while the answer was made
             continue
         left, context = (own.left_context_ids, own.context) if own else ((), "sink")

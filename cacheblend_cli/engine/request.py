@@ -15,6 +15,7 @@ from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.engine.model_notes import model_notes
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -126,6 +127,7 @@ def resolve(
             f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
             f"again for that of {collection.codec}, or ask with --dtype {converted[0].computed_in}"
         )
+    notes += model_notes(runtime.model, question.blend, question.sampling, len(chunks))
     return Request(
         collection=collection,
         store=store,
@@ -160,7 +162,7 @@ def collection_of(runtime: Runtime, store: ChunkStore | None, question: Question
 
 
 def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
-    """None when there is none or it is damaged."""
+    """The chunk's record; None where there is none or it is damaged."""
     try:
         return store.get_chunk(key)
     except BadBlob:
@@ -209,8 +211,8 @@ def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest
     """A stored chunk as this model sees it.
 
     One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another model
-    or salt gives its text: what this model has of that text in the collection's codec is taken, and without any it is a
-    hole. So is a chunk without KV.
+    or salt gives its text: what this model has of that text in the collection's codec is taken; without any, or with a damaged
+    record alone, the chunk is computed. So is a chunk without KV.
     """
     model, stored = collection.model, replace(collection, codec=manifest.codec)
     own = next((c for c in (stored, *stored.in_other_dtypes()) if c.id == manifest.collection), None)
@@ -228,7 +230,7 @@ def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest
         return chunk if chunk.cached else _to_compute(chunk, collection)
     token_ids = tuple(model.tokenizer.encode_text(manifest.text))
     lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
-    found = [m for left in lefts if (m := store.get_chunk(collection.key(token_ids, left))) is not None]
+    found = [m for left in lefts if (m := chunk_of(store, collection.key(token_ids, left)))]
     if found:
         return _as_input(collection, store, max(found, key=lambda m: m.has_kv), notes)
     notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")

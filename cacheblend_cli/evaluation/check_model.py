@@ -1,10 +1,10 @@
-"""Whether a model computes here what it should: a full prefill against blending that recomputes all, and transformers; and
-whether blending is to be trusted with it: a few prompts over the handbook's pages, each collected alone."""
+"""Check a model: a full prefill against blending that recomputes everything and against transformers; and the ratio that
+blending needs with it: a few prompts over the handbook's pages, each collected alone."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.demo import handbook_dir, questions
+from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.measures import Wanted, run_full, run_setting
@@ -25,16 +26,18 @@ PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is
 ROWS = 8  # at the prompt's end, whose logits are compared
 SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of the largest logit: how far rounding may take two ways of computing the same."""
-PROMPTS, PROMPT_PAGES, ANSWER_TOKENS = 8, 4, 16  # of blending
+PROMPTS, PROMPT_PAGES, ANSWER_TOKENS = 12, 4, 16  # of blending
 RATIOS = (BlendConfig().ratio, 0.3)
-KL, SAME = 0.05, 0.75
-"""Blending is safe at a ratio whose answers' KL is at most the one, in nats a token, and of which the other share is the same."""
+KL = 0.06
+"""Blending is safe at a ratio where the mean KL to full prefill is at most this, in nats a token. With the default model plain
+reuse leaves .137 on these prompts and .098 in docs/fidelity.md, the default ratio .043 and .023. Shares of equal tokens and answers
+decide nothing: over so few tokens chance moves them more than the ratio does."""
 
 
 @dataclass(frozen=True)
 class Blended:
     """A ratio against full prefill, over full prefill's own answers. kl: mean, nats a token; top1: share of their tokens that
-    blending would say too; same_answers: of `answers`, the others differ in a token."""
+    stay the most likely; same_answers: of `answers`, those whose every token does."""
 
     ratio: float
     kl: float
@@ -44,7 +47,7 @@ class Blended:
 
     @property
     def safe(self) -> bool:
-        return self.kl <= KL and self.same_answers >= SAME * self.answers
+        return self.kl <= KL
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,17 @@ class Check:
     blends: list[Blended]
 
     @property
+    def verdict(self) -> BlendVerdict:
+        return verdict_of(self.blends)
+
+    @property
     def passed(self) -> bool:
         return max(self.blended, self.transformers or 0.0) <= self.limit
 
 
 def check_model(engine: Engine, *, with_transformers: bool) -> Check:
-    """Compare the last logits of a prompt over pages of the demo's handbook."""
+    """Compare the last logits of a prompt over pages of the demo's handbook, and remember what is found of blending where they
+    are right."""
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-check-") as folder,
         ChunkStore.open(Path(folder) / "store", mode="write") as store,
@@ -75,33 +83,36 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
         ids, full = _logits(engine, store, keys, BlendConfig(mode="full"))
         _, blended = _logits(engine, store, keys, BlendConfig(ratio=1.0, selector="hkvd"))
-        blends = _check_blend(engine, store)
+        with ChunkStore.open(Path(folder) / "pages", mode="write") as whole_pages:
+            blends = _check_blend(engine, whole_pages)
     theirs = _transformers(engine, ids) if with_transformers else None
     share = SHARE[engine.runtime.decoder.dtype]
-    return Check(
+    check = Check(
         len(ids),
         float((full - blended).abs().max()),
         None if theirs is None else float((full - theirs).abs().max()),
         share * max(1.0, float(full.abs().max())),
         blends,
     )
+    if check.passed:
+        keep_verdict(engine.model, check.verdict)
+    return check
 
 
 def _check_blend(engine: Engine, store: ChunkStore) -> list[Blended]:
-    """Measure the ratios in turn, up to the first that is safe."""
-    runtime, asked = engine.runtime, questions()[:PROMPTS]
-    pages = sorted(handbook_dir().glob("*.md"))[: PROMPTS + PROMPT_PAGES]
+    """Measure the ratios in turn, up to the first that is close to a full prefill. Each prompt has the page that answers it
+    between others, each collected alone."""
+    runtime = engine.runtime
     size = runtime.context // (2 * PROMPT_PAGES)
-    engine.precompute(
-        store, [str(page) for page in pages], PrecomputeOptions(chunk_tokens=size, context="sink"), lambda event: None
-    )
-    first = [m.key for m in sorted(store.chunks(), key=lambda m: m.source) if m.index == 0 and m.context == "sink"]
+    options = PrecomputeOptions(chunk_tokens=size, context="sink")
+    engine.precompute(store, [str(handbook_dir())], options, lambda event: None)
+    first = {Path(m.source).name: m.key for m in sorted(store.chunks(), key=lambda m: m.source) if m.index == 0}
     max_tokens = min(ANSWER_TOKENS, runtime.context // 16)
     sampling = SamplingParams(max_tokens=max_tokens)
     found: list[Blended] = []
     requests = [
-        resolve(runtime, store, Question(q.question, first[n : n + PROMPT_PAGES], sampling=sampling))
-        for n, q in enumerate(asked)
+        resolve(runtime, store, Question(q.question, _pages_around(first, q.source), sampling=sampling))
+        for q in questions()[:PROMPTS]
     ]
     references = [run_full(runtime, request, Wanted(max_tokens, max_tokens), 0.0) for request in requests]
     for ratio in RATIOS:
@@ -119,11 +130,16 @@ def _check_blend(engine: Engine, store: ChunkStore) -> list[Blended]:
     return found
 
 
-def verdict(found: Sequence[Blended]) -> str:
-    """In the words of the command line."""
-    if not found[-1].safe:
-        return "use --mode full"
-    return "blend is safe" if found[-1].ratio == BlendConfig().ratio else f"blend needs --ratio {found[-1].ratio:g}"
+def _pages_around(pages: Mapping[str, bytes], source: str) -> list[bytes]:
+    """Keys of PROMPT_PAGES neighbouring pages, the one of a question's source among them but not the first, which is exact."""
+    names = list(pages)
+    first = names.index(Path(source).name) - PROMPT_PAGES // 2
+    return [pages[names[(first + i) % len(names)]] for i in range(PROMPT_PAGES)]
+
+
+def verdict_of(found: Sequence[Blended]) -> BlendVerdict:
+    """The ratio that blending needs. found: as `_check_blend` measures it."""
+    return BlendVerdict(found[-1].ratio if found[-1].safe else None)
 
 
 def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendConfig) -> tuple[list[int], Tensor]:
