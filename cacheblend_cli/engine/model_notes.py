@@ -32,11 +32,10 @@ class BlendVerdict:
 
     def allows(self, blend: BlendConfig) -> bool:
         """Whether this way to blend is one that was found close to a full prefill, or was not measured."""
-        measured = blend.mode == "blend" and (blend.selector, blend.correction) == (
-            DEFAULT.selector,
-            DEFAULT.correction,
-        )
-        return not measured or (self.ratio is not None and blend.effective_ratio() >= self.ratio)
+        default = (blend.selector, blend.correction) == (DEFAULT.selector, DEFAULT.correction)
+        if blend.mode != "blend" or not default or self.ratio == DEFAULT.ratio:  # of smaller ratios nothing is known
+            return True
+        return self.ratio is not None and blend.effective_ratio() >= self.ratio
 
 
 def keep_verdict(model: LoadedModel, verdict: BlendVerdict) -> None:

@@ -17,6 +17,8 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from quantised import gptq, write_quantised
 
+from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict
 from cacheblend_cli.evaluation.check_model import RATIOS, Blended, verdict_of
 from cacheblend_cli.model import decoder
 from cacheblend_cli.model.hub import HubName
@@ -121,7 +123,9 @@ def test_ask_notes_what_check_found(cli: Callable[..., Any], model: Path, tmp_pa
         return any("models check" in note for note in cli(*ask, *flags).records[0]["notes"])
 
     assert noted() == (verdict != "blend is safe")
-    assert noted("--ratio", "0.01")
+    keep_verdict(Engine.load(EngineConfig(model=str(model))).model, BlendVerdict(0.3))
+    assert noted()
+    assert not noted("--ratio", "0.3")
     assert not noted("--mode", "full")
 
 

@@ -29,6 +29,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     [
         (None, BlendConfig(), False),
         (0.15, BlendConfig(), False),
+        (0.15, BlendConfig(ratio=0.05), False),  # not measured
         (0.3, BlendConfig(), True),
         (0.3, BlendConfig(ratio=0.3), False),
         (0.3, BlendConfig(checks=((1, 0.5), (2, 0.2))), True),
