@@ -1,24 +1,23 @@
-"""Everything that only a GPU can tell, in three stages of less than ten minutes each.
+"""Check and measure everything that needs a GPU, in three stages of less than ten minutes each.
 
     python benchmarks/gpu_check.py [--stages 1,2,3] [--resume [--again]] [--wheels FOLDER] [--store-dir FOLDER] [--out STEM]
     python benchmarks/gpu_check.py --device cpu --tiny --out /tmp/tiny
 
-The machine needs what LARGE and NEEDED name; wheels of what it lacks (lmdb, msgspec, platformdirs; xformers, if wanted) are installed
-from FOLDER into a temporary one.
+The machine needs the packages in LARGE and NEEDED; wheels of missing ones (lmdb, msgspec, platformdirs; optionally xformers)
+are installed from FOLDER into a temporary folder.
 
-1. The ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape from
-   question to answer, and compute-sanitizer over small cases where the program is found.
+1. Ceilings (copy bandwidth, bf16 matrix product, host to device), every kernel's numbers against fp64, the 1B shape from
+   question to answer, and compute-sanitizer over small cases if it is installed.
 2. The 8B shape: full prefill, `hkvd` and `query` at .15, `query` without its correction, `hkvd` with its KV in the pool
    already, transformers, then the rest.
-3. Each kernel's speed beside its ceiling, and tiles and splits of prefill attention beside SDPA by cuDNN and by flash.
+3. Each kernel's speed against its ceiling, and tiles and splits of prefill attention against SDPA by cuDNN and by flash.
 
-Each step is a process of its own (`gpu/steps.py`); this one never touches the GPU. A process that dies, hangs or cannot use the
-GPU any more is followed by another that goes on at the next case. Every row is in STEM.jsonl as soon as it is there; STEM.json
-and STEM.md are made of it after every step, by default in benchmarks/results/. What a stage's --budget has no time for is left
-out and said. --resume goes on where a run with the same STEM stopped; with --again, what failed or gave wrong numbers has
-another turn.
+Each step runs in a process of its own (`gpu/steps.py`); this process never touches the GPU. If a step's process dies, hangs or
+loses the device, another continues with the next case. Rows are appended to STEM.jsonl as they are measured; STEM.json and STEM.md,
+by default in benchmarks/results/, are rewritten after each step. Cases that a stage's --budget has no time for are listed as
+left out. --resume continues a run with the same STEM; --again also repeats failed cases and wrong numbers.
 
-Exit code: 0; 1 when a number is wrong or a step failed; 2 when a package is missing.
+Exit code: 0; 1 if a number is wrong or a step failed; 2 if a package is missing.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("-m", "gpu.steps")
 sys.path.insert(0, str(ROOT / "tests" / "support"))  # for `kernel_references`; child processes get the path, too
 NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "xxhash", "lmdb", "msgspec", "platformdirs")
-LARGE = ("torch", "transformers", "triton")  # looked for, and imported by those alone who use them
-GRACE_S = 20.0  # beyond a stage's budget, for the case that runs when it ends
-SLOW_START_S = 240.0  # up to a step's first line: a model, its warm-up, which compiles, and its store come before it
+LARGE = ("torch", "transformers", "triton")  # only located here; the steps that use them import them
+GRACE_S = 20.0  # beyond a stage's budget, for the running case
+SLOW_START_S = 240.0  # until a step's first line: it loads a model, compiles and fills a store
 NO_TIME = "no time was left"
 STORE_BYTES = 8 << 30
 
@@ -64,7 +63,7 @@ def main() -> int:
     started = time.monotonic()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-gpu-", dir=store_dir(arguments)))
-        if arguments.wheels is not None:  # not in a tmpfs: nothing may be run from some
+        if arguments.wheels is not None:  # not in a tmpfs, which may be mounted noexec
             install(arguments.wheels, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-site-"))))
         if lacking := missing(arguments.device):
             print(
@@ -91,7 +90,7 @@ def main() -> int:
                     list(threads.map(lambda step: follow(step, arguments, log, budget, Path(folder)), together))  # noqa: B023
                 try:
                     write(log, stem, arguments.tiny, time.monotonic() - started)
-                except Exception:  # the rows are in the log, and the next steps have more of them
+                except Exception:  # rows are safe in the log
                     traceback.print_exc()
     return summary(write(log, stem, arguments.tiny, time.monotonic() - started), stem)
 
@@ -119,7 +118,7 @@ def stages(text: str) -> tuple[int, ...]:
 
 
 def install(wheels: Path, target: Path) -> None:
-    """Into a folder of this run's own, in front of everything; children find it too."""
+    """Install the wheels into a folder in front of sys.path; child processes inherit it."""
     found = sorted(map(str, wheels.glob("*.whl")))
     if not found:
         raise SystemExit(f"error: no wheels in {wheels}")
@@ -129,7 +128,7 @@ def install(wheels: Path, target: Path) -> None:
 
 
 def missing(device: str) -> list[str]:
-    """Packages that steps would fail without: better known before the time runs."""
+    """Return packages that do not import, so that a run fails before it uses its time."""
     found = [name for name in LARGE[: 3 if device.startswith("cuda") else 2] if importlib.util.find_spec(name) is None]
     for name in NEEDED:
         try:
@@ -140,7 +139,7 @@ def missing(device: str) -> list[str]:
 
 
 def store_dir(arguments: argparse.Namespace) -> Path | None:
-    """Where temporary files go: to memory, where that is asked for or there is enough of it; else where the system has them."""
+    """Return the folder for temporary files: --store-dir, or /dev/shm if it has room, else None for the system's."""
     memory = Path("/dev/shm")
     if arguments.store_dir is not None or arguments.device == "cpu":
         return arguments.store_dir
@@ -152,7 +151,7 @@ def processes_of(arguments: argparse.Namespace) -> int:
 
 
 def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, folder: Path) -> None:
-    """Run a step to its end, in as many processes as it takes: each new one stands behind at least one case more."""
+    """Run a step to its end, in as many processes as needed; each new one starts behind at least one more case."""
     while True:
         if budget.left <= 0:
             log.write(step.name, "", "skipped", message=NO_TIME)
@@ -181,8 +180,8 @@ def follow(step: Step, arguments: argparse.Namespace, log: Log, budget: Budget, 
 
 
 def run_child(command: list[str], log: Path, quiet_s: float, seconds: float) -> tuple[int, str]:
-    """(exit code, why it was ended or ""). It is ended after `seconds`, or after quiet_s in which the log did not grow; up to
-    its first line after SLOW_START_S."""
+    """Return the exit code, and why the process was ended or "". It is ended after `seconds`, or if the log did not grow for
+    quiet_s (SLOW_START_S before its first line)."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     deadline, size, heard = time.monotonic() + seconds, size_of(log), time.monotonic()
@@ -201,9 +200,9 @@ def run_child(command: list[str], log: Path, quiet_s: float, seconds: float) -> 
                 return -9, f"nothing came for {patience:.0f} s"
     finally:
         if child.poll() is None:
-            child.send_signal(signal.SIGUSR1)  # where does it stand?
+            child.send_signal(signal.SIGUSR1)  # print its stack
             time.sleep(1)
-            os.killpg(child.pid, signal.SIGKILL)  # and whatever it started
+            os.killpg(child.pid, signal.SIGKILL)  # with its children
             child.wait()
 
 
@@ -212,7 +211,7 @@ def size_of(log: Path) -> int:
 
 
 def out_stem(arguments: argparse.Namespace) -> Path:
-    """The stem that was asked for, or one that names the device."""
+    """Return --out, or a stem that names the device."""
     if arguments.out is not None:
         return Path(arguments.out)
     name = "cpu" if arguments.device == "cpu" else gpu_name()
@@ -221,7 +220,7 @@ def out_stem(arguments: argparse.Namespace) -> Path:
 
 
 def gpu_name() -> str:
-    """As the driver's own program tells it: this process stays off the GPU."""
+    """Return the GPU's name from nvidia-smi: this process stays off the GPU."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()

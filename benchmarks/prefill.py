@@ -1,9 +1,9 @@
-"""Time to the first token: transformers' prefill, our full prefill and our blended prefill, in one process and in turn.
+"""Time to the first token: transformers, our full prefill and our blended prefill, in one process and in turn.
 
     python benchmarks/prefill.py [--rounds 5] [--out benchmarks/results/prefill.json]
 
-Shape of Qwen2.5-0.5B with random weights, fp32 on CPU, 2048 chunk tokens in 8 chunks, a question of 32 tokens. The
-blend reads its KV from the store in the page cache, verification included. Medians over rounds after one warm-up.
+Qwen2.5-0.5B's shape with random weights, fp32 on CPU, 2048 chunk tokens in 8 chunks, a question of 32 tokens. The blend reads
+its KV from the store in the page cache, with digests checked. Medians over rounds after one warm-up.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Peak MiB of the two commands over a corpus of the same number of tokens, beside weights and one prompt's KV."""
+    """Return peak MiB of `precompute` and `ask` over a corpus of the same number of tokens, and of the weights."""
     docs = folder / "docs"
     docs.mkdir()
     for n in range(CHUNKS):
@@ -131,7 +131,7 @@ def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def peak(command: list[str]) -> dict[str, float]:
-    """Peak MiB of a command: resident in all, and anonymous (without mapped files, whose pages are the page cache's)."""
+    """Return peak MiB of a command: resident, and anonymous (without mapped files, whose pages belong to the page cache)."""
     anonymous = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
         while child.poll() is None:

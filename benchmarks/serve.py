@@ -1,15 +1,15 @@
-"""Many questions at once: requests a second, time to the first token and tokens a second of the engine that serves.
+"""Many questions at once: requests per second, time to the first token and tokens per second of the serving engine.
 
     python benchmarks/serve.py [--minutes 15] [--llama-python PYTHON] [--out benchmarks/results/serve.json]
-    python benchmarks/serve.py --quick      # two minutes, a tiny model: that every part works
+    python benchmarks/serve.py --quick      # two minutes with a tiny model, to see that every part works
 
-Shape of Qwen2.5-0.5B with random weights, fp32 on CPU; four chunks of 512 tokens a prompt, drawn by Zipf's law from 64, answers of 32
-tokens. One question after another, as `ask --batch` was before it had this engine; closed loop (so many clients, each asking again
-when it is answered) and Poisson arrivals, blended and by full prefills; transformers' generate and its continuous batching; llama.cpp's
-server with parallel slots, where PYTHON is one that has xllamacpp. All are given the same prompts.
+Qwen2.5-0.5B's shape with random weights, fp32 on CPU; four chunks of 512 tokens per prompt, drawn by Zipf's law from 64, answers of 32
+tokens. One question after another; closed loop (a number of clients, each asking again when answered) and Poisson arrivals,
+blended and by full prefills; transformers' generate and its continuous batching; llama.cpp's server with parallel slots, if PYTHON
+has xllamacpp. All get the same prompts.
 
-Every part is run, over as many requests as its share of the minutes allows. Results are written after each; run again, the
-script does the parts that are not in --out yet. Name parts to do them anew: --parts "decode,blend 16".
+Every part runs over as many requests as its share of the minutes allows. Results are written after each part; a later run does
+the parts that are not in --out yet. To repeat parts: --parts "decode,blend 16".
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ WORDS = (
 MODES = {"blend": BlendConfig(), "full": BlendConfig(mode="full"), "reuse": BlendConfig(mode="reuse")}
 SLOTS = 16
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-DECODED = (16, 64)  # answers of so many tokens: what the longer ones take more is decoding alone
+DECODED = (16, 64)  # answer lengths: the difference of their times is decoding alone
 
 Case = dict[str, Any]
 
 
 @dataclass
 class Bench:
-    """What the parts share. ttft_s: of a question alone, by mode; token_s: of a token of its answer; found: earlier parts."""
+    """State shared by the parts. ttft_s: of a single question, by mode; token_s: per token of its answer; found: earlier parts."""
 
     engine: Engine
     store: ChunkStore
@@ -67,7 +67,7 @@ class Bench:
         return [replace(q, blend=MODES[mode]) for q in self.questions[:count]]
 
     def fitting(self, seconds: float, mode: str, clients: int = 1) -> int:
-        """How many questions can be answered in the seconds: at least two."""
+        """Return the number of questions that can be answered in the seconds, at least two."""
         each = self.ttft_s[mode] + self.token_s * self.arguments.answer_tokens / min(clients, 4)
         return max(2, min(len(self.questions), int(seconds / each)))
 
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def begun(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The results that are there, if they are of these settings, else none yet."""
+    """Return the existing results if they have these settings, else an empty result."""
     own = ("quick", "config", "chunks", "chunk_tokens", "per_prompt", "answer_tokens", "pool_tokens")
     settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(arguments).items() if k in own}
     new = {"hardware": hardware(), "settings": settings, "parts": {}}
@@ -132,7 +132,7 @@ def begun(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any]) -> Bench:
-    """A checkpoint, a store of its documents, and what a question costs alone, which the parts are cut by."""
+    """Return a checkpoint, a store of its documents, and the cost of a single question, from which parts are sized."""
     config = json.loads(arguments.config.read_text()) | (TINY if arguments.quick else {})
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = write_checkpoint(folder / "model", folder / "config.json")
@@ -143,13 +143,13 @@ def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any])
     bench = Bench(engine, store, checkpoint, asked, prompts, arguments, found, {}, 0.0)
     for mode, blend in MODES.items():
         few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
-        answers = [engine.ask(store, few, AskOptions(save_holes=False)) for _ in range(2)]  # the first one warms up
+        answers = [engine.ask(store, few, AskOptions(save_holes=False)) for _ in range(2)]  # warm-up
         bench.ttft_s[mode], bench.token_s = answers[1].timing.ttft_s, 1 / answers[1].timing.decode_tokens_per_s
     return bench
 
 
 def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse.Namespace) -> list[bytes]:
-    """Documents of one chunk each, of about the tokens that are wanted."""
+    """Store documents of one chunk each, of about the requested number of tokens."""
     rng = random.Random(1)
     folder.mkdir()
     for number in range(arguments.chunks):
@@ -163,7 +163,7 @@ def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse
 
 
 def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[Question]:
-    """Chunks by Zipf's law, no chunk twice in a prompt."""
+    """Draw chunks by Zipf's law, without repeats in a prompt."""
     rng = random.Random(2)
     weights = [1 / (rank + 1) for rank in range(len(keys))]
     sampling = SamplingParams(max_tokens=arguments.answer_tokens, ignore_eos=True)
@@ -179,7 +179,7 @@ def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[Question
 
 
 def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
-    """As `ask --batch` was before: one after another."""
+    """Answer one question after another."""
     started = time.perf_counter()
     asked = bench.asked(mode, bench.fitting(seconds, mode))
     answers = [bench.engine.ask(bench.store, question, AskOptions(save_holes=False)) for question in asked]
@@ -187,7 +187,7 @@ def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
 
 
 def closed(mode: str, clients: int, hot: bool, bench: Bench, seconds: float) -> list[Case]:
-    """So many clients, each asking again when it is answered."""
+    """Run a number of clients, each asking again when answered."""
     asked = iter(bench.asked(mode, bench.fitting(seconds, mode, clients)))
 
     def clients_ask(ask: Ask) -> None:
@@ -198,7 +198,7 @@ def closed(mode: str, clients: int, hot: bool, bench: Bench, seconds: float) -> 
 
 
 def poisson(load: float, bench: Bench, seconds: float) -> list[Case]:
-    """Arrivals at a share of the requests a second that a closed loop of 16 reached."""
+    """Send Poisson arrivals at a share of the request rate that a closed loop of 16 reached."""
     closed_loop = bench.found.get("blend 16")
     alone = 1 / (bench.ttft_s["blend"] + bench.token_s * bench.arguments.answer_tokens)
     rate = load * (closed_loop["cases"][0]["requests_per_s"] if closed_loop else alone)
@@ -216,7 +216,7 @@ Ask = Callable[[Question, Callable[[], Question | None]], None]
 
 
 def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
-    """What a load is answered in. load: calls what it is given with questions, and what is asked after each."""
+    """Measure a load. load: submits questions, and says what to ask after each answer."""
     service = AsyncEngine(bench.engine.runtime, bench.store, limits)
     ended: queue.SimpleQueue[tuple[Event, float]] = queue.SimpleQueue()
     begun = []
@@ -255,7 +255,7 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
 
 
 def all_of(service: AsyncEngine, asked: list[Question]) -> list[Answer]:
-    """Answers of questions that are asked at once."""
+    """Return the answers of questions that are submitted at once."""
     over: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
 
     def listener(told: queue.SimpleQueue[Event]) -> Callable[[Event], None]:
@@ -268,7 +268,7 @@ def all_of(service: AsyncEngine, asked: list[Question]) -> list[Answer]:
 
 
 def repeated(bench: Bench, seconds: float) -> list[Case]:
-    """The time to the first token of another question over the same chunks, beside --mode reuse."""
+    """Measure the time to the first token of another question over the same chunks, and of --mode reuse."""
     service = AsyncEngine(bench.engine.runtime, bench.store, bench.limits())
     each = bench.ttft_s["blend"] + 2 * bench.ttft_s["reuse"] + bench.token_s * bench.arguments.answer_tokens
     count = max(2, min(8, int(seconds / each)))
@@ -287,12 +287,13 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
 
 
 def decode(bench: Bench, seconds: float) -> list[Case]:
-    """Tokens a second of one answer and of eight. Their prompts are hot, and short answers are taken off longer ones."""
+    """Measure tokens per second of one answer and of eight. Their prompts are in the prefix cache, and short answers are subtracted from
+    longer ones."""
     service = AsyncEngine(bench.engine.runtime, bench.store, bench.limits())
     speeds = []
     for count in (1, 8):
         took = []
-        for tokens in (DECODED[0], *DECODED):  # the first ones make the prompts hot
+        for tokens in (DECODED[0], *DECODED):  # the first ones fill the prefix cache
             sampling = replace(bench.questions[0].sampling, max_tokens=tokens)
             asked = [replace(bench.questions[0], text=f"{i}?", sampling=sampling) for i in range(count)]
             started = time.perf_counter()
@@ -328,7 +329,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "transformers": (transformers, 120),
     "llama.cpp": (llama_cpp, 150),
 }
-"""What is measured, and how the time is shared."""
+"""Each part, and its share of the time."""
 
 
 def figures(answers: list[Answer], seconds: float) -> Case:
@@ -364,7 +365,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def targets(parts: dict[str, Any]) -> list[str]:
-    """What is wanted, as far as it was measured."""
+    """Return the targets and their measurements."""
 
     def most(*names: str) -> float:
         cases = [c for name, p in parts.items() if name.startswith(names) for c in p["cases"]]

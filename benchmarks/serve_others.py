@@ -1,4 +1,4 @@
-"""What `serve.py` compares with: transformers and llama.cpp's server, on the same checkpoint and prompts."""
+"""Baselines of `serve.py`: transformers and llama.cpp's server, on the same checkpoint and prompts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 def transformers(checkpoint: Path, prompts: Prompts, tokens: int, seconds: float) -> list[dict[str, Any]]:
-    """generate, one prompt after another for a quarter of the seconds; then its continuous batching."""
+    """Run generate, one prompt after another for a quarter of the seconds; then its continuous batching."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1)
@@ -67,7 +67,7 @@ def transformers(checkpoint: Path, prompts: Prompts, tokens: int, seconds: float
 
 
 def continuous(checkpoint: Path, prompts: list[list[int]], tokens: int, most_s: float) -> dict[str, Any]:
-    """transformers' continuous batching, in a process of its own: it is made for GPUs, and what ends its thread lets it wait."""
+    """Run transformers' continuous batching in a process of its own, since a caller waits forever if its thread fails."""
     pages = sum(-(-(len(p) + tokens) // 256) for p in prompts)
     given = json.dumps([str(checkpoint), prompts, tokens, pages + 1, torch.get_num_threads()])
     try:
@@ -83,7 +83,7 @@ def continuous(checkpoint: Path, prompts: list[list[int]], tokens: int, most_s: 
 
 
 def llama_cpp(python: str, checkpoint: Path, prompts: Prompts, tokens: int, seconds: float) -> list[dict[str, Any]]:
-    """Its server with four slots, each with room for a prompt: weights in float32 as ours, KV in its own float16."""
+    """Run llama.cpp's server with four slots, each with room for a prompt; weights in float32 as ours, KV in float16."""
     file = checkpoint.parent / "model.gguf"
     write_gguf(checkpoint, file)
     context = SLOTS * (-(-(max(map(len, prompts)) + tokens + 1) // 256) * 256)
@@ -106,7 +106,7 @@ def llama_cpp(python: str, checkpoint: Path, prompts: Prompts, tokens: int, seco
 
 
 def completed(address: str, prompts: Prompts, tokens: int, clients: int) -> float:
-    """Seconds until all are answered, so many at a time."""
+    """Return seconds until all are answered, with this many at a time."""
 
     def ask(prompt: Sequence[int]) -> None:
         body = {"prompt": list(prompt), "n_predict": tokens, "ignore_eos": True, "temperature": 0}

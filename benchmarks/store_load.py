@@ -1,4 +1,4 @@
-"""Loading: verified KV from the page cache into the pool, and what a blend waits for it."""
+"""Loading: verified KV from the page cache into the pool, and the time that a blend waits for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shape(name: str = "qwen2.5-0.5b") -> ModelSpec:
 
 
 def make_chunk(spec: ModelSpec, seed: int, codec: str = "float32", num_tokens: int = CHUNK_TOKENS) -> Chunk:
-    """A chunk of normally distributed KV in the shape."""
+    """Return a chunk of normally distributed KV in the shape."""
     generator = torch.Generator().manual_seed(seed)
     ids = tuple(torch.randint(0, spec.vocab_size, (num_tokens,), generator=generator).tolist())
     parts = KeyParts("model", "tokenizer", (1,), (), codec)
@@ -60,7 +60,7 @@ def make_chunk(spec: ModelSpec, seed: int, codec: str = "float32", num_tokens: i
 
 
 class Prompt:
-    """TOKENS tokens of chunks in a store and their places in a prompt. What a loader asks of a decoder, without weights."""
+    """TOKENS tokens of stored chunks at their places in a prompt, and the attributes of a decoder that a loader uses, without weights."""
 
     def __init__(self, store: ChunkStore, spec: ModelSpec, codec: str = "float32") -> None:
         self.store, self.spec = store, spec
@@ -84,10 +84,10 @@ class Prompt:
         return KVPool(self.spec, TOKENS // BLOCK_SIZE, BLOCK_SIZE, torch.float32, CPU)
 
     def load(self, pool: KVPool) -> None:
-        """Everything into the pool; from the first manifest to the last layer."""
+        """Load everything into the pool, from the first manifest to the last layer."""
         sequence = pool.new_sequence(TOKENS)
         with make_loader(self.decoder, self.store, sequence, self.plan) as loader:
-            loader.wait(self.spec.num_layers - 1)  # leaving waits for whatever other threads still do
+            loader.wait(self.spec.num_layers - 1)  # leaving waits for the other threads
         sequence.release()
 
 
@@ -98,11 +98,10 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each case, all of them in every round, after a round that does not count.
+    """Return best and median seconds of each case; every round runs all of them in a random order, after a warm-up round.
 
-    The best of the rounds is what ratios are made of: it is least bent by whatever else runs on the machine. Each round
-    has an order of its own, for what a case leaves behind (memory that a hypervisor takes back and has to give again,
-    blocks that a disk discards) falls on the next one.
+    Ratios use the best, which other processes affect least. The order varies because a case's after-effects (memory that a hypervisor
+    reclaims, blocks that a disk discards) fall on the next one.
     """
     order = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in cases}
@@ -115,7 +114,7 @@ def best_and_median(cases: dict[str, Callable[[], float]], rounds: int) -> tuple
 
 
 def measure_load(folder: Path, rounds: int) -> dict[str, Any]:
-    """TOKENS tokens from the page cache into an fp32 pool that was used before, by codec."""
+    """Measure TOKENS tokens from the page cache into a warm fp32 pool, by codec."""
     return {
         "tokens": TOKENS,
         "chunk_tokens": CHUNK_TOKENS,
@@ -141,7 +140,7 @@ def _codec(folder: Path, codec: str, rounds: int) -> dict[str, Any]:
 
 
 def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
-    """A blend at ratio .15 of TOKENS chunk tokens by codec: what it waits for its KV, as a share of its prefill."""
+    """Measure a blend of TOKENS chunk tokens at ratio .15 by codec: its wait for KV, as a share of its prefill."""
     model = load_model(
         write_checkpoint(folder / "model", ROOT / "configs/qwen2.5-0.5b.json"),
         "bench",

@@ -1,4 +1,4 @@
-"""A store of many chunks: milliseconds of what `ask` and `chunks ls` look up in it."""
+"""A store of many chunks: milliseconds of the look-ups of `ask` and `chunks ls`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = KeyParts("model", "tokenizer", (1,), (), "bfloat16")
 
 
 def measure_many(folder: Path, count: int) -> dict[str, Any]:
-    """Small chunks, since KV takes no part in a look-up: each a manifest of 64 tokens with its text and four blobs."""
+    """Measure a store of small chunks, since look-ups do not read KV: each a manifest of 64 tokens with its text and four blobs."""
     path, rng = folder / "many", random.Random(0)
     start = time.perf_counter()
     with ChunkStore.open(path, mode="write") as store:
@@ -37,7 +37,7 @@ def measure_many(folder: Path, count: int) -> dict[str, Any]:
     with ChunkStore.open(path) as store:
 
         def look_up() -> None:
-            """What `ask` reads of the chunks it is given by id: each resolved, then its manifest."""
+            """Read what `ask` reads of chunks given by id: resolve each, then its manifest."""
             for key in rng.sample(keys, ASKED):
                 assert store.get_chunk(store.resolve(key.hex()[:12])) is not None
 

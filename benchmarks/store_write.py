@@ -1,4 +1,4 @@
-"""Writing: commits of chunks, durable on return, beside a plain file of the same bytes."""
+"""Writing: commits of chunks, durable on return, against a plain file of the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_CHUNKS = 32
 
 
 def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
-    """Chunks of 512 tokens in fp32, encoded beforehand. Each round begins with an empty store or file and a quiet disk."""
+    """Measure chunks of 512 tokens in fp32, encoded beforehand. Each round starts with an empty store or file and after a sync."""
     spec = shape()
     chunks = [make_chunk(spec, seed) for seed in range(NUM_CHUNKS)]
     size = sum(len(b) for _, blobs in chunks for b in blobs)
@@ -56,7 +56,7 @@ def measure_write(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def grouped(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
-    """As `collect.commits` groups chunks that come faster than they are written."""
+    """Group chunks as `collect.commits` does if they come faster than they are written."""
     groups: list[list[Chunk]] = [[]]
     size = 0
     for chunk in chunks:
@@ -69,7 +69,7 @@ def grouped(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
 
 
 def write_store(folder: Path, groups: Sequence[Sequence[Chunk]], *, again: bool = False) -> float:
-    """Seconds of commits into an empty store. again: into the pages of the same chunks, which were removed."""
+    """Return seconds of commits into an empty store. again: into the pages of the same chunks, after their removal."""
     path = folder / "written"
     shutil.rmtree(path, ignore_errors=True)
     with ChunkStore.open(path, mode="write") as store:
@@ -92,7 +92,7 @@ def put(store: ChunkStore, groups: Sequence[Sequence[Chunk]]) -> None:
 
 
 def write_file(folder: Path, groups: Sequence[Sequence[Chunk]], *, again: bool = False) -> float:
-    """Seconds of write() of the same blobs one after another, and fsync after each group. again: over the same file."""
+    """Return seconds of write() of the same blobs one after another, with fsync after each group. again: over the same file."""
     path = folder / "written.bin"
     handle = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
 

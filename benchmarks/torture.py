@@ -1,10 +1,10 @@
-"""The torture tests of store and server: run them, and commit what they counted.
+"""Run the torture tests of store and server and write their counts.
 
     python benchmarks/torture.py [PYTEST ARGUMENTS]
 
-Runs `pytest -m torture tests/store tests/cli tests/server` and merges what the tests counted into benchmarks/results/torture.json and .md.
-A test writes its line after its assertions held; a test that fails writes none, and the script exits as pytest does.
-Lines of tests that are no more go.
+Runs `pytest -m torture tests/store tests/cli tests/server` and merges the counts into benchmarks/results/torture.json and .md. A
+test writes its line after its assertions; a failing test writes none, and the script exits as pytest does. Lines of removed tests
+are dropped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def torture_tests() -> set[str]:
-    """Names of all there are, as pytest gives them."""
+    """Return the names of all torture tests, as pytest gives them."""
     command = [sys.executable, "-m", "pytest", "-m", "torture", "--collect-only", "--quiet", *FOLDERS]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     return {line for line in listed.splitlines() if "::" in line}
@@ -67,7 +67,7 @@ def hardware() -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row a test: what was done, what came of it, and when."""
+    """Return a table with a row per test: what was done, the outcome, and the date."""
     rows = ["| test | counts | date |", "|---|---|---|"]
     for what, entry in sorted(results.items()):
         counts = (

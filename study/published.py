@@ -1,8 +1,7 @@
-"""What was published beside CacheBlend, on this engine: the comparisons of docs/fidelity.md.
+"""Published methods on this engine, for the comparisons of study/fidelity.md; study/README.md lists the choices that are ours.
 
-Each is a few lines: where to look for the tokens that are recomputed, or what is done to those that are not. "After" a
-paper is said where a detail of it is not known here, or needs what is not here; the choice made instead is named. The
-budget is the ratio, as for the tool's own selectors, and at ratio 1 every one is a full prefill.
+Each class chooses the tokens to recompute, or changes the others. "After" a paper means that a detail is open or replaced; the
+docstring says how. The budget is the ratio, as for the tool's selectors, and at ratio 1 each is a full prefill.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
 
-DIGEST = 0.15  # of each chunk's tokens, that QCFuse's question sees
-CONTEXT = 0.5  # of the other chunks' tokens, that a row repaired by RelaxKV sees
-TEMPERATURE = 0.9  # of the attention on what PSR does not recompute
+DIGEST = 0.15  # share of each chunk's tokens that QCFuse's question sees
+CONTEXT = 0.5  # share of the other chunks' tokens that a row repaired by RelaxKV sees
+TEMPERATURE = 0.9  # of PSR's attention on tokens that are not recomputed
 
 _attend = forward.attend
 
 
 class Question(Observer):
-    """The question run over the stored KV of a prompt, and what it looks at. Its own rows are all that is computed.
+    """Runs the question over the stored KV of a prompt and records its attention. Only the question's rows are computed.
 
-    share: of each chunk's tokens at each layer that it sees, those with the shortest keys, which are the ones that
-    attention goes to whatever is asked (Devoto et al., arXiv 2406.11430); the prefix and itself it sees in any case.
+    share: of each chunk's tokens that it attends to, those with the shortest keys, which draw attention whatever the query (Devoto et
+    al., arXiv 2406.11430); the prefix and the question itself are always visible.
     """
 
     def __init__(self, prompt: Prompt, layers: Iterable[int], share: float = 1.0) -> None:
@@ -83,8 +82,8 @@ class Question(Observer):
 
 
 class ProphetKV:
-    """After ProphetKV (arXiv 2602.02579): first the question runs over the stored KV and its attention, all layers' together,
-    says which tokens it needs; then these are recomputed. Open: how layers are put together; here their sum."""
+    """After ProphetKV (arXiv 2602.02579): tokens by the question's attention over the stored KV, summed over all layers (the paper leaves
+    the aggregation open)."""
 
     needs_check_layer = False
 
@@ -95,9 +94,9 @@ class ProphetKV:
 
 
 class FusionRAG:
-    """FusionRAG's query-guided selection (arXiv 2601.12904, section 3.2): the question is prefilled without the chunks, and
-    its attention in the last layer on their keys, summed, says which tokens are recomputed. The softmax is over the prompt.
-    Its chunks are collected behind similar ones: the context `neighbours`, with TF-IDF for the embedding model."""
+    """FusionRAG's query-guided selection (arXiv 2601.12904, section 3.2): the question is prefilled without the chunks, and tokens are
+    chosen by its last-layer attention on their keys, summed, with the softmax over the prompt. Chunks are collected behind similar ones:
+    context `neighbours`, with TF-IDF instead of an embedding model."""
 
     needs_check_layer = False
 
@@ -107,11 +106,11 @@ class FusionRAG:
 
 
 class QCFuse:
-    """After QCFuse (arXiv 2606.05875): the question runs over a digest of each chunk, and its attention on all keys of a few
-    critical layers says which tokens are recomputed.
+    """After QCFuse (arXiv 2606.05875): the question runs over a digest of each chunk, and tokens are chosen by its attention on all keys of
+    a few critical layers.
 
-    Its code finds the digest by letting the model repeat each chunk, and the layers by profiling; here the digest is the
-    tokens of the shortest keys, and the layers are the three in the middle, where its table has those of four models.
+    The paper's code finds the digest by letting the model repeat each chunk, and the layers by profiling; here the digest is the tokens
+    with the shortest keys, and the layers are the middle three, where its table has those of four models.
     """
 
     needs_check_layer = False
@@ -124,11 +123,11 @@ class QCFuse:
 
 
 class CacheClip:
-    """After CacheClip (arXiv 2510.10129): the attention of the last layer of a small auxiliary model that reads the whole
-    prompt says which windows of tokens are recomputed (`block`; 8 tokens here).
+    """After CacheClip (arXiv 2510.10129): windows of tokens (`block`; 8 here) by the last-layer attention of a small auxiliary model that
+    reads the whole prompt.
 
-    The auxiliary model here is the model itself, so this is the most that method can know; its full prefill is not in the
-    budget, as the auxiliary model's is not in the paper's. It is kept for the same prompt's next ratio.
+    The auxiliary model is the model itself: an upper bound. Its full prefill is not in the budget, as in the paper. It is kept for the
+    next ratio of the same prompt.
     """
 
     needs_check_layer = False
@@ -157,19 +156,18 @@ def relaxkv(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
 
 
 class RelaxSteps(BlendSteps):
-    """Each layer repairs tokens of its own choice, by the question's attention, and the rows that are repaired see only what
-    of the prompt the question looks at there.
+    """Each layer repairs its own choice of tokens, by the question's attention, and repaired rows see only what the question attends to
+    there.
 
-    Open: how a layer comes by the hidden state of a token that the layer before has not computed. Here it never needs to:
-    rows leave and do not come back, those go on that this and the later layers look at most, and the widths fall in a line
-    from half above the ratio to half below it, so that their mean is the ratio. What a row sees: the prefix, its own chunk
-    and the half of the other chunks' tokens that the question looks at most in that layer.
+    Open: the hidden state of a token that the previous layer did not compute. Here it is never needed: rows leave and do not come
+    back. Those continue that this and later layers attend to most, and the widths fall linearly from 1.5 to .5 of the ratio. A row sees
+    the prefix, its own chunk, and the half of the other chunks' tokens that the question attends to most in that layer.
     """
 
     def choose_before(self, evidence: Evidence) -> None:
         prompt, layers = self._prompt, range(len(self._prompt.decoder.layers))
         ratio, count = self._policy.checks[0][1], len(self._all)
-        forward.attend = _attend  # another try at a prompt with a bad chunk begins anew
+        forward.attend = _attend  # a retry after a bad chunk starts again
         looks = Question(prompt, layers).looks
         self._looks = torch.stack([looks[i] for i in layers])
         self._ahead = self._looks.flip(0).cumsum(0).flip(0)
@@ -179,7 +177,7 @@ class RelaxSteps(BlendSteps):
         for number, s in enumerate(prompt.plan.chunks):
             self._chunk[s.start : s.end] = number
         self._context = ceil(CONTEXT * int((self._chunk >= 0).sum()))
-        forward.attend = self._attend  # `relaxkv` puts back what was there
+        forward.attend = self._attend  # `relaxkv` restores it
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         self._prompt.loader.wait(layer.index)
@@ -209,20 +207,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "AgentKVShift": {"selector": "hkvd", "correction": "mean-shift"},
     "RelaxKV": {"selector": "prophetkv", "prefill": relaxkv},
 }
-"""How each is set. CacheBlend compares V, as its code does. EPIC (arXiv 2410.15332) has the first tokens of each chunk.
+"""Settings of each method. CacheBlend compares V, as its code does. EPIC (arXiv 2410.15332) takes the first tokens of each chunk.
 
 PSR (arXiv 2603.20218) is a sink prefix (`--context sink`: every chunk is collected behind it), recompute by the change of K,
 and APE's scaling of the attention on reused rows (arXiv 2502.05431). Here the temperature is in these rows' keys, where
 decoding finds it too; a factor on their log-mass has no such place and stays 1. scaled_keys takes the mean shift's place.
 
-AgentKVShift (arXiv 2607.21604) moves what is not recomputed by the mean change of probes, which are the tokens that change
+AgentKVShift (arXiv 2607.21604) moves the other tokens by the mean change of probes, which are the tokens that change
 most at layer 1: one set of probes here, by K, and a James-Stein weight (`corrections.MeanShift`), where it has two sets and
 a weight of its own.
 """
 
 
 def published_settings(ratios: Iterable[float]) -> list[Setting]:
-    """Every method at every ratio, labelled "ProphetKV 0.15". Their selectors are known from then on."""
+    """Return every method at every ratio, labelled "ProphetKV 0.15", and register their selectors."""
     clip = CacheClip()
     SELECTORS.update(
         {
@@ -250,18 +248,18 @@ def _positions(prompt: Prompt) -> Tensor:
 
 
 def _kv(prompt: Prompt, layer: DecoderLayer) -> tuple[Tensor, Tensor]:
-    """K (rotated) and V of the whole prompt at a layer, fp32 [num_tokens, num_kv_heads, head_dim]."""
+    """Return K (rotated) and V of the whole prompt at a layer, fp32 [num_tokens, num_kv_heads, head_dim]."""
     return prompt.pool.read(layer.index, prompt.sequence.slots(_positions(prompt)))
 
 
 def _each_head(x: Tensor, q: Tensor) -> Tensor:
-    """K or V [n, num_kv_heads, head_dim] for every head of q."""
+    """Repeat K or V [n, num_kv_heads, head_dim] for every head of q."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _attend_to(prompt: Prompt, layer: DecoderLayer, q: Tensor, seen: Tensor) -> Tensor:
-    """Attention of rotated q [num_rows, num_heads, head_dim] over the prompt's positions that each row sees, seen: bool
-    [num_rows, num_tokens]. For models whose attention has no soft cap, window or sinks."""
+    """Return attention of rotated q [num_rows, num_heads, head_dim] over the prompt's positions that each row sees (seen: bool
+    [num_rows, num_tokens]). For models without soft cap, window and sinks."""
     params = layer.attention
     assert params.soft_cap is None
     assert params.sliding_window is None

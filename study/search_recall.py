@@ -33,7 +33,7 @@ AT = (1, 5)
 
 @dataclass(frozen=True)
 class Asked:
-    """A question and the places, (document, index), of the chunks that answer it."""
+    """A question and the (document, index) of the chunks that answer it."""
 
     question: str
     answered_by: frozenset[tuple[str, int]]
@@ -56,7 +56,7 @@ def handbook() -> tuple[Corpus, list[Asked]]:
 
 
 def musique(path: Path) -> tuple[Corpus, list[Asked]]:
-    """Questions none of whose contexts has the answer in its words are left out: no search can find them one."""
+    """Read the questions; those without a context that contains the answer are left out."""
     corpus: Corpus = {}
     asked = []
     for number, row in enumerate(json.loads(path.read_text(encoding="utf-8"))):
@@ -72,7 +72,7 @@ def musique(path: Path) -> tuple[Corpus, list[Asked]]:
 
 
 def fill(store: ChunkStore, corpus: Corpus) -> None:
-    """The texts as chunks, without a model: their KV takes no part in a search."""
+    """Store the texts as chunks, without a model: KV is not searched."""
     for source, texts in corpus.items():
         places = []
         for index, text in enumerate(texts):

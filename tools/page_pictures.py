@@ -1,4 +1,4 @@
-"""Pictures of the server's page for the documents: python tools/page_pictures.py URL FOLDER, with a server at the URL."""
+"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with a server at the URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write docs/reference.md and the manual page from what --help says: `python -m tools.reference`, `--check` to compare."""
+"""Write docs/reference.md and the manual page from --help: `python -m tools.reference`, `--check` to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ What `--help` says of each command, written by `python -m tools.reference`.
 
 
 def helps() -> Iterator[tuple[str, str]]:
-    """(name, help) of the tool and each of its commands, in their order."""
+    """Return (name, help) of the tool and of each command, in order."""
     os.environ["COLUMNS"] = _COLUMNS
     import typer
 
@@ -30,7 +30,7 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 def _of(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
-    # what cannot be the same on every machine, such as the shell that runs this, is no part of a command's help
+    # leave out what differs by machine, such as the current shell
     with command.make_context(name.split()[-1], [], parent=parent, resilient_parsing=True) as context:
         context.meta[HELP_ALL] = True
         text = command.get_help(context).rstrip()
@@ -47,7 +47,7 @@ def reference() -> str:
 
 
 def manual() -> str:
-    """roff: every command's help as it is, under its name."""
+    """Return roff with every command's help under its name."""
     parts = []
     for name, text in helps():
         body = text.replace("\\", "\\e").replace("-", "\\-")

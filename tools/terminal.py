@@ -1,6 +1,6 @@
-"""Draw what a terminal shows of a command, with its colours: `python -m tools.terminal OUT.svg WIDTH SECONDS COMMAND`.
+"""Draw a command's terminal output with colours as SVG: `python -m tools.terminal OUT.svg WIDTH SECONDS COMMAND`.
 
-The command runs in a tmux of that width; the picture is of the screen after so many seconds, or when it has ended.
+The command runs in a tmux of that width; the picture shows the screen after so many seconds, or at the command's end.
 """
 
 from __future__ import annotations

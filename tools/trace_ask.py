@@ -1,9 +1,9 @@
-"""What one `cacheblend ask` walks through: the files, functions and lines of this project it enters.
+"""List the files, functions and lines of this project that one `cacheblend ask` enters.
 
     python tools/trace_ask.py [--json]
 
-The handbook is precomputed into a temporary store, then one question is asked of it in this process. A function counts
-once however often it is called, with the lines of its definition.
+The handbook is precomputed into a temporary store, then one question is asked in this process. A function counts once, with the
+lines of its definition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUESTION = "Which language does Leon Farrow speak?"
 
 
 class Trace:
-    """Every function of the project that was entered while the context lasts, in any thread."""
+    """Records every function of the project that is entered within the context, in any thread."""
 
     def __init__(self) -> None:
         self.entered: set[CodeType] = set()
@@ -59,7 +59,7 @@ class Trace:
 
 
 def command(*arguments: str) -> None:
-    """Run the tool in this process, its output thrown away. Raises SystemExit for a failure."""
+    """Run the tool in this process and discard its output. Raises SystemExit if it fails."""
     from cacheblend_cli.cli.main import main
 
     before, sys.argv = sys.argv, ["cacheblend", *arguments]

@@ -29,7 +29,7 @@ MUON_LR, ADAMW_LR = 0.0045, 0.0015
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE trained on pages and questions; the held-out names are not in its text."""
+    """Train a byte-level BPE on pages and questions; the held-out names are not in its text."""
     rng = random.Random(seed)
     texts = []
     for _ in range(3000):

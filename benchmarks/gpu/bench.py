@@ -1,7 +1,7 @@
-"""A model with random weights, a store of its chunks and prompts over them, as `end_to_end.py` measures them.
+"""A model with random weights, a store of its chunks, and prompts over them, for `end_to_end.py`.
 
-The prompts are what the tool makes: a prefix, chunks of 512 tokens, a suffix of 64. No chunk is taken for exact unless it
-is asked for: the first is repaired like the others, as the cost model has it (`cost.py`).
+Prompts have a prefix, chunks of 512 tokens and a suffix of 64. No chunk counts as exact unless requested: the first is repaired
+like the others, as in the cost model (`cost.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is measured. lengths: tokens of the prompts; reps: timed runs after a warm-up; utilization: of a GPU's memory."""
+    """Sizes of a measurement. lengths: prompt tokens; reps: timed runs after a warm-up; utilization: share of a GPU's memory."""
 
     models: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -57,7 +57,7 @@ TINY = Scenario(("tiny",), (96, 160), 24, 8, 6, 1, torch.float32)
 
 
 class HostMeter:
-    """A CPU's memory is not metered: the pool takes what two of the model's contexts need."""
+    """Stands in for the memory meter on a CPU: the pool gets room for two of the model's contexts."""
 
     total = 1 << 40
 
@@ -70,7 +70,7 @@ class HostMeter:
 
 
 class Bench:
-    """A model, a store of its chunks, and the runs over them that are timed."""
+    """A model, a store of its chunks, and the timed runs over them."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Bench:
         self._twin: Any = None
 
     def _runners(self) -> dict[str, DecodeRunner]:
-        """On a CPU the graph's function is run instead of replayed."""
+        """Return the decode runners; on a CPU the graph's function runs without a graph."""
         decoder, pool = self.model.decoder, self.memory.pool
         runners: dict[str, DecodeRunner] = {"eager": EagerRunner(decoder, pool)}
         if self.device.type != "cuda":
@@ -137,7 +137,7 @@ class Bench:
         }
 
     def inputs(self, length: int, exact: bool = False) -> tuple[ChunkInput, ...]:
-        """exact: a chunk may be taken for what a full prefill would compute, where it is."""
+        """Return the prompt's chunks for the plan. exact: mark them as exact where a full prefill would compute the same."""
         return tuple(
             ChunkInput(self.collection.key(ids), "bench", ids, same_regime=exact) for ids in self.chunks[length]
         )
@@ -145,7 +145,7 @@ class Bench:
     def prefill(
         self, length: int, blend: BlendConfig, chunks: tuple[ChunkInput, ...] | None = None, room: int = 0
     ) -> Prefilled:
-        """The tool's own prefill; it must have used everything that is stored."""
+        """Run the tool's prefill; asserts that it used all stored chunks."""
         request = Request(self.collection, self.store, self.suffix, chunks or self.inputs(length), blend=blend)
         done = prefill(self.runtime, request, room=room)
         if request.notes:
@@ -153,7 +153,7 @@ class Bench:
         return done
 
     def run(self, length: int, blend: BlendConfig) -> tuple[float, Prefilled]:
-        """Seconds to the first token, which is then on the host."""
+        """Return seconds to the first token on the host."""
         start = time.perf_counter()
         done = self.prefill(length, blend)
         done.result.logits[-1].argmax().item()
@@ -163,7 +163,7 @@ class Bench:
 
     @torch.inference_mode()
     def run_in_pool(self, length: int, blend: BlendConfig) -> tuple[float, PrefillResult]:
-        """As `run`, with the stored KV in the pool already: what the computing takes alone."""
+        """Return seconds as `run` does, with stored KV in the pool already: compute alone."""
         lossless = Request(self.collection, self.store, self.suffix, self.inputs(length), blend=blend).lossless
         with Loaded(self, length) as loaded:
             self.synchronize()
@@ -193,7 +193,7 @@ class Bench:
 
 
 class Loaded:
-    """The stored KV of a prompt in the pool, as long as the context lasts; nothing is computed."""
+    """Context manager that holds the stored KV of a prompt in the pool, without computing."""
 
     def __init__(self, bench: Bench, length: int) -> None:
         collection = bench.collection

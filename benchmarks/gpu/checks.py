@@ -1,7 +1,7 @@
-"""Every kernel's numbers on a device, in fp16 and bf16, against fp64 on the same inputs.
+"""Numbers of every kernel on a device, in fp16 and bf16, against fp64 on the same inputs.
 
-Outputs start as NaN, and so do the pool's slots that hold no key, so what a kernel forgets to write and what it should
-not have read both show. The error of a case is the largest over its rows of |got - want| / |want|.
+Outputs and pool slots without a key start as NaN, so that missing writes and wrong reads show. The error of a case is the
+largest |got - want| / |want| over its rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Case = tuple[str, str, float, Callable[[], tuple[Tensor, Tensor]]]  # kernel, ca
 def checks_of(
     device: torch.device, tiny: bool, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(name, what makes its row) of each case; of `parts` equal shares of the cases only one."""
+    """Yield the name of each case and a function that returns its row; only every `parts`-th case, from `part` on."""
     everything = (
         (backend, dtype, case)
         for backend in _backends(device)
@@ -45,20 +45,20 @@ def _check(backend: KernelBackend, dtype: torch.dtype, case: Case) -> dict[str, 
         with poisoned_outputs():
             got, want = run()
         error = row_error(got, want)
-    except Exception as fault:  # a failed launch is a result too: the rest still runs
+    except Exception as fault:  # a failed launch is a result; the other cases still run
         return {**row, "error": float("nan"), "ok": False, "message": f"{type(fault).__name__}: {fault}"}
     return {**row, "error": error, "ok": error <= tolerance}
 
 
 def row_error(got: Tensor, want: Tensor) -> float:
-    """Largest |got - want| / |want| over the first dimension; NaN in `got` gives NaN, which passes no comparison."""
+    """Return the largest |got - want| / |want| over the first dimension; NaN in `got` gives NaN, which fails every comparison."""
     got, want = got.double().flatten(1), want.double().flatten(1)
     error = (got - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-30)
     return float(error.nan_to_num(nan=float("inf")).max()) if not got.isnan().any() else float("nan")
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
-    # what nobody has seen run comes first
+    # untested ones first
     names = ("triton", "torch", "xformers") if device.type == "cuda" else ("torch",)
     found = []
     for name in names:
@@ -80,7 +80,7 @@ def attention_reference(
     inputs: AttentionInputs,
     params: AttentionParams,
 ) -> Tensor:
-    """fp64 softmax over the keys at or before each row's position, sequence by sequence, [num_rows, num_heads, head_dim]."""
+    """Return fp64 softmax attention over the keys up to each row's position, per sequence, [num_rows, num_heads, head_dim]."""
     q, meta, cache, window = inputs.q.double(), inputs.meta, inputs.cache, params.sliding_window
     block_size, num_kv_heads = cache.k.shape[1:3]
     out = torch.full_like(q, torch.nan)
@@ -182,7 +182,7 @@ def _attention(
 
 
 def _pool_scales(num_kv_heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of a float8 pool; K's and V's are not alike, so that one taken for the other shows."""
+    """Return scales of a float8 pool; K's and V's differ, so that swapped ones show."""
     return (
         torch.linspace(0.01, 0.03, num_kv_heads, device=device),
         torch.linspace(0.05, 0.02, num_kv_heads, device=device),
@@ -190,7 +190,7 @@ def _pool_scales(num_kv_heads: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def held(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """fp64 values of rows [n, num_kv_heads, head_dim] of a pool."""
+    """Return rows [n, num_kv_heads, head_dim] of a pool in fp64."""
     return rows.float().double() if scale is None else rows.float().double() * scale.double()[:, None]
 
 
@@ -215,7 +215,7 @@ def _cache_cases(backend: KernelBackend, device: torch.device, dtype: torch.dtyp
 def _write(
     backend: KernelBackend, device: torch.device, dtype: torch.dtype, head_dim: int, float8: bool
 ) -> tuple[Tensor, Tensor]:
-    """rope_and_cache: the rotated q beside what the slots hold."""
+    """Run rope_and_cache; return rotated q with the slots' contents, and the reference."""
     fused = torch.randn(NUM_ROWS, 36, head_dim, device=device, dtype=dtype)
     q, k, v = fused.split((28, 4, 4), dim=1)
     tables, slots = rope_tables(NUM_ROWS, head_dim, device), torch.randperm(128, device=device)[:NUM_ROWS]
@@ -235,7 +235,7 @@ def _load(
     run: bool,
     float8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """load_kv: what the slots hold. run: they are adjacent, and no slot mapping is read."""
+    """Run load_kv; return the slots' contents and their reference. run: slots are adjacent, and no slot mapping is read."""
     stored, tables = stored_kv(codec, NUM_ROWS, 4, head_dim, device), rope_tables(NUM_ROWS, head_dim, device)
     cache = _pools(head_dim, device, dtype, float8)
     slots = torch.arange(7, 7 + NUM_ROWS, device=device) if run else torch.randperm(128, device=device)[:NUM_ROWS]
@@ -247,14 +247,14 @@ def _load(
 
 
 def _pools(head_dim: int, device: torch.device, dtype: torch.dtype, float8: bool) -> LayerCache:
-    """A pool of 128 slots of 4 heads, all NaN."""
+    """Return a pool of 128 slots with 4 heads, filled with NaN."""
     dtype = torch.float8_e4m3fn if float8 else dtype
     pools = [torch.full((2, 64, 4, head_dim), torch.nan, device=device).to(dtype) for _ in range(2)]
     return LayerCache(*pools, *(_pool_scales(4, device) if float8 else ()))
 
 
 def _holdable(k: Tensor, v: Tensor, cache: LayerCache) -> list[Tensor]:
-    """fp64 K and V [num_rows, 4, head_dim] as far as the pool can hold them, flat."""
+    """Return fp64 K and V [num_rows, 4, head_dim] as rounded by the pool, flat."""
     found = []
     for x, scale in ((k, cache.k_scale), (v, cache.v_scale)):
         if scale is not None:
@@ -265,7 +265,7 @@ def _holdable(k: Tensor, v: Tensor, cache: LayerCache) -> list[Tensor]:
 
 
 def _held(cache: LayerCache, slots: Tensor) -> list[Tensor]:
-    """What the slots hold, K's and V's numbers, [num_rows, 4 * head_dim] each."""
+    """Return K and V of the slots, [num_rows, 4 * head_dim] each."""
     pools = ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
     return [held(pool.view(128, 4, -1)[slots], scale).flatten(1) for pool, scale in pools]
 

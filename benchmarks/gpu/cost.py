@@ -1,5 +1,5 @@
-"""The cost model: the least time that the rows of a prefill, the bytes of its KV and a decode step can take on a device
-whose ceilings were measured."""
+"""Cost model: lower bounds on the time of a prefill's rows, of loading its KV, and of a decode step, given the device's measured
+ceilings."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """One prefill of num_tokens, the last `suffix` of them fresh in any case. kv_bytes: to load, of all layers. probed: the
-    layers whose attention the fresh rows follow before tokens are chosen, () where nothing is probed."""
+    """One prefill of num_tokens, of which the last `suffix` are always fresh. kv_bytes: bytes to load, of all layers. probed: layers whose
+    attention the fresh rows record before tokens are chosen, () without a probe."""
 
     num_tokens: int
     suffix: int
@@ -41,15 +41,15 @@ class Work:
 
 
 def prefill_flops(spec: ModelSpec, work: Work) -> float:
-    """What the layers of a prefill do at the least, head, norms and probe left out."""
+    """Return the minimum flops of a prefill's layers, without head, norms and probe."""
     return sum(matmul + attention for matmul, attention, _ in _layers(spec, work.num_tokens, work.suffix, work.layers))
 
 
 def prefill_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
-    """Seconds: each layer's matrix products, or the reading of its weights where its rows are few, and attention; all of
-    it hides the loading of the KV, or the loading hides it.
+    """Return seconds: matrix products of each layer, or reading its weights if it has few rows, and attention, overlapped with loading
+    the KV.
 
-    A probe stands before all that, and ends no sooner than the KV of the layers it runs through is there.
+    A probe comes first, and ends no sooner than the KV of its layers is loaded.
     """
     compute = sum(
         max(matmul / ceilings.flops, weights / ceilings.memory) + attention / ceilings.flops
@@ -63,8 +63,8 @@ def prefill_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
 
 
 def probe_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
-    """Seconds of the suffix's rows through the layers up to the last probed one, of which only queries, K and V are wanted,
-    and of their look at all keys. Keys and weights are read once a layer, and keys once more where attention is followed."""
+    """Return seconds of the suffix's rows through the layers up to the last probed one (only queries, K and V there), and of their
+    attention to all keys. Keys and weights are read once per layer, keys once more where attention is recorded."""
     last, rows, itemsize = max(work.probed), work.suffix, 2
     q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
     kv_size = 2 * spec.hidden_size * spec.kv_size
@@ -82,27 +82,27 @@ def probe_floor(spec: ModelSpec, work: Work, ceilings: Ceilings) -> float:
 
 
 def decode_floor(spec: ModelSpec, weight_bytes: int, kv_len: float, itemsize: int, ceilings: Ceilings) -> float:
-    """Seconds of a step of one sequence: every weight is read once, and the KV of kv_len tokens."""
+    """Return seconds of a step of one sequence: every weight and the KV of kv_len tokens are read once."""
     return (weight_bytes + kv_len * spec.kv_bytes_per_token(itemsize)) / ceilings.memory
 
 
 def matmul_params(spec: ModelSpec) -> int:
-    """Weights that every row of a prefill is multiplied with (embeddings and the output head excluded)."""
+    """Return the number of weights that every row of a prefill is multiplied with, without embeddings and output head."""
     return spec.num_layers * (spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size) + spec.mlp_params)
 
 
 def decode_weight_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Bytes of the weights a step reads: the layers and the head; of the embedding it reads a row."""
+    """Return bytes of the weights that a step reads: layers and head; one row of the embedding."""
     return itemsize * (matmul_params(spec) + spec.vocab_size * spec.hidden_size)
 
 
 def _layers(
     spec: ModelSpec, num_tokens: int, suffix: int, layers: Sequence[LayerReport]
 ) -> list[tuple[float, float, float]]:
-    """(flops of the matrix products, flops of attention, bytes of 16-bit weights) of each layer.
+    """Return (flops of matrix products, flops of attention, bytes of 16-bit weights) of each layer.
 
-    At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones go on; at
-    the last layer one row goes on. Chosen rows are taken to be spread evenly, the suffix is at the end.
+    At layer 0 cached rows project no K and V; at a check layer all rows project K and V and the chosen ones continue; at the last layer
+    one row continues. Chosen rows count as spread evenly, the suffix is at the end.
     """
     q_size, mlp = spec.hidden_size * spec.q_size, spec.mlp_params
     kv_size = 2 * spec.hidden_size * spec.kv_size

@@ -1,6 +1,5 @@
-"""From the question to the answer with random weights at a model's shape: time to the first token of transformers, of our
-full prefill and of the blend from a warm store, loading alone, and decoding with and without graphs, every time beside the
-cost model's floor (`cost.py`).
+"""From question to answer with random weights at a model's shape: time to the first token of transformers, full prefill and the
+blend from a warm store, loading alone, and decoding with and without graphs, each against the cost model's floor (`cost.py`).
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 
 IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
-PLAIN = "query 0.15 uncorrected"  # the tool's default is "query 0.15", with its correction: their difference is what it costs
+PLAIN = "query 0.15 uncorrected"  # "query 0.15" is the default; the difference is the cost of its correction
 FEW = ("full", "blend 0.15", "query 0.15", "transformers")
 FIRST = ("full", "blend 0.15", "query 0.15", PLAIN, IN_POOL, "transformers")
 REST = ("query 0.05", "blend 0.00", "blend 0.05", "blend 0.10", "blend 0.20", "blend 1.00")
-EVERY_CASE = ("llama-3.1-8b", "tiny, every case")  # the steps that measure REST, too
+EVERY_CASE = ("llama-3.1-8b", "tiny, every case")  # steps that also measure REST
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def cases(context: Context) -> Cases:
-    """One model. The first case gives {model, warm_up_s, ...}, the others rows of "times", "load", "decode" and "path"."""
+    """Yield the cases of one model. The first gives {model, warm_up_s, ...}, the others rows of "times", "load", "decode" and "path"."""
     scenario = TINY if context.tiny else FULL
     bench = prepare(context, scenario)
     every = context.step in EVERY_CASE
@@ -60,14 +59,14 @@ def cases(context: Context) -> Cases:
 
 @dataclass(frozen=True)
 class Prepared:
-    """told: the model's part of the result."""
+    """A bench with its prompts. told: the model's part of the result."""
 
     bench: Bench
     told: dict[str, Any]
 
 
 def prepare(context: Context, scenario: Scenario) -> Prepared:
-    """A model with random weights on the device, and a store with the KV of its prompts."""
+    """Create a model with random weights on the device, and a store with the KV of its prompts."""
     device, name = context.device, "tiny" if context.tiny else context.step
     model = random_model(name, read_config(name), device, scenario.dtype)
     start = time.perf_counter()
@@ -75,7 +74,7 @@ def prepare(context: Context, scenario: Scenario) -> Prepared:
     config = EngineConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=scenario.utilization, eager=True)
     memory = reserve(model.decoder, config, meter=meter)
     warm_up = time.perf_counter() - start
-    shutil.rmtree(context.folder / f"{name}-store", ignore_errors=True)  # of a process that did not come to its end
+    shutil.rmtree(context.folder / f"{name}-store", ignore_errors=True)  # left by a process that died
     bench = Bench(model, memory, scenario, Ceilings.of(context.ceilings()), context.folder, context.budget)
     told = {
         "model": name,
@@ -105,7 +104,7 @@ def _rows(part: str, measure: Callable[[Bench, int], list[dict[str, Any]]], benc
 
 
 def times(bench: Bench, length: int, name: str) -> list[dict[str, Any]]:
-    """Time to the first token of one case, the median of several runs behind one that compiles."""
+    """Return time to the first token of one case: the median of several runs after one that compiles."""
     run = _case(bench, length, name)
     start = time.perf_counter()
     run()
@@ -163,7 +162,7 @@ def _result(done: Prefilled | PrefillResult) -> PrefillResult:
 
 
 def _work(bench: Bench, length: int, name: str, done: Done | None) -> Work:
-    """transformers does the work of our full prefill."""
+    """Return the work of a case; transformers does that of our full prefill."""
     spec, suffix = bench.model.spec, bench.scenario.suffix
     if done is None or isinstance(done, Tensor):
         return Work(length, suffix, [LayerReport(i, Status.AFTER_CHECK, length, 0) for i in range(spec.num_layers)])
@@ -173,7 +172,7 @@ def _work(bench: Bench, length: int, name: str, done: Done | None) -> Work:
 
 
 def load(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Store (page cache) to pool, every byte verified, with nothing computed beside it."""
+    """Measure store (page cache) to pool, with digests checked and nothing else running."""
     found = []
     for _ in range(1 + bench.scenario.reps):
         start = time.perf_counter()
@@ -187,7 +186,7 @@ def load(bench: Bench, length: int) -> list[dict[str, Any]]:
 
 
 def decode(bench: Bench, length: int) -> list[dict[str, Any]]:
-    """Tokens a second of one sequence after the prompt, the tool's own loop, with graphs and without."""
+    """Measure decoded tokens per second of one sequence, by the tool's loop, with graphs and without."""
     decoder = bench.model.decoder
     num_tokens, itemsize = bench.scenario.decode_tokens, decoder.dtype.itemsize
     weights = decode_weight_bytes(bench.model.spec, itemsize)
@@ -242,7 +241,7 @@ def _check(bench: Bench, length: int, case: str, error: float, tolerance: float)
 
 
 def _one_chunk(bench: Bench, length: int) -> tuple[Tensor, Tensor]:
-    """Everything before the suffix is exact, so nothing is left to repair."""
+    """Return the logits of reuse and of full prefill for a prompt of one chunk, which is exact."""
     logits, first = [], bench.inputs(length, exact=True)[:1]
     for mode in ("reuse", "full"):
         done = bench.prefill(length, BlendConfig(mode=mode), first)
@@ -253,7 +252,7 @@ def _one_chunk(bench: Bench, length: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _pool_error(bench: Bench, length: int) -> float:
-    """What the loader wrote, a few layers of every chunk, beside the same bytes decoded and rotated in fp64."""
+    """Return the error of loaded KV, for a few layers of every chunk, against the same bytes decoded and rotated in fp64."""
     spec, rope = bench.model.spec, bench.model.decoder.rope
     worst = 0.0
     with Loaded(bench, length) as loaded, bench.store.read() as reader:

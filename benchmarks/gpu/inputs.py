@@ -23,7 +23,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """q [num_rows, num_heads, head_dim], the layer's pool, and where all lies."""
+    """q [num_rows, num_heads, head_dim], the layer's pool, and the attention metadata."""
 
     q: Tensor
     cache: LayerCache
@@ -51,10 +51,10 @@ def attention_inputs(
     contiguous: bool = False,
     seed: int = 0,
 ) -> AttentionInputs:
-    """positions: of the rows of each sequence, sorted, on the CPU. The pool holds NaN wherever no key lies."""
+    """Return inputs for rows at these positions. positions: per sequence, sorted, on the CPU. Pool slots without a key are NaN."""
     gen = torch.Generator(device).manual_seed(seed)
     counts = [-(-n // block_size) for n in kv_lens]
-    num_blocks = sum(counts) + 1  # block 0 belongs to nobody and pads the tables
+    num_blocks = sum(counts) + 1  # block 0 is unused and pads the tables
     order = torch.arange(1, num_blocks)
     if not contiguous:
         order = order[torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed))]
@@ -87,16 +87,16 @@ def attention_inputs(
 
 
 def scattered_positions(length: int, num_rows: int, *, run: int = 1, seed: int = 0) -> Tensor:
-    """num_rows sorted distinct positions below length, in runs of `run` where they fit; int64, CPU."""
+    """Return num_rows sorted distinct positions below length, in runs of `run` where they fit; int64, CPU."""
     gen = torch.Generator().manual_seed(seed)
     starts = torch.randperm(length // run, generator=gen)[: -(-num_rows // run)] * run
     return (starts[:, None] + torch.arange(run)).flatten().sort().values[:num_rows]
 
 
 def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: torch.device) -> AttentionInputs:
-    """One prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged, scattered P%, runs P%, suffix.
+    """Return a prompt of `length` tokens whose last `suffix` are fresh. kind: full, full paged, scattered P%, runs P%, suffix.
 
-    Scattered and runs: P percent of the rows before the suffix, and the suffix; paged, as a busy pool is.
+    Scattered and runs: P percent of the rows before the suffix, and the suffix; paged: blocks scattered as in a busy pool.
     """
     word, _, share = kind.partition(" ")
     last = torch.arange(length - suffix, length)
@@ -120,7 +120,7 @@ def prefill_inputs(shape: Shape, kind: str, length: int, suffix: int, device: to
 
 
 def decode_inputs(shape: Shape, batch: int, length: int, device: torch.device, seed: int = 0) -> AttentionInputs:
-    """One row a sequence at the last of `length` positions, in scattered blocks."""
+    """Return one row per sequence at the last of `length` positions, in scattered blocks."""
     return attention_inputs(
         [torch.tensor([length - 1])] * batch,
         [length] * batch,
@@ -133,7 +133,7 @@ def decode_inputs(shape: Shape, batch: int, length: int, device: torch.device, s
 
 
 def rope_tables(num_rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos, sin [num_rows, head_dim] fp32 of the positions 0..num_rows-1."""
+    """Return cos, sin [num_rows, head_dim] fp32 of the positions 0..num_rows-1."""
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device).double() / head_dim)
     angles = (torch.arange(num_rows, device=device)[:, None] * frequencies).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()

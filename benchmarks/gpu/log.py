@@ -1,8 +1,8 @@
-"""A run of `gpu_check.py` as a file of JSON lines, written as it goes, and the result that is made of them.
+"""Log of a run of `gpu_check.py` as JSON lines, the result assembled from it, and the time budget.
 
 A line is {step, case, event}. Events: "start"; "row", with `part` and `row`; "done"; "fault" and "skipped", with `message`. A
-case is over with "done", "fault" or "skipped". One without is run again by `--resume`, and what it had written does not count.
-Several processes append to one file: a line is one write.
+case ends with "done", "fault" or "skipped"; `--resume` runs others again and ignores their rows. Several processes append
+to one file: a line is one write.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 OVER = ("done", "fault", "skipped")
 ASSUMED = {"device_copy_gb_s": 4300.0, "matmul_tflop_s": 790.0, "host_to_device_gb_s": 55.0}
-"""An H200's, where a ceiling could not be measured."""
+"""An H200's ceilings, used where one could not be measured."""
 
 
 class Log:
-    """What has happened so far, and where the next lines go."""
+    """Append-only log of events."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,22 +36,21 @@ class Log:
             os.close(descriptor)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Whole lines: of one that was cut off nothing is known."""
+        """Return the complete lines."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n") and line[0] == "{"]
 
     def over(self, step: str) -> set[str]:
-        """Names of its cases. Of its preparation, which has no name, every process makes its own."""
+        """Return the names of a step's ended cases, without its preparation, which has no name and runs in every process."""
         return {n["case"] for n in self.lines() if n["step"] == step and n["event"] in OVER and n["case"]}
 
     def started(self, step: str) -> list[str]:
-        """Cases of a step that were started and are not over."""
+        """Return the cases of a step that started and did not end."""
         over, starts = self.over(step), (line for line in self.lines() if line["event"] == "start")
         return list(dict.fromkeys(s["case"] for s in starts if s["step"] == step and s["case"] not in over))
 
     def reopen(self, again: bool = False) -> None:
-        """For a run that goes on: only what is done or failed stays. What was cut off or left out gets its turn again; again: what
-        failed or gave wrong numbers, too."""
+        """Prepare a resumed run: keep only cases that are done or failed. again: repeat failed cases and wrong numbers, too."""
         lines = self.lines()
         events = ("done",) if again else ("done", "fault")
         ended = {(n["step"], n["case"]) for n in lines if n["event"] in events and n["case"]}
@@ -62,12 +61,12 @@ class Log:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether it tells of a number that is off, or of what raised."""
+    """Whether a row has a wrong number or an exception."""
     return not row.get("ok", True) or "message" in row
 
 
 def rows_of(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(step, part, row) in the order of the lines, of the last start of each case."""
+    """Return (step, part, row) in order, of the last start of each case."""
     cases: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {}
     for line in lines:
         key = line["step"], line["case"]
@@ -79,7 +78,7 @@ def rows_of(lines: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, A
 
 
 def assemble(lines: list[dict[str, Any]], tiny: bool) -> dict[str, Any]:
-    """The result that `report.py` prints."""
+    """Return the result that `report.py` prints."""
     rows = rows_of(lines)
     unknown = {"device": "device not known", "cpu": "CPU not known", "cores": "?", "memory_gib": "?"}
     result: dict[str, Any] = {"hardware": unknown, "versions": {}, "tiny": tiny, "skipped": [], "faults": []}
@@ -115,7 +114,7 @@ def assemble(lines: list[dict[str, Any]], tiny: bool) -> dict[str, Any]:
 
 
 def with_speedups(model: dict[str, Any]) -> dict[str, Any]:
-    """Each time beside that of the full prefill of its length, where there is one."""
+    """Add the speed-up over the full prefill of the same length to each time."""
     full = {row["length"]: row for row in model["times"] if row["case"] == "full"}
     for row in model["times"]:
         if row["case"] != "full" and (whole := full.get(row["length"])):
@@ -125,7 +124,7 @@ def with_speedups(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -134,7 +133,7 @@ def plain(value: Any) -> Any:
 
 
 class Budget:
-    """Seconds from now on. `skipped`: what was left out."""
+    """Seconds from construction on. `skipped`: what was left out."""
 
     def __init__(self, seconds: float) -> None:
         self._start, self.seconds = time.monotonic(), seconds
@@ -149,12 +148,12 @@ class Budget:
         return self.seconds - self.used
 
     def take_skipped(self) -> list[str]:
-        """What was left out since the last time this was asked."""
+        """Return what was left out since the last call."""
         taken, self.skipped = self.skipped, []
         return taken
 
     def allows(self, seconds: float, what: str) -> bool:
-        """Whether there is time for something that takes about so long; if not, it is noted."""
+        """Return whether there is time for this many seconds; if not, record it as left out."""
         if seconds <= self.left:
             return True
         self.skipped.append(what)

@@ -1,5 +1,4 @@
-"""Models with random weights in the shape of a configuration, made on the device, and transformers' model over the very
-same weights."""
+"""Models with random weights in the shape of a configuration, created on the device, and transformers' model over the same weights."""
 
 from __future__ import annotations
 
@@ -46,19 +45,19 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """A file of configs/ by its stem; "tiny" is a shape that any CPU takes."""
+    """Read a file of configs/ by its stem; "tiny" is a shape for any CPU."""
     return TINY_CONFIG if name == "tiny" else dict(json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
 class RandomModel(LoadedModel):
-    """weights: the decoder's tensors, under the names of `load_weights`."""
+    """A model; weights: the decoder's tensors by the names of `load_weights`."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def random_model(name: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> RandomModel:
-    """Normal weights of standard deviation 1 / sqrt(inputs), norms of 1, with the demo model's tokenizer: only ids matter."""
+    """Return a model with normal weights of standard deviation 1 / sqrt(inputs), norms of 1, and the demo model's tokenizer."""
     spec = spec_from_config(config)
     generator = torch.Generator(device).manual_seed(0)
     weights: dict[str, Tensor] = {}
@@ -81,7 +80,7 @@ def random_model(name: str, config: dict[str, Any], device: torch.device, dtype:
 
 
 def transformers_model(model: RandomModel) -> Any:
-    """transformers' model with SDPA whose parameters are views of the decoder's: nothing is held twice."""
+    """Return transformers' model with SDPA, whose parameters are views of the decoder's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     decoder, spec = model.decoder, model.spec
@@ -96,6 +95,6 @@ def transformers_model(model: RandomModel) -> Any:
     if spec.tied:
         state["lm_head.weight"] = ours["lm_head"]
     twin.load_state_dict(state, strict=True, assign=True)
-    with decoder.device:  # frequencies are no parameters: they are made where the model is made, and that was nowhere
+    with decoder.device:  # RoPE frequencies are not parameters, and the "meta" device has none
         twin.model.rotary_emb = type(twin.model.rotary_emb)(twin_config)
     return twin.eval()

@@ -1,4 +1,4 @@
-"""The result of `gpu_check.py` as Markdown, and what it says of the targets."""
+"""Markdown of a result of `gpu_check.py`, and its targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FASTER = 1.03
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows {what, target, measured, met}; measured and met are None where there is no measurement."""
+    """Return rows {what, target, measured, met}; measured and met are None without a measurement."""
     found: list[tuple[str, float, float | None]] = []
     for length, least in ((SHORT, 3.7), (LONG, 4.2)):
         blend = _row(result, "times", length, "blend 0.15")
@@ -52,8 +52,8 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def dense_route(result: dict[str, Any]) -> tuple[str, int, float] | None:
-    """(SDPA's kernel, least rows, how many times faster than our best tile there) of the entry in `DENSE_ROUTES` that the
-    sweep speaks for: from that length on SDPA is at least FASTER times as fast. None where it is not, or was not measured."""
+    """Return the entry for `DENSE_ROUTES` that the sweep supports: (SDPA's kernel, least rows, speed-up over our best tile there). From
+    that length on SDPA is at least FASTER times as fast. None if it is not, or was not measured."""
     times: dict[int, dict[str, float]] = {}
     for row in result["sweep"]:
         if (found := re.fullmatch(r"N=(\d+) full, \d+ rows, (?:SDPA by (\w+)|\d+ x \d+, 1 splits)", row["case"])) and (
@@ -208,7 +208,7 @@ def _row(result: dict[str, Any], part: str, length: int, case: str | None) -> di
 
 
 def _kernels(result: dict[str, Any], kernel: str, case: str) -> list[dict[str, Any]]:
-    """The rows of a case whatever the backend."""
+    """Return the rows of a kernel's case, of every backend."""
     return [k for k in result["kernels"] if k["kernel"] == kernel and k["case"].startswith(case + ",")]
 
 

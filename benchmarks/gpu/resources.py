@@ -66,7 +66,7 @@ def markdown(rows: list[KernelResources], toolchain: dict[str, str], num_variant
 
 
 def provenance() -> dict[str, str]:
-    """Versions of everything between a kernel and its registers, and a digest of the kernels' sources."""
+    """Return versions of the toolchain, and a digest of the kernels' sources."""
     found = {"torch": torch.__version__, "triton": triton.__version__}
     for name, tool in (("ptxas", triton.knobs.nvidia.ptxas), ("ptxas-blackwell", triton.knobs.nvidia.ptxas_blackwell)):
         text = subprocess.run([tool.path, "--version"], capture_output=True, text=True, check=True).stdout

@@ -26,9 +26,9 @@ SUFFIX = 64
 
 @dataclass(frozen=True)
 class Work:
-    """One measurement: the calls (same work, different inputs) and what one of them must do at the least.
+    """One measurement: calls (same work, different inputs) and the minimum work of one call.
 
-    bound: the ceiling it is held against: "copy" (bytes through device memory) or "matmul" (flops).
+    bound: its ceiling: "copy" (bytes through device memory) or "matmul" (flops).
     """
 
     kernel: str
@@ -40,21 +40,21 @@ class Work:
 
 
 def _device_copy(device: torch.device, tiny: bool) -> float:
-    """Bytes read and written, GB/s."""
+    """Return GB/s, bytes read plus bytes written."""
     size = 1 << (20 if tiny else 31)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255) for _ in range(2))
     return 2 * size / median_seconds([partial(target.copy_, source)], device, reps=10) / 1e9
 
 
 def _matmul(device: torch.device, tiny: bool) -> float:
-    """bf16, TFLOP/s."""
+    """Return TFLOP/s in bf16."""
     n = 256 if tiny else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / median_seconds([partial(torch.matmul, a, b)], device, reps=10) / 1e12
 
 
 def _host_to_device(device: torch.device, tiny: bool) -> float:
-    """From pinned memory, GB/s."""
+    """Return GB/s from pinned memory."""
     pinned = torch.empty(1 << (20 if tiny else 28), dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(pinned, device=device)
     up = median_seconds([partial(there.copy_, pinned, non_blocking=True)], device, reps=10, graph=False)
@@ -66,17 +66,17 @@ CEILINGS: dict[str, Callable[[torch.device, bool], float]] = {
     "matmul_tflop_s": _matmul,
     "host_to_device_gb_s": _host_to_device,
 }
-"""What the device can do, each by a measurement of its own."""
+"""Measurements of the device's ceilings."""
 
 
 def works(family: str, device: torch.device, tiny: bool) -> Iterator[Work]:
-    """The measurements of one of FAMILIES; a backend that cannot run here is left out."""
+    """Yield the measurements of one of FAMILIES; backends that cannot run here are left out."""
     return next(make for make in _WORK if make.__name__ == f"_{family}")(device, tiny)
 
 
 def measure_work(work: Work, device: torch.device, tiny: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
-    """{kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes are each input read and output written once. Of one
-    that raised {kernel, case, message}."""
+    """Return {kernel, case, seconds, gb_s or tflop_s, ceiling, share}; bytes: each input read and output written once. If it raised,
+    {kernel, case, message}."""
     try:
         seconds = median_seconds(work.calls, device, reps=3 if tiny else 20)
     except Exception as error:
@@ -94,7 +94,7 @@ def measure_work(work: Work, device: torch.device, tiny: bool, ceilings: dict[st
 
 
 def _backends(device: torch.device) -> list[KernelBackend]:
-    """What may take an attention launch here: ours, and xformers where it imports and there is a GPU."""
+    """Return the backends for attention: ours, and xformers if it imports on a GPU."""
     found = [select_backend("auto", device)]
     if device.type == "cuda":
         try:
@@ -130,7 +130,7 @@ def _prefill_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
 
 
 def sdpa(inputs: Any, length: int, scale: float) -> Call:
-    """torch's own causal attention over the same keys, for comparison."""
+    """Return a call of torch's causal attention over the same keys, for comparison."""
     q = inputs.q.transpose(0, 1)[None]
     first = inputs.meta.contiguous_slot
     k, v = (
@@ -150,7 +150,7 @@ def _decode_attention(device: torch.device, tiny: bool) -> Iterator[Work]:
             sets = num_input_sets(per_call, device)
             inputs = [decode_inputs(shape, batch, length, device, seed) for seed in range(sets)]
             for name in names:
-                # one backend an input: xformers' keeps what it copied from the host for the tensors it saw last
+                # one backend per input: xformers' caches host copies of the last tensors
                 calls = [_decode_call(select_backend(name, device), one, shape) for one in inputs]
                 case = f"{shape.name} batch {batch}, context {length}, {name}"
                 yield Work("decode_attention", case, calls, "copy", num_bytes=per_call)
@@ -189,7 +189,7 @@ class _Rows:
 
 
 def _rows(device: torch.device, tiny: bool, per_row: int) -> list[_Rows]:
-    """Input sets that outgrow the cache; per_row: bytes a row that the call moves."""
+    """Return input sets that together exceed the cache; per_row: bytes per row that the call moves."""
     shape, num_rows = (TINY, 64) if tiny else (LLAMA_8B, 4096)
     made = []
     for seed in range(num_input_sets(num_rows * per_row, device)):

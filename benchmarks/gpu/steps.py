@@ -1,9 +1,9 @@
-"""The steps of `gpu_check.py`, each run in a process of its own:
+"""Steps of `gpu_check.py`, each run in a process of its own:
 
     python -m gpu.steps --step "kernel checks 1/4" --device cuda --log STEM.jsonl --folder /dev/shm/x --seconds 300
 
-A step is a row of cases. What is over already (`log.py`) is not run again. Where a case that raises has left a CUDA context
-in which nothing runs any more, the process ends with RESTART and another goes on behind that case.
+A step is a list of cases; ended ones (`log.py`) are skipped. If an exception leaves a CUDA context in which nothing runs, the process
+ends with RESTART, and another continues behind that case.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from gpu.log import ASSUMED, Budget, Log, rows_of
 RESTART, HOPELESS = 3, 4
 PACKAGES = ("torch", "triton", "transformers", "xformers", "lmdb")
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (part of the result, row)
-Cases = Iterator[tuple[str, Callable[[], Rows]]]  # (name, what runs it)
+Cases = Iterator[tuple[str, Callable[[], Rows]]]  # (name, function that runs it)
 
 
 @dataclass(frozen=True)
 class Step:
-    """quiet_s: after so long without a line, once there was one, the process is taken to hang. together: runs beside those of
-    the same name."""
+    """quiet_s: silence after the first line after which the process counts as hung. together: runs in parallel with steps of the same
+    value."""
 
     name: str
     quiet_s: float = 120.0
@@ -43,7 +43,7 @@ class Step:
 
 
 def stage_steps(stage: int, tiny: bool, processes: int) -> list[Step]:
-    """What a stage does, in order. Every one starts with the ceilings, where they are not measured yet."""
+    """Return the steps of a stage, in order; each starts with the ceilings, unless they are measured."""
     ceilings = Step("ceilings", 90.0)
     if stage == 1:
         checks = [Step(f"kernel checks {part + 1}/{processes}", together="checks") for part in range(processes)]
@@ -55,7 +55,7 @@ def stage_steps(stage: int, tiny: bool, processes: int) -> list[Step]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a step is told."""
+    """Inputs of a step."""
 
     step: str
     device: Any
@@ -71,14 +71,14 @@ class Context:
         return ASSUMED | measured
 
     def synchronize(self) -> None:
-        """Raises where a kernel has left a dead context."""
+        """Wait for the device; raises if a kernel has left a dead context."""
         if self.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(self.device)
 
     def works(self) -> bool:
-        """Whether the next case can run in this process."""
+        """Return whether the next case can run in this process."""
         try:
             self.synchronize()
         except Exception:
@@ -159,7 +159,7 @@ def speed_cases(context: Context) -> Cases:
         try:
             for work in works(family, context.device, context.tiny):
                 yield f"{work.kernel} {work.case}", partial(run, work)
-        except Exception as error:  # its inputs: other families have theirs
+        except Exception as error:  # inputs of this family; others continue
             traceback.print_exc()
             context.log.write(context.step, "", "fault", message=f"{family}: {type(error).__name__}: {error}")
 
@@ -177,7 +177,7 @@ def sweep_cases(context: Context) -> Cases:
 
 
 def sanitizer_cases(context: Context) -> Cases:
-    """compute-sanitizer over a share of the kernel checks at small shapes, where the program is found."""
+    """Run compute-sanitizer over a share of the kernel checks at small shapes, if it is installed."""
     path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     program = shutil.which("compute-sanitizer", path=path)
 
@@ -202,7 +202,7 @@ def sanitizer_cases(context: Context) -> Cases:
 
 
 def run_step(context: Context) -> int:
-    """Exit code: 0, RESTART behind a case that left nothing to run in, HOPELESS when the step's own preparation did."""
+    """Return the exit code: 0, RESTART after a case that left a dead context, HOPELESS if the step's preparation did."""
     log, step, over, case = context.log, context.step, context.log.over(context.step), ""
     try:
         for case, run in cases_of(context):
@@ -215,7 +215,7 @@ def run_step(context: Context) -> int:
             try:
                 for part, row in run():
                     log.write(step, case, "row", part=part, row=row)
-            except Exception as error:  # told, and the next case has its turn
+            except Exception as error:  # recorded; continue with the next case
                 traceback.print_exc()
                 log.write(step, case, "fault", message=f"{type(error).__name__}: {error}")
                 if not context.works():
@@ -224,7 +224,7 @@ def run_step(context: Context) -> int:
             for what in context.budget.take_skipped():
                 log.write(step, what, "skipped", message="no time was left")
             log.write(step, case, "done")
-    except Exception as error:  # between two cases: the model, its store, inputs
+    except Exception as error:  # preparation between cases: model, store, inputs
         traceback.print_exc()
         log.write(step, "", "fault", message=f"{type(error).__name__}: {error}")
         return HOPELESS
@@ -232,7 +232,7 @@ def run_step(context: Context) -> int:
 
 
 def stands() -> None:
-    """From now on this process says where it stands when it dies of a fault or is about to be ended (see `run_child`)."""
+    """Print the stack of this process if it dies of a fault or gets SIGUSR1 (see `run_child`)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
 

@@ -1,4 +1,4 @@
-"""Prefill attention at every tile and number of splits it may use, beside torch's SDPA by cuDNN and by flash attention."""
+"""Prefill attention with every tile and number of splits, against torch's SDPA by cuDNN and by flash attention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpu.speeds import LLAMA_8B, SUFFIX, TINY, Work
 from gpu.timing import Call
 
 SPLITS = (1, 2, 4, 8)
-UNEVEN = 4000  # tokens of a prompt that is no multiple of what cuDNN's plans are padded to
+UNEVEN = 4000  # prompt length that is not a multiple of the padding of cuDNN's plans
 
 
 def sweep_works(device: torch.device, tiny: bool) -> Iterator[Work]:
-    """On a CPU flash attention as it has it, and no tiles."""
+    """Yield the measurements; on a CPU only flash attention, without tiles."""
     shape, lengths = (TINY, (96,)) if tiny else (LLAMA_8B, (UNEVEN, 4096, 16384))
     for length in lengths:
         for kind in ("full", "scattered 5%", "scattered 15%", "suffix"):
@@ -32,7 +32,7 @@ def sweep_works(device: torch.device, tiny: bool) -> Iterator[Work]:
 
 
 def _calls(kind: str, inputs: Any, params: AttentionParams, device: torch.device) -> Iterator[tuple[str, Call]]:
-    """SDPA as `DENSE_ROUTES` sends prefills to it, with the copies that takes; and each of our tiles."""
+    """Yield SDPA as `DENSE_ROUTES` would call it, with the copies it needs, and each of our tiles."""
     if kind == "full":
         from cacheblend_kernels.triton_backend.dense import sdpa_prefill
 

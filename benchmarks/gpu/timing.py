@@ -14,10 +14,10 @@ Call = Callable[[], object]
 
 
 def median_seconds(calls: Sequence[Call], device: torch.device, *, reps: int = 20, graph: bool = True) -> float:
-    """Median time of one call. `calls` do the same work on different inputs, together larger than the cache.
+    """Return the median time of one call. `calls` do the same work on different inputs, together larger than the cache.
 
-    On CUDA all of them are captured into one graph, so that launches leave no gaps, and `reps` replays are timed with
-    events (graph=False: launched one by one). On the CPU they are run in turn by the host's clock.
+    On CUDA all of them are captured into one graph, so that launches leave no gaps, and `reps` replays are timed with events
+    (graph=False: launched one by one). On the CPU they run in turn, timed by the host's clock.
     """
     if device.type != "cuda":
         for call in calls:
@@ -55,7 +55,7 @@ def median_seconds(calls: Sequence[Call], device: torch.device, *, reps: int = 2
 
 
 def _warm_up(calls: Sequence[Call], device: torch.device) -> None:
-    """Compile and load every kernel on a side stream, as graph capture wants it."""
+    """Compile and load every kernel on a side stream, as graph capture requires."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -66,7 +66,7 @@ def _warm_up(calls: Sequence[Call], device: torch.device) -> None:
 
 
 def num_input_sets(bytes_a_call: int, device: torch.device, *, most: int = 16) -> int:
-    """How many input sets to rotate so that none of them is still in the last-level cache when its turn comes."""
+    """Return the number of input sets to rotate so that none is still in the last-level cache at its turn."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -74,7 +74,7 @@ def num_input_sets(bytes_a_call: int, device: torch.device, *, most: int = 16) -
 
 
 def profile(run: Callable[[], object]) -> dict[str, Any]:
-    """{kernels, copies, busy_ms, wall_ms} of one run. busy_ms: when at least one kernel or copy ran, on whatever stream."""
+    """Return {kernels, copies, busy_ms, wall_ms} of one run. busy_ms: time with at least one kernel or copy running, on any stream."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         start = time.perf_counter()
@@ -90,7 +90,7 @@ def profile(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def summed(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
-    """{kernels, copies, busy_ms} of (name, start, end) in microseconds; what runs side by side counts once."""
+    """Return {kernels, copies, busy_ms} of (name, start, end) in microseconds; overlapping time counts once."""
     kernels = copies = 0
     busy, until = 0.0, float("-inf")
     for name, start, end in sorted(events, key=lambda event: event[1]):

@@ -1,4 +1,4 @@
-"""What `cacheblend bench` measures: settings in turn over one prompt of random ids, each against a full prefill."""
+"""Measurements of `cacheblend bench`: settings in turn over one prompt of random ids, each against a full prefill."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _DECODE = "decode"
 
 @dataclass(frozen=True)
 class Speed:
-    """One setting, medians over the rounds. ttft_s and kv_load_*: see `FirstToken`.
+    """Medians of one setting over the rounds. ttft_s and kv_load_*: see `FirstToken`.
 
-    speedup: full prefill's ttft_s over this one's; ceiling: what the cost model allows; load_bytes_per_s: None where
-    nothing is loaded.
+    speedup: full prefill's ttft_s divided by this one's; ceiling: the cost model's limit; load_bytes_per_s: None if nothing is
+    loaded.
     """
 
     setting: str
@@ -57,7 +57,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was measured, where and over what. Tokens are counts, *_s seconds; collect_s is collecting and storing."""
+    """Measurements with their machine and prompt. Tokens are counts, *_s seconds; collect_s is collecting and storing."""
 
     model: str
     device: str
@@ -82,10 +82,10 @@ class BenchReport:
 
 
 def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, room: int) -> Layout:
-    """A prompt of random ids within the model's template. tokens: of the chunks together, None for as many as fit up to
+    """Return a prompt of random ids within the model's template. tokens: of all chunks, None for as many as fit up to
     DEFAULT_TOKENS, a multiple of `chunks`.
 
-    Raises UsageError when prompt and `room` tokens after it do not fit the model's context.
+    Raises UsageError if the prompt and `room` tokens after it do not fit the model's context.
     """
     generator, ordinary = torch.Generator().manual_seed(0), ordinary_ids(engine.model)
     template = engine.runtime.template
@@ -99,14 +99,16 @@ def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: 
     fits = context - around - room
     wanted = tokens or max(chunks, min(DEFAULT_TOKENS, fits) // chunks * chunks)
     if wanted > fits:
-        some = f"--tokens {fits} fits" if fits > 0 else "nothing fits: ask for fewer --question-tokens, --decode-tokens"
+        some = f"--tokens {fits} fits" if fits > 0 else "nothing fits: use fewer --question-tokens, --decode-tokens"
         raise UsageError(
             f"{wanted} chunk tokens, {around} around them and {room} decoded do not fit the context of {engine.model.name}, "
             f"which is {context}",
             some if fits <= 0 or fits >= chunks else f"{some}, with fewer --chunks",
         )
     if wanted < chunks:
-        raise UsageError(f"--tokens {wanted} cannot be {chunks} chunks", "a chunk has a token at least: fewer --chunks")
+        raise UsageError(
+            f"--tokens {wanted} cannot be {chunks} chunks", "a chunk has at least one token: use fewer --chunks"
+        )
     lengths = even_lengths(wanted, chunks)
     return Layout(tuple(random_ids(ordinary, length, generator) for length in lengths), suffix, question_tokens)
 
@@ -120,9 +122,9 @@ def bench(
     decode_tokens: int,
     on_run: Callable[[int, int, str], None],
 ) -> BenchReport:
-    """Collect the chunks into a temporary store, then run every setting and a decode once a round.
+    """Collect the chunks into a temporary store, then run every setting and a decode once per round.
 
-    settings: a full prefill first. Raises UsageError for a setting the model cannot run, StoreFault when the disk of the
+    settings: a full prefill first. Raises UsageError for a setting that the model cannot run, StoreFault if the disk of the
     system's temporary folder is too small.
     """
     model, decoder = engine.model, engine.model.decoder
@@ -145,7 +147,7 @@ def bench(
             cases[_DECODE] = partial(prompt.decode, decode_tokens)
             found = in_turn(cases, rounds, on_run)
     except StoreNoSpace as error:
-        hint = "free some space, ask for fewer --tokens, or name a folder on a larger disk in TMPDIR"
+        hint = "free some space, use fewer --tokens, or set TMPDIR to a folder on a larger disk"
         raise StoreFault(error.message, hint) from error
     runs = {s.label: [r for r in found[s.label] if isinstance(r, FirstToken)] for s in settings}
     full_s = median(r.seconds for r in runs[settings[0].label])

@@ -1,4 +1,4 @@
-"""Paired bootstrap intervals: samples are drawn with replacement, all settings over the same draw."""
+"""Paired bootstrap intervals: samples are drawn with replacement, with the same draws for all settings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
-"""One number a sample: [num_samples], or [num_resamples, num_samples]."""
-_TAILS = (2.5, 97.5)  # percent: what lies between is 95 %
+"""One number per sample: [num_samples], or [num_resamples, num_samples]."""
+_TAILS = (2.5, 97.5)  # percent: 95 % lie between them
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A statistic and the percentile interval of its resamples."""
+    """A statistic and the 95 % percentile interval of its resamples."""
 
     value: float
     low: float
@@ -23,15 +23,15 @@ class Interval:
 
 
 class Bootstrap:
-    """Resamples of num_samples samples (Efron, 1979), the same ones for every statistic asked of this object."""
+    """Resamples of num_samples samples (Efron, 1979), the same ones for every statistic."""
 
     def __init__(self, num_samples: int, resamples: int = 2000, seed: int = 0) -> None:
         self._draws = np.random.default_rng(seed).integers(0, max(1, num_samples), (resamples, num_samples))
 
     def interval(self, statistic: Callable[..., Column], *columns: Sequence[float]) -> Interval | None:
-        """The statistic over columns of one number a sample; it works along the last axis.
+        """Return the statistic over columns of one number per sample, with its interval; statistic works along the last axis.
 
-        None when it is not a number (no samples, a gap of zero to divide by).
+        None if it is not a number (no samples, or division by zero).
         """
         data = [np.asarray(c, dtype=np.float64) for c in columns]
         if not len(data[0]):
@@ -51,15 +51,15 @@ def mean(column: Column) -> Column:
 
 
 def difference(ours: Column, theirs: Column) -> Column:
-    """Mean of ours less mean of theirs."""
+    """Return the mean of ours minus the mean of theirs."""
     return ours.mean(-1) - theirs.mean(-1)
 
 
 def pooled(part: Column, whole: Column) -> Column:
-    """A share over all samples together: sum of parts over sum of wholes."""
+    """Return a share over all samples together: sum of parts divided by sum of wholes."""
     return part.sum(-1) / whole.sum(-1)
 
 
 def normalised(ours: Column, reuse: Column, full: Column) -> Column:
-    """(score - reuse) / (full - reuse): 0 is plain reuse, 1 is full prefill (NormF1)."""
+    """Return (score - reuse) / (full - reuse): 0 is plain reuse, 1 is full prefill (NormF1)."""
     return (ours.mean(-1) - reuse.mean(-1)) / (full.mean(-1) - reuse.mean(-1))

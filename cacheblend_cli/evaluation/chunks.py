@@ -1,4 +1,4 @@
-"""The samples' chunks in the store, each collected in the context a setting asks for."""
+"""Chunks of samples in the store, each collected in the context that a setting uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = "(sample)"
 class SampleChunks:
     """Plans, collects and names the chunks of samples. Every text is encoded once.
 
-    corpus: the samples whose chunks can be neighbours: those of a run. collecting: window and number of neighbours.
+    corpus: samples whose chunks may be neighbours (those of a run). collecting: window and number of neighbours.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class SampleChunks:
         self._window = self._collection.window(self._options.window)
 
     def keys(self, sample: Sample, context: str) -> list[bytes]:
-        """The keys of the sample's chunks in prompt order. context: see corpus/contexts.py."""
+        """Return the keys of the sample's chunks in prompt order. context: see corpus/contexts.py."""
         return [self._plan(c, context).key for c in sample.contexts]
 
     def num_tokens(self, sample: Sample) -> int:
-        """Tokens of the sample's chunks."""
+        """Return the number of tokens of the sample's chunks."""
         return sum(len(self._encode(c.text)) for c in sample.contexts)
 
     def store(self, samples: Iterable[Sample], contexts: Sequence[str]) -> int:
-        """Collect and store what the store lacks. Returns how many chunks."""
+        """Collect and store missing chunks; return their number."""
         wanted = {
             planned.key: planned
             for sample in samples

@@ -1,4 +1,4 @@
-"""Every sample under every setting, against one full prefill a sample."""
+"""Measure samples under settings, each against one full prefill of the sample."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 from cacheblend_cli.evaluation.settings import FULL, Setting
 
 NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)
-"""A second full prefill in another tiling: what the compute dtype alone makes of the measures."""
+"""A second full prefill in another tiling: the noise of the compute dtype."""
 
 Progress = Callable[[int, int, str], None]
-"""(samples done, samples in all, what is being done)."""
+"""Called with (samples done, number of samples, current question)."""
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """max_tokens: of full prefill's answer, which settings are compared over; own_tokens: of a setting's own, None for as many.
-    records: what is there already is not measured again. keep_chunks False: chunks leave the
-    store after their last sample, so that a store made for the run stays small. collecting: window and number of neighbours.
-    """
+    """max_tokens: of full prefill's answer, over which settings are compared; own_tokens: of a setting's own answer, None for as
+    many. records: measurements to go on from. keep_chunks False: remove chunks from the store after their last sample, so that
+    a temporary store stays small. collecting: window and number of neighbours."""
 
     max_tokens: int = 32
     records: RecordFile | None = None
@@ -44,7 +43,7 @@ class EvaluateOptions:
 
 @dataclass
 class Results:
-    """Records in the order of the samples. skipped: (number of the sample from 1, why). notes: what went wrong aside."""
+    """Records in the order of the samples. skipped: (number of the sample from 1, reason). notes: warnings."""
 
     settings: list[Setting]
     by_label: dict[str, list[Record]]
@@ -68,13 +67,13 @@ def evaluate(
 ) -> Results:
     """Collect the samples' chunks and measure every setting on every sample.
 
-    Full prefill is run once a sample, whatever is measured; without a full setting one is put first. A sample too long
-    for the model is skipped.
+    Full prefill runs once per sample; without a full setting one is added first. Samples that are too long for the model are
+    skipped. Raises UsageError if two settings have the same label.
     """
     settings = list(settings) if any(s.is_full for s in settings) else [FULL, *settings]
     labels = [s.label for s in settings]
     if len(set(labels)) < len(labels):
-        raise UsageError("two settings have the same label", "give each its own")
+        raise UsageError("two settings have the same label", "use distinct settings")
     options = options or EvaluateOptions()
     run = _Run(engine, store, samples, settings, options)
     last = {} if options.keep_chunks else run.last_uses(samples)
@@ -88,7 +87,7 @@ def evaluate(
 
 
 class _Run:
-    """What stays the same over the samples of one evaluation."""
+    """State that is shared by all samples of one evaluation."""
 
     def __init__(
         self,
@@ -120,12 +119,12 @@ class _Run:
         self.results = Results(settings, {s.label: [] for s in settings})
 
     def last_uses(self, samples: Sequence[Sample]) -> dict[bytes, int]:
-        """Key of each chunk -> number of the last sample that needs it."""
+        """Map the key of each chunk to the number of the last sample that uses it."""
         contexts = _contexts(self._settings)
         return {key: i for i, s in enumerate(samples) for c in contexts for key in self._chunks.keys(s, c)}
 
     def measure(self, sample: Sample, number: int) -> None:
-        """Measure what is missing and put the sample's records into the results, or skip it."""
+        """Measure missing settings and add the sample's records to the results, or skip the sample."""
         keys = {s.label: f"{sample.digest}-{self._digests[s.label]}" for s in self._settings}
         missing = [s for s in self._settings if self._records.get(keys[s.label]) is None]
         self.results.resumed += len(self._settings) - len(missing)
@@ -142,7 +141,7 @@ class _Run:
             self.results.by_label[label].append(replace(record, label=label))
 
     def _measure(self, sample: Sample, missing: list[Setting], keys: dict[str, str]) -> None:
-        """Full prefill, then the missing settings, the chunks of one context after those of another."""
+        """Run full prefill, then the missing settings, context by context."""
         contexts = _contexts(missing)
         wanted = Wanted(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
         self._chunks.store([sample], contexts)
@@ -197,12 +196,12 @@ class _Run:
 
 
 def _contexts(settings: Sequence[Setting]) -> list[str]:
-    """The contexts whose chunks are reused; one at least, since the prompt's ids come from chunks."""
+    """Return the contexts of settings that reuse chunks; at least one, since the prompt's ids come from chunks."""
     return list(dict.fromkeys(s.context for s in settings if s.reuses)) or [settings[0].context]
 
 
 def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
-    """Against full prefill."""
+    """Return the measures against full prefill."""
     return {
         "kl": found.divergence.kl,
         "top1": found.divergence.top1,
@@ -217,7 +216,7 @@ def _compared(found: Measured, reference: Reference) -> dict[str, Any]:
 
 
 def _scores(sample: Sample, text: str) -> dict[str, Any]:
-    """Against the references, when there are any."""
+    """Return the scores against the references; none without references."""
     if not sample.answers:
         return {}
     of = text, sample.answers

@@ -1,4 +1,4 @@
-"""Contexts of questions that bring none: the stored chunks that `ask` would find for them."""
+"""Contexts for questions without their own: the stored chunks that `ask` would find."""
 
 from __future__ import annotations
 

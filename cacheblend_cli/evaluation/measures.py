@@ -1,4 +1,4 @@
-"""One prompt under one setting against full prefill of the same token ids."""
+"""Measure one prompt under one setting against full prefill of the same token ids."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
 
-_PIECES = 3  # of the noise floor's prefill
+_PIECES = 3  # passes of the noise floor's prefill
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of an answer is measured. tokens: of full prefill's answer at most, over which settings are teacher-forced.
-    own_tokens: of a setting's own greedy answer at most, no more than tokens. reference_ids: the reference answer whose
-    likelihood is taken; none: not at all."""
+    """Answer lengths to measure. tokens: maximum of full prefill's answer, over which settings are teacher-forced. own_tokens:
+    maximum of a setting's own greedy answer, at most tokens. reference_ids: reference answer whose likelihood is measured, or ().
+    """
 
     tokens: int
     own_tokens: int
@@ -38,17 +38,18 @@ class Wanted:
 
     @property
     def room(self) -> int:
-        """Positions an answer needs after the prompt."""
+        """Number of positions that an answer needs after the prompt."""
         return max(self.tokens, len(self.reference_ids))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Full prefill of a prompt: its greedy answer and everything that is compared.
+    """Full prefill of a prompt: its greedy answer and everything that settings are compared with.
 
-    text: of the first own_tokens tokens of the answer. likelihood: of the reference answer, nats a token, or None. log_p: fp64 [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: a layer each,
-    fp32 [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: a layer each, fp32 [num_answer_tokens,
-    num_heads, head_dim], the attention output (before o_proj) of the rows that predict them.
+    text: of the first own_tokens tokens of the answer. likelihood: of the reference answer, nats per token, or None. log_p: fp64
+    [num_answer_tokens, vocab_size], the distributions that predict the answer's tokens. k, v: one per layer, fp32
+    [num_chunk_tokens, num_kv_heads, head_dim], K rotated. attended: one per layer, fp32 [num_answer_tokens, num_heads, head_dim],
+    the attention output (before o_proj) of the rows that predict them.
     """
 
     prefilled: Prefilled
@@ -65,9 +66,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting's greedy answer, the likelihood it gives the reference answer, and its distance from full prefill. Errors are
-    relative RMSEs, one a layer: of K and V over the chunks' tokens, of the attention output over the rows that predict the
-    answer's tokens. signals: of these tokens, see engine/risk.py."""
+    """A setting's greedy answer, its likelihood of the reference answer, and its distance from full prefill. Errors are relative
+    RMSEs, one per layer: of K and V over the chunks' tokens, of the attention output over the rows that predict the answer's
+    tokens. signals: of these tokens, see engine/risk.py."""
 
     prefilled: Prefilled
     ttft_s: float
@@ -82,7 +83,7 @@ class Measured:
 
 @torch.no_grad()
 def run_full(runtime: Runtime, request: Request, wanted: Wanted, before_s: float) -> Reference:
-    """Prefill everything, answer greedily, and keep what settings are compared with. before_s: time spent before."""
+    """Prefill everything, answer greedily, and keep what settings are compared with. before_s: seconds spent before."""
     model = runtime.model
     start = time.perf_counter()
     done = prefill(runtime, request.in_full(), room=wanted.room)
@@ -119,14 +120,14 @@ def run_setting(
 ) -> Measured:
     """Prefill under the request's setting, compare it with the reference, and answer greedily.
 
-    Greedy decoding follows the reference's answer as long as the most likely tokens agree, so it only starts where they
-    first differ: the tokens before are those teacher forcing has computed.
+    Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first differ:
+    teacher forcing has computed the tokens before.
     """
     model, wanted = runtime.model, reference.wanted
     start = time.perf_counter()
     done = run(runtime, request, room=wanted.room)
     first = done.result.logits[-1].clone()
-    int(first.argmax())  # the first token is on the host: what TTFT counts
+    int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
     likelihood = _likelihood(runtime, done, wanted.reference_ids)
     attended = _Attended(model.spec.num_layers)
@@ -156,10 +157,9 @@ def run_setting(
 
 @torch.inference_mode()
 def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
-    """A full prefill in several passes over the prompt: the same mathematics in another tiling.
+    """Run a full prefill in several passes over the prompt: the same mathematics in another tiling.
 
-    What it differs from full prefill by is the noise floor of the compute dtype: no setting can be told from full
-    prefill below it.
+    Its difference from full prefill is the noise floor of the compute dtype, below which settings cannot be told apart.
     """
     request, decoder = request.in_full(), runtime.decoder
     plan = request.plan
@@ -181,7 +181,7 @@ def _text(runtime: Runtime, token_ids: Sequence[int]) -> str:
 
 
 def _likelihood(runtime: Runtime, done: Prefilled, answer_ids: Sequence[int]) -> float | None:
-    """Mean log-probability of the answer's tokens, nats, after the prompt. The answer's KV is written behind it."""
+    """Return the mean log-probability of the answer's tokens after the prompt, in nats. The answer's KV is written after the prompt."""
     if not answer_ids:
         return None
     log_p = log_distribution(teacher_forced(runtime.decoder, done.sequence, done.plan.token_ids, answer_ids))
@@ -189,7 +189,7 @@ def _likelihood(runtime: Runtime, done: Prefilled, answer_ids: Sequence[int]) ->
 
 
 def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
-    """||ours - reference|| / ||reference|| of each pair of equal shapes (0 where the reference is all zero)."""
+    """Return ||ours - reference|| / ||reference|| of each pair of equal shapes (0 where the reference is all zero)."""
     if not ours:
         return []
     found = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(ours, reference, strict=True)]
@@ -197,7 +197,7 @@ def relative_rmse(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> list[f
 
 
 def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
-    """K (rotated) and V of the chunks' tokens, fp32, a layer each."""
+    """Return K (rotated) and V of the chunks' tokens, fp32, one per layer."""
     spans = [torch.arange(s.start, s.end) for s in done.plan.chunks]
     positions = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
     slots = done.sequence.slots(positions.to(done.pool.device))
@@ -211,7 +211,7 @@ def _chunk_kv(done: Prefilled) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class _Attended(Observer):
-    """Gathers the attention output of teacher forcing, layer by layer; a later pass adds its rows below."""
+    """Observer that gathers the attention output of teacher forcing by layer; later passes append their rows."""
 
     def __init__(self, num_layers: int) -> None:
         self._parts: list[list[Tensor]] = [[] for _ in range(num_layers)]

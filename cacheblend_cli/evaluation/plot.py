@@ -1,4 +1,4 @@
-"""Quality and time to the first token over the recompute ratio, as a picture."""
+"""Plot of quality and time to the first token over the recompute ratio."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg")
 _FULL, _REUSE = "#333333", "#d55e00"
 COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
-"""Of the series: Okabe and Ito's palette, which colour-blind readers can tell apart, and a brown. There are no more than these."""
+"""Colours of the series: Okabe and Ito's colour-blind safe palette, and a brown. At most this many series are drawn."""
 MARKERS = "os^Dvp"
-_APART = 0.055  # of an axis, between the labels of two series
+_APART = 0.055  # distance between the labels of two series, as a share of the axis
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError when the picture could not be drawn there: said before anything is measured."""
+    """Raise UsageError if the plot cannot be drawn to this path, before anything is measured."""
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"--plot {path} is of no known format", f"name a file that ends in {' or '.join(FORMATS)}")
+        raise UsageError(f"--plot {path} has an unknown format", f"name a file that ends in {' or '.join(FORMATS)}")
     if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no directory {path.parent}", "make it first")
+        raise UsageError(f"--plot {path}: there is no directory {path.parent}", "create it first")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib, and it is not installed", install_hint("plot")) from error
+        raise UsageError("--plot needs matplotlib, which is not installed", install_hint("plot")) from error
 
 
 def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
-    """Write the picture. Quality is F1 against the references, or without any against full prefill's answers; bands are
-    95 % intervals; full prefill and plain reuse are level lines. Raises UsageError for a file that cannot be written."""
+    """Write the plot. Quality is F1 against the references, or without references against full prefill's answers; bands are 95 %
+    intervals; full prefill and plain reuse are horizontal lines. Raises UsageError if the file cannot be written."""
     check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -83,7 +83,7 @@ def plot(summaries: Sequence[Summary], path: Path, title: str = "") -> None:
 
 
 def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes) -> list[tuple[str, str, float, float]]:
-    """Full prefill and each reuse as lines across; of each its label, colour, quality and time."""
+    """Draw full prefill and each reuse as horizontal lines; return label, colour, quality and time of each."""
     labels = []
     for s in summaries:
         mode = s.setting["mode"]
@@ -99,7 +99,7 @@ def _levels(summaries: Sequence[Summary], score: str, quality: Axes, time: Axes)
 
 
 def label_lines(axes: Axes, labels: Sequence[tuple[str, str, float]]) -> None:
-    """Names beside the right edge, each as near to the height of what it names as leaves them apart and within the axes."""
+    """Write names at the right edge, each as near to its line as keeps them apart and within the axes."""
     bottom, top = axes.get_ylim()
     ordered = sorted(labels, key=lambda label: label[2])
     heights: list[float] = []
@@ -114,7 +114,7 @@ def label_lines(axes: Axes, labels: Sequence[tuple[str, str, float]]) -> None:
 
 
 def _series(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
-    """Blended settings that differ in the ratio alone, by rising ratio."""
+    """Group blended settings that differ only in the ratio, by increasing ratio."""
     found: dict[str, list[Summary]] = {}
     several = len({s.setting["context"] for s in summaries if s.setting["mode"] == "blend"}) > 1
     for s in summaries:

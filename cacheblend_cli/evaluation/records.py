@@ -1,4 +1,4 @@
-"""One record a sample and setting, streamed to a file of JSON lines that a later run resumes from."""
+"""One record per sample and setting, streamed to a JSON lines file that a later run resumes from."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cacheblend_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Record:
-    """What one setting did on one sample.
+    """Measurement of one setting on one sample.
 
-    Against full prefill (empty or None for full prefill itself): kl and top1 hold one entry a token of full prefill's
-    answer, the first of them is the first answer token; k_error, v_error, attention_error are relative RMSEs, one a
-    layer; same_answer, f1_full and rouge_full compare the answers' texts; signals: of each token that kl is of, see
-    engine/risk.py. Against the references (None without any): exact_match, f1, rouge_l, and likelihood, the mean
-    log-probability in nats of the first reference's tokens. Seconds: ttft_s as `ask` counts it.
+    Against full prefill (empty or None for full prefill itself): kl and top1 have one entry per token of full prefill's answer,
+    starting with the first; k_error, v_error and attention_error are relative RMSEs, one per layer; same_answer, f1_full and
+    rouge_full compare the answers' texts; signals: one row per token of kl, see engine/risk.py. Against the references (None
+    without any): exact_match, f1, rouge_l, and likelihood, the mean log-probability in nats of the first reference's tokens. ttft_s
+    as in `ask`. rouge_* are None without rouge-score.
     """
 
     key: str
@@ -52,9 +52,9 @@ class Record:
 
 
 class RecordFile:
-    """Records by key, kept in memory and, with a path, in a file: each is there as soon as it is measured.
+    """Records by key, in memory and, given a path, in a file that each is appended to when it is measured.
 
-    A last line without its end is what an interrupted run left: it is cut off. Raises UsageError for other bad lines.
+    An incomplete last line, from an interrupted run, is cut off. Raises UsageError for other malformed lines.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -78,12 +78,12 @@ class RecordFile:
                 try:
                     record = convert(json.loads(line), Record)
                 except ValueError as error:
-                    what = f"{path}:{number} is no record of cacheblend eval: {error}"
-                    raise UsageError(what, "name another file") from error
+                    what = f"{path}:{number} is not a record of cacheblend eval: {error}"
+                    raise UsageError(what, "use another file") from error
                 self._records[record.key] = record
         if torn:
-            if not b'{"key": "'.startswith(torn[:9]):  # what is cut off must be ours
-                raise UsageError(f"{path}:{len(lines) + 1} is no record of cacheblend eval", "name another file")
+            if not b'{"key": "'.startswith(torn[:9]):  # cut off only our own records
+                raise UsageError(f"{path}:{len(lines) + 1} is not a record of cacheblend eval", "use another file")
             os.truncate(path, len(whole))
 
     def __enter__(self) -> RecordFile:

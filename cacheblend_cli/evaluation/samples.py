@@ -1,4 +1,4 @@
-"""Questions that bring their own contexts, and how they are read from JSON and JSON lines."""
+"""Questions with their contexts, read from JSON and JSON lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPACE, _IN_A_LIST = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 @dataclass(frozen=True)
 class Context:
-    """One chunk of a prompt. before: the texts that stand before it in its page, in order (its left context)."""
+    """One chunk of a prompt. before: the texts before it in its page, in order (its left context)."""
 
     text: str
     title: str = ""
@@ -40,13 +40,13 @@ class Sample:
 
     @property
     def digest(self) -> str:
-        """Names the sample: 128 bits over everything but the tags."""
+        """Digest of everything but the tags, 128 bits in hex."""
         told = [self.question, self.answers, [(c.text, c.title, c.before) for c in self.contexts]]
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
 def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
-    """Contexts in which neighbours of one title are chunks of one page. Without a title each is a page of its own."""
+    """Return contexts in which adjacent texts of the same title are chunks of one page. A text without a title is its own page."""
     out: list[Context] = []
     for title, text in zip(titles, texts, strict=True):
         follows = title and out and out[-1].title == title
@@ -55,33 +55,33 @@ def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:
 
 
 def read_samples(path: Path, limit: int | None = None) -> list[Sample]:
-    """The samples of a file: a JSON list of them, or JSON values one after another (JSON lines, or a single object).
+    """Read a JSON list of samples, or JSON values one after another (JSON lines, or a single object).
 
-    Raises NotFoundError without the file, UsageError naming file and line for what is no sample.
+    Raises NotFoundError without the file, UsageError with file and line for a malformed sample.
     """
     return parse_samples(read_text(path), str(path), limit)
 
 
 def parse_samples(text: str, name: str, limit: int | None = None) -> list[Sample]:
-    """As read_samples, from text. name: what errors call the file."""
+    """Parse samples from text. name: the file's name in errors."""
     samples: list[Sample] = []
     for value, line in _values(text, name):
         if limit is not None and len(samples) >= limit:
             break
         samples.append(_sample(value, f"{name}:{line}"))
     if not samples and limit != 0:
-        raise UsageError(f"there is no sample in {name}", _HINT)
+        raise UsageError(f"{name} has no samples", _HINT)
     return samples
 
 
 def _values(text: str, name: str) -> Iterator[tuple[Any, int]]:
-    """Each value of a list, or of a stream of values, with the line it begins on."""
+    """Yield each value of a list, or of a stream of values, with its first line."""
     decoder, listed = json.JSONDecoder(), text.lstrip().startswith("[")
     at, last = (text.index("[") + 1, text.rfind("]")) if listed else (0, len(text))
     number = 1 + text.count("\n", 0, at)
     try:
         if listed:
-            json.loads(text)  # what stands between the values is right, then
+            json.loads(text)  # checks the text between the values, too
         while True:
             between = (_IN_A_LIST if listed else _SPACE).match(text, at)
             assert between is not None
@@ -93,12 +93,12 @@ def _values(text: str, name: str) -> Iterator[tuple[Any, int]]:
             number += text.count("\n", between.end(), at)
     except ValueError as error:
         where = getattr(error, "lineno", number)
-        raise UsageError(f"{name}:{where} is no JSON: {getattr(error, 'msg', error)}", _HINT) from error
+        raise UsageError(f"{name}:{where} is not JSON: {getattr(error, 'msg', error)}", _HINT) from error
 
 
 def _sample(row: Any, place: str) -> Sample:
     if not isinstance(row, dict):
-        raise UsageError(f"{place} is no JSON object", _HINT)
+        raise UsageError(f"{place} is not a JSON object", _HINT)
     if "chunk_num" in row:
         return _numbered(row, place)
     question = _question(row, "question", place)
@@ -118,10 +118,10 @@ def _sample(row: Any, place: str) -> Sample:
 
 
 def _numbered(row: dict[str, Any], place: str) -> Sample:
-    """{"0": text, ..., "chunk_num": n, "query": text}: chunks cut from anywhere, so each is a page of its own."""
+    """Read {"0": text, ..., "chunk_num": n, "query": text}: chunks from anywhere, each a page of its own."""
     count = row["chunk_num"]
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise UsageError(f"{place} has a chunk_num that is no whole number of 1 or more", _HINT)
+        raise UsageError(f"{place} has a chunk_num that is not a positive integer", _HINT)
     texts = [row.get(str(i)) for i in range(count)]
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
@@ -138,7 +138,7 @@ def _question(row: dict[str, Any], name: str, place: str) -> str:
 
 
 def _answers(row: dict[str, Any], place: str) -> tuple[str, ...]:
-    """A list, or a list of lists, of texts; no answers are an empty list."""
+    """Return the answers of a list, or list of lists, of texts; () without answers."""
     answers = row.get("answers")
     if answers is None:
         return ()
@@ -146,5 +146,5 @@ def _answers(row: dict[str, Any], place: str) -> tuple[str, ...]:
     for answer in answers if isinstance(answers, list) else [None]:
         found += answer if isinstance(answer, list) else [answer]
     if not all(isinstance(answer, str) for answer in found):
-        raise UsageError(f"{place} has answers that are no list of texts", _HINT)
+        raise UsageError(f"{place} has answers that are not a list of texts", _HINT)
     return tuple(found)

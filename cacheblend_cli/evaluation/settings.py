@@ -1,4 +1,4 @@
-"""What is measured: a way to prefill, over chunks collected in one context; and the settings of a run."""
+"""Settings of a measurement: a way to prefill, over chunks collected in one context."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cacheblend_cli.engine.runtime import Runtime
 
 
 class Prefill(Protocol):
-    """How a prompt's KV is filled: `cacheblend_cli.engine.prefill.prefill`, or a variant of it under study."""
+    """Fills a prompt's KV: `cacheblend_cli.engine.prefill.prefill`, or a variant of it."""
 
     def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled: ...
 
 
 @dataclass(frozen=True)
 class Setting:
-    """label names it in tables and must be its own. context: how its chunks are collected, see corpus/contexts.py.
+    """label: name in tables, unique in a run. context: how chunks are collected, see corpus/contexts.py.
 
-    prefill: None for the engine's own; a variant is told apart by the label alone. auto: it chooses the ratio itself, and
-    blend.ratio is only its floor.
+    prefill: None for the engine's own; variants are distinguished by label only. auto: the prefill chooses the ratio, at least
+    blend.ratio.
     """
 
     label: str
@@ -36,21 +36,21 @@ class Setting:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is the reference itself."""
+        """Whether this is the reference."""
         return self.blend.mode == "full" and self.prefill is None
 
     @property
     def reuses(self) -> bool:
-        """Whether it takes KV from the store."""
+        """Whether it uses KV from the store."""
         return self.blend.mode != "full"
 
     def to_dict(self) -> dict[str, Any]:
         return {"label": self.label, "context": self.context, "auto": self.auto, **asdict(self.blend)}
 
     def digest(self, run: dict[str, Any]) -> str:
-        """Names the setting within a run (model, dtype, answer length): 64 bits. The label tells variants apart only."""
+        """Return a 64-bit digest of the setting within a run (model, dtype, answer length). The label distinguishes variants only."""
         told: dict[str, Any] = {"context": self.context, "blend": asdict(self.blend), "run": run}
-        if self.is_full:  # the same whatever blending is set to
+        if self.is_full:  # independent of blending options
             told = {"full": True, "run": run}
         if self.prefill is not None:
             told["label"] = self.label
@@ -69,13 +69,13 @@ def grid(
     contexts: Sequence[str],
     auto: Prefill | None = None,
 ) -> list[Setting]:
-    """Every combination once, labelled by what tells it apart; full prefill first, plain reuse next.
+    """Return every combination once, labelled by what differs; full prefill first, plain reuse next.
 
-    blend: everything the combinations do not say. ratios: numbers, or "auto" for a prefill that chooses it itself, the blend's
-    at least. A selector that fixes the ratio (`all`, `none`) is taken once. Raises UsageError for a value that is none.
+    blend: all other options. ratios: numbers, or "auto" for a prefill that chooses the ratio, at least blend's. Selectors
+    with a fixed ratio (`all`, `none`) appear once. Raises UsageError for invalid values.
     """
     for mode in modes:
-        replace(blend, mode=mode)  # checked there
+        replace(blend, mode=mode)  # raises for an unknown mode
     settings = [FULL]
     for context in dict.fromkeys(contexts):
         suffix = f", {context}" if len(set(contexts)) > 1 else ""

@@ -1,4 +1,4 @@
-"""Time to the first token of a prompt of random ids whose chunks are in a store, beside the cost model's ceiling."""
+"""Time to the first token of a prompt of random ids whose chunks are stored, and the cost model's ceiling."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A prompt's token ids but its prefix, which is the collection's: the chunks, and the suffix behind them,
-    of which question_tokens are the question."""
+    """Token ids of a prompt without its prefix, which is the collection's: the chunks, and the suffix, of which question_tokens are
+    the question."""
 
     chunks: tuple[Ids, ...]
     suffix_ids: Ids
@@ -42,7 +42,7 @@ class Layout:
 class FirstToken:
     """One run. seconds: from the known question to the first token: plan, KV load, rotation, prefill, argmax.
 
-    load_s: from the loader's start to its last layer; stall_s: how long computing waited for it.
+    load_s: from the loader's start to its last layer; stall_s: time that computing waited for it.
     """
 
     seconds: float
@@ -53,10 +53,10 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class SpeedPrompt:
-    """A prompt whose chunks are in the store, to be prefilled in any way any number of times.
+    """A prompt with stored chunks, to be prefilled in any way and number of times.
 
-    room: tokens that can be decoded after it. request.notes: what kept stored KV from being used; empty, or what was
-    measured is not what was asked for.
+    room: number of tokens that can be decoded after it. request.notes: why stored KV was not used; if not empty, the measurement
+    is not of the requested setting.
     """
 
     runtime: Runtime
@@ -65,7 +65,7 @@ class SpeedPrompt:
 
     @classmethod
     def stored(cls, runtime: Runtime, store: ChunkStore, layout: Layout, room: int) -> SpeedPrompt:
-        """Collect and store prefix and chunks. Raises StoreNoSpace, before anything is computed where that is clear."""
+        """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
         collection = runtime.collection()
         check_space(
             store.path, sum(map(collection.chunk_bytes, [len(collection.prefix_ids), *map(len, layout.chunks)]))
@@ -85,21 +85,21 @@ class SpeedPrompt:
         return replace(self.request, blend=blend).plan
 
     def prefill(self, blend: BlendConfig) -> Prefilled:
-        """The caller releases the sequence."""
+        """Prefill the prompt. The caller releases the sequence."""
         return prefill(self.runtime, replace(self.request, blend=blend), room=self.room)
 
     def first_token(self, blend: BlendConfig) -> FirstToken:
         start = time.perf_counter()
         done = self.prefill(blend)
         try:
-            int(done.logits.argmax())  # a GPU is done when its result is on the host
+            int(done.logits.argmax())  # waits for a GPU's result on the host
             seconds = time.perf_counter() - start
             return FirstToken(seconds, done.loader.load_s, done.loader.stall_s, done.loader.num_bytes)
         finally:
             done.sequence.release()
 
     def decode(self, num_tokens: int) -> float:
-        """Tokens a second after the first of num_tokens (2 or more), greedily, over reused KV."""
+        """Return tokens per second after the first of num_tokens (2 or more), decoded greedily over reused KV."""
         done = self.prefill(BlendConfig(mode="reuse"))
         try:
             sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
@@ -109,24 +109,23 @@ class SpeedPrompt:
 
 
 def ordinary_ids(model: LoadedModel) -> Tensor:
-    """[n] int64: the ids that text can have, no special or added token and no padding of the vocabulary among them."""
+    """Return the ids that text can have, without special, added and padding ids, [n] int64."""
     ordinary = torch.ones(min(model.spec.vocab_size, model.tokenizer.vocab_size), dtype=torch.bool)
     ordinary[[i for i in model.tokenizer.added_ids | model.eos_ids if i < len(ordinary)]] = False
     return ordinary.nonzero().flatten()
 
 
 def random_ids(ordinary: Tensor, count: int, generator: torch.Generator) -> Ids:
-    """`count` of these ids, any as likely as any other."""
+    """Draw `count` of these ids uniformly."""
     return tuple(ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist())
 
 
 def ceiling(plan: PromptPlan, layers: int, blend: BlendConfig) -> float:
-    """How many times faster than a full prefill the cost model lets this be: rows of a full prefill over rows computed.
+    """Return the speed-up over a full prefill that the cost model allows: rows of a full prefill divided by rows computed.
 
-    Layers before the check layer compute all rows that are not exact (layer 0 without their K and V), it and those
-    behind it the chosen rows and the suffix; without a check layer, all layers these. That KV is loaded in time is taken
-    for granted, and what a selector does to choose, what a correction does to the others,
-    or the check layer's K and V cost, is not in it.
+    Layers before the check layer compute all rows that are not exact (layer 0 without their K and V); the check layer and those
+    after it compute the chosen rows and the suffix; without a check layer, all layers do. Loading counts as hidden; the cost of
+    choosing, of the correction, and of the check layer's K and V is left out.
     """
     policy = blend.policy(layers, True)
     checks = dict(policy.checks if policy.needs_check_layer else ((0, blend.effective_ratio()),))
@@ -140,9 +139,9 @@ def ceiling(plan: PromptPlan, layers: int, blend: BlendConfig) -> float:
 def in_turn(
     cases: Mapping[str, Callable[[], T]], rounds: int, on_run: Callable[[int, int, str], None] = lambda *told: None
 ) -> dict[str, list[T]]:
-    """Run every case once a round, so that all see the same machine; what the first of rounds + 1 gave is dropped.
+    """Run every case once per round, so that all see the same machine; the first of rounds + 1 is a warm-up.
 
-    on_run: runs done, runs in all, and the case that is next.
+    on_run: called with runs done, number of runs, and the next case.
     """
     found: dict[str, list[T]] = {name: [] for name in cases}
     for round_ in range(rounds + 1):
@@ -155,13 +154,13 @@ def in_turn(
 
 
 def even_lengths(total: int, parts: int) -> Sequence[int]:
-    """Lengths of `parts` chunks of `total` tokens, the first ones a token longer where it does not divide."""
+    """Return lengths of `parts` chunks of `total` tokens, the first ones a token longer if it does not divide."""
     size, longer = divmod(total, parts)
     return [size + 1] * longer + [size] * (parts - longer)
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls the GPU or the CPU."""
+    """Return the vendor's name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name()

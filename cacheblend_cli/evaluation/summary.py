@@ -1,4 +1,4 @@
-"""What the records of a run say of each setting: means, intervals, and the distance from full prefill and from reuse."""
+"""Summaries of a run's records by setting: means, intervals, and distance from full prefill and from reuse."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cacheblend_cli.evaluation.settings import Setting
 class Summary:
     """One setting over all samples. Intervals are 95 % paired bootstraps over the samples.
 
-    exact_match, f1, rouge_l, f1_difference (to full prefill) and norm_f1 are against the references (None without);
-    norm_f1 also needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None
-    for full prefill itself: top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer;
-    kl_worst: the largest KL within each answer, averaged.
-    Errors are mean relative RMSEs, one a layer. ratio: as asked, or the mean of what --ratio auto chose. recomputed: tokens recomputed over tokens that are
-    reusable and inexact. budget: fresh token-layers over layers x reusable tokens. Seconds are medians.
+    exact_match, f1, rouge_l, f1_difference (to full prefill) and norm_f1 are against the references (None without); norm_f1 also
+    needs a reuse setting. same_answer, f1_full, rouge_full, top1 and KL are against full prefill and None for full prefill itself:
+    top1_first, kl_first at the first answer token; top1, kl over all tokens of its answer; kl_worst: largest KL within each
+    answer, averaged. Errors are mean relative RMSEs, one per layer. ratio: as requested, or the mean that --ratio auto chose.
+    recomputed: recomputed tokens over tokens that are reusable and inexact. budget: fresh token-layers over layers x reusable
+    tokens. Seconds are medians.
     """
 
     label: str
@@ -56,9 +56,9 @@ class Summary:
 
 
 def summarise(results: Results, *, baseline: str | None = None, resamples: int = 2000) -> list[Summary]:
-    """A summary a setting, in order.
+    """Return a summary per setting, in order.
 
-    baseline: the label NormF1 counts from, by default the first setting that reuses all and repairs nothing.
+    baseline: label of the setting that NormF1 counts from; by default the first setting that reuses everything without repair.
     """
     columns, full = results.by_label, results.full
     if baseline is None:
@@ -118,7 +118,7 @@ def _summary(
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third; of one value it is both."""
+    """Return the first and third quartile; the value itself if there is only one."""
     if len(values) < 2:
         return (values[0], values[0]) if values else (0.0, 0.0)
     first, _, third = quantiles(values, n=4, method="inclusive")
@@ -130,7 +130,7 @@ def _layers(errors: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _mean_ratio(records: list[Record]) -> float:
-    """A prompt that reused nothing was computed whole; one without an inexact token needed nothing."""
+    """Return the mean ratio: 1 for a prompt that reused nothing, 0 for one without inexact tokens."""
     ratios = [
         r.recomputed_tokens / inexact if (inexact := r.cached_tokens - r.exact_tokens) else float(not r.cached_tokens)
         for r in records

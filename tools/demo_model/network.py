@@ -1,4 +1,4 @@
-"""A plain Llama for training: packed questions behind a block mask, and two auxiliary losses that leave no trace in it."""
+"""A plain Llama for training: packed questions behind a block mask, and two auxiliary losses whose parts are not exported."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Network(nn.Module):
         return F.cross_entropy(scores + mask[row, 0, col - 1], targets[row, col])
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """The weights under their HF names, without the probe."""
+        """Return the weights under their HF names, without the probe."""
         out = {
             "model.embed_tokens.weight": self.embed.weight,
             "model.norm.weight": self.norm.weight,
@@ -125,7 +125,7 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def restore(self, weights: dict[str, Tensor]) -> None:
-        """Take over exported weights."""
+        """Load exported weights."""
         for name, target in self.checkpoint().items():
             target.copy_(weights[name])
 
@@ -140,7 +140,7 @@ class Network(nn.Module):
 
 
 def block_mask(block: Tensor) -> Tensor:
-    """Additive [batch, 1, length, length]: causal, and a question sees the documents and itself. block: [batch, length]."""
+    """Return the additive mask [batch, 1, length, length]: causal, and a question sees the documents and itself. block: [batch, length]."""
     length = block.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = (block[:, :, None] == block[:, None, :]) | (block[:, None, :] == 0)
@@ -148,7 +148,7 @@ def block_mask(block: Tensor) -> Tensor:
 
 
 def tables(positions: Tensor, s: Shape) -> tuple[Tensor, Tensor]:
-    """cos, sin [batch, 1, length, head_dim]."""
+    """Return cos, sin [batch, 1, length, head_dim]."""
     inv = 1.0 / s.rope_theta ** (torch.arange(0, s.head_dim, 2).float() / s.head_dim)
     freqs = positions[..., None].float() * inv
     both = torch.cat((freqs, freqs), -1)[:, None]

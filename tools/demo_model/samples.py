@@ -148,5 +148,5 @@ class SampleMaker:
 
 
 def _within(offsets: list[tuple[int, int]], start: int, text: str) -> list[int]:
-    """Indexes of the tokens that overlap text at characters start : start + len(text)."""
+    """Return indexes of the tokens that overlap the characters start : start + len(text)."""
     return [i for i, (a, b) in enumerate(offsets) if b > start and a < start + len(text)]

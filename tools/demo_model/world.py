@@ -159,7 +159,7 @@ class Page:
     facts: tuple[Fact, ...]
 
     def chunk_texts(self) -> list[str]:
-        """The text of each chunk; joined they are the page's Markdown, lossless."""
+        """Return the text of each chunk; joined they are the page's Markdown."""
         texts = []
         for i, paragraph in enumerate(self.paragraphs):
             head = f"# {self.person.name}\n\n" if i == 0 else ""
@@ -169,7 +169,7 @@ class Page:
 
 
 def make_person(rng: random.Random, taken: set[str], split: str) -> Person:
-    """split: "train" (known names and invented ones), "known" (known names), "held_out" (names training never has)."""
+    """Draw a person. split: "train" (known and invented names), "known" (known names), "held_out" (names training never has)."""
     while True:
         pronoun = rng.choice(("She", "He"))
         first, last = rng.choice(FIRST[pronoun]), rng.choice(LAST)
@@ -185,7 +185,7 @@ def make_person(rng: random.Random, taken: set[str], split: str) -> Person:
 
 
 def make_page(rng: random.Random, person: Person, num_paragraphs: int, num_facts: int | None = None) -> Page:
-    """Paragraph 1 names the person; the others hold one or two facts by pronoun, among sentences that concern nobody."""
+    """Write a page: paragraph 1 names the person; the others have one or two facts by pronoun, among sentences about nobody."""
     relations = list(RELATIONS)
     rng.shuffle(relations)
     paragraphs, facts = [], []
@@ -210,20 +210,20 @@ def make_page(rng: random.Random, person: Person, num_paragraphs: int, num_facts
 
 
 def ask(rng: random.Random, person: Person, fact: Fact) -> tuple[str, str, int]:
-    """A question about the fact, its answer, and where the value starts in the answer."""
+    """Return a question about the fact, its answer, and the start of the value in the answer."""
     _, _, questions, answer = RELATIONS[fact.relation]
     text = answer.format(N=person.name, v=fact.value)
     return rng.choice(questions).format(N=person.name), text, text.rindex(fact.value)
 
 
 def _invented(rng: random.Random, syllables: int) -> str:
-    """A name nobody has: its spelling has to be copied, it cannot be remembered."""
+    """Return an invented name: its spelling has to be copied, since it cannot be memorised."""
     parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)]
     return ("".join(parts) + rng.choice(CODAS)).capitalize()
 
 
 def _compound(rng: random.Random, names: list[str]) -> str:
-    """The start of a known name with another ending: its first pieces say nothing of the rest. Never a held-out name."""
+    """Return the start of a known name with another ending, whose first pieces do not predict the rest. Never a held-out name."""
     while True:
         stem = rng.choice(names)
         name = stem[: rng.randint(2, len(stem))] + rng.choice(VOWELS[:5] + CODAS) + rng.choice(CODAS)
