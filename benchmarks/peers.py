@@ -161,8 +161,8 @@ def precompute(models: Models, precision: str) -> None:
     document = models.folder / "billing.txt"
     document.write_text(" ".join(f"In week {i} team {i % 7} billed client {i % 13}." for i in range(CHUNKS * 100)))
     command = [*CLI, "precompute", str(document), "--chunk-tokens", str(CHUNK_TOKENS), "--context", "sink", "--json"]
-    told = subprocess.run([*command, *models.machine(precision)], check=True, capture_output=True, text=True)
-    chunks = [json.loads(line) for line in told.stdout.splitlines()]
+    output = subprocess.run([*command, *models.machine(precision)], check=True, capture_output=True, text=True)
+    chunks = [json.loads(line) for line in output.stdout.splitlines()]
     assert len(chunks) >= CHUNKS
     noted.write_text(",".join(chunk["id"] for chunk in chunks[:CHUNKS]))
 
@@ -210,14 +210,14 @@ def run(command: list[str], busy: int = 0) -> dict[str, float]:
         err.seek(0)
         if child.returncode:
             raise Died(f"exit {child.returncode}: {err.read()[-1500:]}", max(0, -child.returncode))
-        told = json.loads(out.read().strip().splitlines()[-1])
-    found = _ours(told) if "timing" in told else _theirs(told, start)
+        output = json.loads(out.read().strip().splitlines()[-1])
+    found = _ours(output) if "timing" in output else _theirs(output, start)
     return {**found, "peak_mib": usage.ru_maxrss / 1024, "others": others.used()}
 
 
-def _ours(told: dict[str, Any]) -> dict[str, float]:
-    assert told["generated_tokens"] == ANSWER_TOKENS, "the answer ended before"
-    timing = told["timing"]
+def _ours(output: dict[str, Any]) -> dict[str, float]:
+    assert output["generated_tokens"] == ANSWER_TOKENS, "the answer ended before"
+    timing = output["timing"]
     rate, first = timing["decode_tokens_per_s"], timing["process_s"]
     last = first + (ANSWER_TOKENS - 1) / rate
     return {
@@ -225,16 +225,16 @@ def _ours(told: dict[str, Any]) -> dict[str, float]:
         "process_last_s": last,
         "first_s": timing["ttft_s"],
         "tokens_per_s": rate,
-        "prompt_tokens": told["prompt_tokens"],
+        "prompt_tokens": output["prompt_tokens"],
     }
 
 
-def _theirs(told: dict[str, float], start: float) -> dict[str, float]:
+def _theirs(output: dict[str, float], start: float) -> dict[str, float]:
     return {
-        "process_first_s": told["first"] - start,
-        "process_last_s": told["last"] - start,
-        "first_s": told["first"] - told["loaded"],
-        "tokens_per_s": (ANSWER_TOKENS - 1) / (told["last"] - told["first"]),
+        "process_first_s": output["first"] - start,
+        "process_last_s": output["last"] - start,
+        "first_s": output["first"] - output["loaded"],
+        "tokens_per_s": (ANSWER_TOKENS - 1) / (output["last"] - output["first"]),
     }
 
 
@@ -340,8 +340,8 @@ def main() -> None:
         precompute(models, precision)
     if not models.ids.exists():
         asked = [*models.ask("float32"), *BLENDS["full"], "--max-tokens", "1"]
-        told = subprocess.run(asked, check=True, capture_output=True, text=True)
-        models.ids.write_text(json.dumps(json.loads(told.stdout)["prompt_ids"]))
+        output = subprocess.run(asked, check=True, capture_output=True, text=True)
+        models.ids.write_text(json.dumps(json.loads(output.stdout)["prompt_ids"]))
     if arguments.prepare:
         return
     machine = machine_name()

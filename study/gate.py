@@ -83,8 +83,8 @@ def answer(runtime: Runtime, request: Request, full: Prefilled, question: int) -
         done.sequence.release()
     ours = torch.stack(noting.logits[: len(ids)])
     theirs = teacher_forced(runtime.decoder, full.sequence, full.plan.token_ids, ids)
-    said = torch.tensor(ids, device=theirs.device)
-    return Answered(question, signals_of(ours), (theirs.argmax(-1) != said).tolist())
+    chosen = torch.tensor(ids, device=theirs.device)
+    return Answered(question, signals_of(ours), (theirs.argmax(-1) != chosen).tolist())
 
 
 def run(name: str, arguments: argparse.Namespace, until: float) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def about(result: Row) -> str:
 def table(rows: list[Row]) -> str:
     """Return a Markdown table with the columns that some row has a value for; likelihoods minus full prefill's."""
     full = next((row["likelihood"][0] for row in rows if row["label"] == "full prefill" and "likelihood" in row), 0.0)
-    # of real text full prefill is what the others are compared with, and says nothing itself
+    # full prefill has no row of its own if it is only the reference
     shown = [row for row in rows if "kl" in row or row.get("exact_match")]
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in shown)]
     lines = [

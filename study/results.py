@@ -73,8 +73,8 @@ def _answer_measures(bootstrap: Bootstrap, samples: Sequence[Sample], records: S
     """found: share of answers that contain a reference answer; likelihood: of the reference answer, nats per token."""
     row: Row = {}
     if all(sample.answers for sample in samples):
-        said = zip(samples, records, strict=True)
-        found = [float(any(a.lower() in r.answer.lower() for a in s.answers)) for s, r in said]
+        pairs = zip(samples, records, strict=True)
+        found = [float(any(a.lower() in r.answer.lower() for a in s.answers)) for s, r in pairs]
         row["found"] = bootstrap.interval(mean, found)
     likelihood = [r.likelihood for r in records if r.likelihood is not None]
     if len(likelihood) == len(records):

@@ -148,11 +148,11 @@ def needles(filler: Sequence[str], chunks: int, seed: int = 0) -> list[Sample]:
         rng = random.Random(f"{seed}-{number}")
         things = rng.sample([f"{c} {a}" for c in COLOURS for a in ANIMALS], chunks * PER_CHUNK)
         codes = [str(rng.randrange(100_000, 1_000_000)) for _ in things]
-        said = [f"The access code of the {t} is {code}." for t, code in zip(things, codes, strict=True)]
-        texts = [_strewn(filler, said[i * PER_CHUNK : (i + 1) * PER_CHUNK], rng) for i in range(chunks)]
-        asked = rng.randrange(PER_CHUNK, len(things))  # the first chunk is exact in any case
-        question = f"What is the access code of the {things[asked]}? Answer with the number only."
-        samples.append(Sample(question, (codes[asked],), tuple(Context(text) for text in texts)))
+        sentences = [f"The access code of the {t} is {code}." for t, code in zip(things, codes, strict=True)]
+        texts = [_strewn(filler, sentences[i * PER_CHUNK : (i + 1) * PER_CHUNK], rng) for i in range(chunks)]
+        target = rng.randrange(PER_CHUNK, len(things))  # the first chunk is exact in any case
+        question = f"What is the access code of the {things[target]}? Answer with the number only."
+        samples.append(Sample(question, (codes[target],), tuple(Context(text) for text in texts)))
     return samples
 
 
@@ -163,27 +163,27 @@ def tracking(filler: Sequence[str], chunks: int, seed: int = 1) -> list[Sample]:
     for number in range(NEEDLE_SETS):
         rng = random.Random(f"{seed}-{number}")
         names = rng.sample(NAMES, 9)
-        said: list[list[str]] = [[] for _ in range(chunks)]
+        by_chunk: list[list[str]] = [[] for _ in range(chunks)]
         values = []
         for chain in (names[:3], names[3:6], names[6:]):
             values.append(str(rng.randrange(10_000, 100_000)))
-            told = [f"{chain[0]} has the value {values[-1]}."]
-            told += [f"{after} has the same value as {before}." for before, after in pairwise(chain)]
-            for place, sentence in zip(sorted(rng.sample(range(chunks), len(told))), told, strict=True):
-                said[place].append(sentence)
-        texts = [_strewn(filler, sentences, rng) for sentences in said]
+            links = [f"{chain[0]} has the value {values[-1]}."]
+            links += [f"{after} has the same value as {before}." for before, after in pairwise(chain)]
+            for place, sentence in zip(sorted(rng.sample(range(chunks), len(links))), links, strict=True):
+                by_chunk[place].append(sentence)
+        texts = [_strewn(filler, sentences, rng) for sentences in by_chunk]
         question = f"Which value does {names[2]} have? Answer with the number only."
         samples.append(Sample(question, (values[0],), tuple(Context(text) for text in texts)))
     return samples
 
 
-def _strewn(filler: Sequence[str], said: Sequence[str], rng: random.Random) -> str:
+def _strewn(filler: Sequence[str], sentences: Sequence[str], rng: random.Random) -> str:
     """Return a passage of real sentences with the given ones at random places."""
     at, passage = rng.randrange(len(filler)), []
     while sum(len(sentence.split()) for sentence in passage) < PASSAGE_WORDS:
         passage.append(filler[at % len(filler)])
         at += 1
-    for sentence in said:
+    for sentence in sentences:
         passage.insert(rng.randrange(1, len(passage)), sentence)
     return " ".join(passage) + "\n\n"
 
