@@ -38,6 +38,17 @@ def test_a_question_goes_behind_what_was_said(talk: Any, engine: Engine) -> None
     assert (code, out) == (0, f"{first.text}\n{second.text}\n")
 
 
+def test_a_follow_up_finds_what_the_question_before_it_was_about(talk: Any, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "docs" / "lease.md").write_text("# Harbor house\n\nThe lease of the harbor house ends in May.\n")
+    (tmp_path / "docs" / "club.md").write_text("# Chess\n\nThe season ends in June.\n")
+    assert cli("precompute", "docs").code == 0
+    alone = talk("And when does it end?", flags=("-k", "1"))
+    turns = talk("Who owns the harbor house?", "And when does it end?", flags=("-k", "1"))
+    assert "[club.md]" in alone.err
+    assert [line.count("[lease.md]") for line in turns.err.splitlines() if "prompt tokens" in line] == [1, 1]
+    assert turns.err.count("s after the question") == 2
+
+
 def test_commands(talk: Any, tmp_path: Path) -> None:
     code, out, err = talk(
         "/why",
