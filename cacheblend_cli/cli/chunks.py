@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from cacheblend_cli.corpus.citations import Citation
 
+_TEXT_READ, _TEXT_SHOWN = 1000, 50  # characters of a text
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, check and remove stored chunks.")
 
 
@@ -42,13 +42,12 @@ def ls(
     from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 
     output = Output(quiet=quiet)
-    last = None
+    last, models, rows = None, _Models(), list[_Row]()
     with options.open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
         scope = EVERYTHING if source is None else Scope.matching(source)
         citations = Citations(kv_store, None if source is None else scope)
         all_of = ((m, citations.of(m)) for m in kv_store.chunks(start_after=start))
-        rows = []
         for manifest, citation in islice((f for f in all_of if scope.holds(f[1].name)), limit):
             last = manifest
             if json:
@@ -56,28 +55,21 @@ def ls(
             elif quiet:
                 output.text(manifest.id)
             else:
-                rows.append((citation.source, citation.index, manifest))
+                rows.append(_Row.of(manifest, citation, models))
     if last is None:
         output.note("no chunk is stored" if source is None and after is None else "no such chunk, or no more of them")
     if rows:
-        rows.sort(key=lambda row: row[:2])
-        names = _model_names([m for *_, m in rows])
-        several = len(names) > 1  # one model's name tells nothing
+        rows.sort(key=lambda row: (row.source, row.index))
+        names = models.names()
+        several = len(names) > 1  # the name of the only model says nothing
         table = [
-            (
-                m.id[:12],
-                *[names[m.model]] * several,
-                m.num_tokens,
-                _size(m),
-                f"{name}#{index}",
-                " ".join(m.text.split())[:50],
-            )
-            for name, index, m in rows
+            (row.id, *[names[row.model]] * several, row.num_tokens, row.size, f"{row.source}#{row.index}", row.text)
+            for row in rows
         ]
         columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
         output.table(columns, table, right=(1 + several, 2 + several), ends=(3 + several, *[1] * several))
         output.note(
-            f"{len(rows)} chunks, {sum(m.num_tokens for *_, m in rows):,} tokens, {format_size(sum(m.num_bytes for *_, m in rows))}"
+            f"{len(rows)} chunks, {sum(r.num_tokens for r in rows):,} tokens, {format_size(sum(r.num_bytes for r in rows))}"
         )
         if last is not None and len(rows) == limit:
             output.note(f"the next page: --after {last.id[:12]}")
@@ -163,11 +155,39 @@ def rm(
         output.note(f"removed {len(ids)} chunks{of}")
 
 
-def _model_names(manifests: Sequence[ChunkManifest]) -> dict[str, str]:
-    """Fingerprint -> name of the models; of those with one name, with the beginning of the fingerprint."""
-    names = {m.model: m.model_name for m in manifests}
-    count = Counter(names.values())
-    return {model: name if count[name] == 1 else f"{name} {model[:6]}" for model, name in names.items()}
+class _Models:
+    """Models of the listed chunks."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, tuple[str, str]] = {}
+
+    def add(self, manifest: ChunkManifest) -> str:
+        """Add a chunk's model. Returns its fingerprint, the same string for each chunk of the model."""
+        return self._names.setdefault(manifest.model, (manifest.model, manifest.model_name))[0]
+
+    def names(self) -> dict[str, str]:
+        """Return fingerprint -> name; with the beginning of the fingerprint where several models have the name."""
+        count = Counter(name for _, name in self._names.values())
+        return {m: name if count[name] == 1 else f"{name} {m[:6]}" for m, name in self._names.values()}
+
+
+class _Row(NamedTuple):
+    """What the table shows of a chunk: a store has many. model: fingerprint. size: as text. text: its beginning."""
+
+    source: str
+    index: int
+    id: str
+    model: str
+    num_tokens: int
+    num_bytes: int
+    size: str
+    text: str
+
+    @classmethod
+    def of(cls, manifest: ChunkManifest, citation: Citation, models: _Models) -> _Row:
+        beginning = " ".join(manifest.text[:_TEXT_READ].split())[:_TEXT_SHOWN]
+        amounts = manifest.num_tokens, manifest.num_bytes, _size(manifest)
+        return cls(citation.source, citation.index, manifest.id[:12], models.add(manifest), *amounts, beginning)
 
 
 def _size(m: ChunkManifest) -> str:

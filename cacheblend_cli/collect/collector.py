@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from cacheblend_store import ChunkManifest, ChunkStore
@@ -119,10 +119,17 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
 
 
 def record_bytes(collection: Collection, planned: PlannedChunk) -> int:
-    """Return the bytes of a chunk's record once its KV is stored."""
-    manifest, layers = chunk_manifest(collection, planned), collection.model.spec.num_layers
-    size = collection.stored_bytes(len(planned.chunk.token_ids)) // layers
-    return len(encode_manifest(replace(manifest.without_kv(), blob_sizes=(size,) * layers)))
+    """Return the bytes of a chunk's record once it has KV."""
+    manifest = chunk_manifest(collection, planned).without_kv()
+    return record_bytes_with_kv(collection, manifest, len(encode_manifest(manifest)))
+
+
+def record_bytes_with_kv(collection: Collection, manifest: ChunkManifest, num_bytes: int) -> int:
+    """Return the bytes of a record of num_bytes bytes once its chunk has KV: without KV its blob sizes are 0."""
+    if manifest.has_kv:
+        return num_bytes
+    blob_bytes = collection.stored_bytes(manifest.num_tokens) // manifest.num_layers
+    return num_bytes + manifest.num_layers * (len(str(blob_bytes)) - 1)
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:

@@ -9,7 +9,7 @@ from cacheblend_store import ChunkManifest, ChunkStore, StoreFull, StoreNoSpace
 from cacheblend_store.store import PutStatus
 
 GROUP_BYTES = 128 << 20
-GROUP_SECONDS = 0.25
+GROUP_SECONDS = 1.0
 Whole = tuple[ChunkManifest, Sequence[bytes]]
 """A chunk with its blobs, one a layer."""
 
@@ -23,7 +23,7 @@ def commit(
     Chunks wait for company until the last commit is GROUP_SECONDS old or GROUP_BYTES wait: a slow computation commits
     every chunk at once, and a fast one does not wait for the disk with each.
     """
-    waiting, num_bytes, committed_at = list[Whole](), 0, 0.0
+    waiting, num_bytes, committed_at = list[Whole](), 0, time.monotonic()
     for chunk in chunks:
         waiting.append(chunk)
         num_bytes += sum(map(len, chunk[1]))

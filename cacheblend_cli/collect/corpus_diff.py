@@ -1,4 +1,4 @@
-"""What a precompute finds: the documents on disk, and what the store has of them for the model, in any codec and context."""
+"""Compare the documents on disk with what the store holds of them for the model, in any codec and context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cacheblend_cli.collect.document_records import gone_documents, stored_docum
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.source_settings import DocumentRoot, SourceSettings
-from cacheblend_cli.corpus.documents import Document, Skipped, read_documents
+from cacheblend_cli.corpus.conversions import Conversions
+from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped, read_documents
 from cacheblend_cli.corpus.places import is_within, linked_from, place_of
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.prompt.collection import Collection
@@ -26,33 +27,34 @@ from cacheblend_cli.prompt.wording import Wording
 
 @dataclass(frozen=True)
 class CorpusDiff:
-    """collection: of any codec. roots: what the store remembers.
+    """Documents found on disk beside the records in the store.
 
-    paths: the names of what was given -> the project that a link below it leads from, if any. documents: in order. kept:
-    name -> digest of the documents that are there, "" of those that nobody could read.
-    stored: key in the store -> record, under the name the document has now. gone: the same of documents that are no more,
-    for any model or salt.
-    codecs: by collection. worded: names of documents that are stored behind another wording of the prompt -> it, the
-    latest; these stay as they are. earlier: collections behind an earlier date, and it; their documents are stored anew.
-    selections: what is taken of each of the paths. name: of a collection that they are of.
+    collection: in any codec. paths: name of each given path -> project from which a link below that project leads to it, if
+    any. documents: those found, in order, without their text. digests: name -> digest of each document found, "" if it could not
+    be read. stored: key -> record, under the document's current name. gone: key -> record of documents that no longer exist, for
+    any model or salt. codecs: collection id -> codec. worded: name of each document stored behind another wording of the prompt
+    -> latest such wording; these records stay. earlier: collection id -> earlier date behind which documents are stored; they
+    are stored again. source_settings: settings the store remembers. selections: name of each given path -> files taken below it.
+    conversions: cache of converted files.    name: name under which --collection finds the paths.
     """
 
     collection: Collection
     paths: dict[str, str | None]
-    documents: list[Document]
-    kept: dict[str, str]
+    documents: list[DocumentFile]
+    digests: dict[str, str]
     stored: dict[bytes, DocumentRecord]
     gone: dict[bytes, DocumentRecord]
     codecs: dict[str, str]
     worded: dict[str, Wording]
     earlier: dict[str, date]
-    roots: SourceSettings
+    source_settings: SourceSettings
     selections: dict[str, Selection]
+    conversions: Conversions
     name: str = ""
 
     @cached_property
     def linked(self) -> dict[str, set[str]]:
-        """Root -> names of the documents that links below it led to."""
+        """Root -> names of documents outside it that links below it lead to."""
         found: dict[str, set[str]] = {}
         for document in self.documents:
             if not is_within(document.source, document.root):
@@ -68,18 +70,18 @@ class CorpusDiff:
 
     @cached_property
     def left_behind(self) -> set[str]:
-        """Names of documents that this run does not look at and that an earlier date hides from questions."""
+        """Names of documents outside this run that questions do not find, because they are stored behind an earlier date."""
         ending = {record.source for record in self.gone.values()}
         current = {r.source for r in self.stored.values() if r.collection not in self.earlier}
         names = {r.source for r in self.stored.values() if r.collection in self.earlier}
-        return names - current - ending - self.kept.keys()
+        return names - current - ending - self.digests.keys()
 
     def versions(self, name: str) -> list[DocumentRecord]:
-        """What is stored of a document."""
+        """Return all records of a document."""
         return self._by_name.get(name, [])
 
     def replaced(self, name: str, collection: Collection, context: str) -> list[DocumentRecord]:
-        """What is stored of a document in that codec and context, also behind an earlier date."""
+        """Return the records of a document in a codec and context, including those behind an earlier date."""
         return [
             r
             for r in self.versions(name)
@@ -91,19 +93,22 @@ class CorpusDiff:
         ]
 
     def is_outdated(self, record: DocumentRecord) -> bool:
-        """Whether a document's record says something else than the document, or stands behind an earlier date."""
-        digest = self.kept.get(record.source)
+        """Return whether the document has changed since, or its record is behind an earlier date."""
+        digest = self.digests.get(record.source)
         return bool(digest) and (record.content_digest != digest or record.collection in self.earlier)
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Digest -> a name of the document that says it."""
+        """Digest -> name of a document with that text."""
         return {document.digest: document.source for document in self.documents}
 
     def settings_of(self, name: str, root: str) -> CollectSettings:
-        """How a document, or a root, was cut and collected when that was last said: by what is remembered of the nearest
-        root; else as the last document below the root, or one that has moved there, is stored."""
-        known = self.roots.nearest(name) or self.roots.nearest(root)
+        """Return the remembered settings of a document or root.
+
+        They are those of the nearest root in the store; without one, those of the latest record below the root, or of a record
+        whose document has moved there; else the defaults.
+        """
+        known = self.source_settings.nearest(name) or self.source_settings.nearest(root)
         if known is not None:
             return known.settings
         records = [r for r in self.stored.values() if is_within(r.source, root)]
@@ -116,7 +121,7 @@ class CorpusDiff:
         return CollectSettings()
 
     def given_roots(self, given: Mapping[str, Any]) -> list[DocumentRoot]:
-        """What there is to remember of the paths. given: the settings that were asked for, as to `survey`."""
+        """Return the roots to remember for the given paths. given: settings that were asked for, by name."""
         of = self.collection
         return [
             DocumentRoot(
@@ -133,29 +138,29 @@ class CorpusDiff:
         ]
 
 
-def survey(
+def diff_corpus(
     collection: Collection,
     store: ChunkStore | None,
     paths: Paths,
     on_skipped: Callable[[Skipped], None],
 ) -> CorpusDiff:
-    """Read the documents at and below the paths, and compare."""
+    """Read the documents at and below the paths and compare them with the store. on_skipped: called for files that are not
+    documents."""
     names = {place_of(path): linked_from(path) for path in paths.all}
-    roots = SourceSettings(collection, store)
-    selections = {name: replace(roots.selection_of(name), **paths.select) for name in names}
-    found, kept, no_documents = list[Document](), dict[str, str](), set[str]()
-    for document in read_documents(
-        paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions
-    ):
-        if isinstance(document, Document):
-            found.append(document)
-            kept[document.source] = document.digest
+    source_settings = SourceSettings(collection, store)
+    selections = {name: replace(source_settings.selection_of(name), **paths.select) for name in names}
+    documents, digests, no_documents = list[DocumentFile](), dict[str, str](), set[str]()
+    for found in read_documents(paths.named, paths.listed, lambda path: selections[place_of(path)], paths.conversions):
+        if isinstance(found, Document):
+            file = DocumentFile.of(found)
+            documents.append(file)
+            digests[file.source] = file.digest
         else:
-            on_skipped(document)
-            if document.unread:
-                kept[document.source] = ""
+            on_skipped(found)
+            if found.unread:
+                digests[found.source] = ""
             else:
-                no_documents.add(document.source)
+                no_documents.add(found.source)
     codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
     earlier = _earlier(collection, store)
     codecs |= {of.id: of.codec for of, _ in earlier}
@@ -164,16 +169,29 @@ def survey(
     wordings = ids_of_wordings(store, collection) if store else {}
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)
     worded = {r.source: wordings[r.collection] for r in behind}
-    gone = gone_documents(records, kept, no_documents, names)
-    gone |= gone_documents(stored, kept, no_documents | roots.unlinked(names, kept.keys()), names)
+    unlinked = source_settings.unlinked(names, digests.keys())
+    gone = gone_documents(records, digests, no_documents, names)
+    gone |= gone_documents(stored, digests, no_documents | unlinked, names)
     days = {of.id: day for of, day in earlier}
     return CorpusDiff(
-        collection, names, found, kept, stored, gone, codecs, worded, days, roots, selections, paths.collection
+        collection,
+        names,
+        documents,
+        digests,
+        stored,
+        gone,
+        codecs,
+        worded,
+        days,
+        source_settings,
+        selections,
+        paths.conversions,
+        paths.collection,
     )
 
 
 def _earlier(collection: Collection, store: ChunkStore | None) -> list[tuple[Collection, date]]:
-    """The collections, in every codec, that questions had behind earlier dates."""
+    """Return the collections behind earlier dates of the prompt, in every codec, and their dates."""
     dates = kept_dates(store, collection) if store is not None else None
     days = (*dates.earlier, dates.day) if dates is not None else ()
     return [

@@ -1,4 +1,4 @@
-"""What a run is to read: the paths that were given, and what of their folders."""
+"""Paths given to a run, and which files of folders are taken."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from cacheblend_cli.corpus.conversions import Conversions
 
 @dataclass(frozen=True)
 class Paths:
-    """named: files and folders, "-" for stdin. listed: files of a list, which are passed over where no converter knows them.
-    select: the fields of a Selection that were asked for; the others are as the store remembers them of each path. collection: what they are
-    called together from now on, "" for nothing new. conversions: of
-    runs before, for those that follow each other in one process."""
+    """Documents to read.
+
+    named: files and folders, "-" for stdin. listed: files of a list; those that no converter knows are skipped. select: fields
+    of a Selection that were asked for; the others are as the store remembers them for each path. collection: name to give the
+    documents, "" for none. conversions: cache of converted files, for several runs in one process.
+    """
 
     named: Sequence[str]
     listed: Sequence[str] = ()

@@ -1,57 +1,235 @@
-"""What a precompute is about to do: the documents' chunks with their keys, and how that differs from what is stored."""
+"""Plan a run: which documents changed, their chunks with keys and sizes, and what the store has of them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from cacheblend_store import Amount, ChunkStore, DocumentRecord
+from cacheblend_store import ChunkStore, DocumentRecord, StoreError
+from cacheblend_store.format.records import decode_manifest, document_key
 
-from cacheblend_cli.collect.collector import PlannedChunk
+from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
+from cacheblend_cli.collect.document_records import is_current, record_settings
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import CONTEXTS, Ids, Neighbours, Passage, document_contexts
+from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.cutting import Cut, cut_document
-from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.documents import Document, DocumentFile
 from cacheblend_cli.prompt.collection import Collection
 
 Planned = list[tuple[Document, list[PlannedChunk]]]
 """Documents in order, with their chunks."""
+OnCut = Callable[[Document, int], None]
+"""Called while a document is cut: the document, and the number of characters cut so far."""
+_HELD_TOKENS = 1 << 20  # of chunks that stay in memory from planning to storing; other documents are cut again
+
+
+class ChunkSize(NamedTuple):
+    """A planned chunk without its text. left_len: tokens of its left context. record_bytes: size of its record with KV."""
+
+    key: bytes
+    num_tokens: int
+    left_len: int
+    record_bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedDocument:
+    """A document and the sizes of its chunks, in order.
+
+    chunks: the chunks themselves, where they are held in memory. is_current: the store has the document as it is now, cut with
+    the same settings.
+    """
+
+    file: DocumentFile
+    sizes: list[ChunkSize]
+    chunks: list[PlannedChunk] | None = None
+    is_current: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """The documents of a run that are cut and collected in one way."""
+    """Documents of a run that are cut and collected with the same settings."""
 
     collection: Collection
     settings: CollectSettings
-    planned: Planned
+    documents: list[PlannedDocument]
 
     @property
-    def chunks(self) -> list[PlannedChunk]:
-        return [chunk for _, chunks in self.planned for chunk in chunks]
+    def sizes(self) -> Iterator[ChunkSize]:
+        for document in self.documents:
+            yield from document.sizes
+
+    def stored_bytes(self, size: ChunkSize) -> int:
+        """Return the bytes of a chunk's blobs."""
+        return self.collection.stored_bytes(size.num_tokens)
 
 
 @dataclass
-class Difference:
-    """What a run changes in the store. new, replaced: what it computes, of documents the store does not have so and of
-    those it has. removed: what goes. changes: (as a document is stored, as it is to be stored), both as flags ->
-    documents that are computed again, for it alone or among others. missing: what is to be computed, by collection. seconds: that this takes, where it was measured."""
+class StoredChunks:
+    """Planned chunks that are stored with an undamaged record. has_kv: by key. sizes: of those that were asked for."""
 
-    new: Amount = field(default_factory=Amount)
-    replaced: Amount = field(default_factory=Amount)
-    unchanged: Amount = field(default_factory=Amount)
-    removed: Amount = field(default_factory=Amount)
-    changes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    missing: list[tuple[Collection, list[PlannedChunk]]] = field(default_factory=list)
-    seconds: float = 0.0
+    store: ChunkStore | None
+    has_kv: dict[bytes, bool] = field(default_factory=dict)
+    sizes: dict[bytes, ChunkSize] = field(default_factory=dict)
 
-    @property
-    def computed_tokens(self) -> int:
-        return sum(len(planned.chunk.token_ids) for _, chunks in self.missing for planned in chunks)
+    def read(self, keys: Iterable[bytes], collection: Collection, *, sizes: bool = False) -> None:
+        """Read the records of these chunks, in the order in which they are stored."""
+        if self.store is None:
+            return
+        with self.store.read() as reader:
+            for key in sorted(set(keys)):
+                try:
+                    value = reader.get("chunks", key)
+                    manifest = None if value is None else decode_manifest(key, value)
+                except StoreError:
+                    continue
+                if value is None or manifest is None:
+                    continue
+                self.has_kv[key] = manifest.has_kv
+                if sizes:
+                    num_bytes = record_bytes_with_kv(collection, manifest, len(value))
+                    self.sizes[key] = ChunkSize(key, manifest.num_tokens, len(manifest.left_context_ids), num_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parts of a run, in order, and what the store has of their chunks."""
+
+    parts: list[Part]
+    stored: StoredChunks
+
+
+class Planner:
+    """Plans the documents of a comparison. Documents that did not change since they were stored are not cut again."""
+
+    def __init__(self, diff: CorpusDiff, on_cut: OnCut, on_changed: Callable[[DocumentFile, str], None]) -> None:
+        """on_changed: called for a document that does not read any more, or changed since it was found, with the reason."""
+        self._diff, self._on_cut, self._on_changed = diff, on_cut, on_changed
+        self._held = 0
+
+    def plan(self, store: ChunkStore | None, given: Mapping[str, Any], *, with_records: bool) -> Plan:
+        """Plan all documents. given: settings that were asked for; others are as the store remembers them.
+
+        with_records: compute the sizes of records, which count in a quota; else they are 0.
+        """
+        groups: dict[CollectSettings, list[DocumentFile]] = {}
+        for file in self._diff.documents:
+            settings = replace(self._diff.settings_of(file.source, file.root), **given)
+            groups.setdefault(settings, []).append(file)
+        stored, parts = StoredChunks(store), list[Part]()
+        collections = {settings: self._diff.collection.in_codec(settings.kv_dtype) for settings in groups}
+        for settings, collection in collections.items():
+            collection.check_chunk_tokens(settings.chunk_tokens)
+        if any(settings.context == "neighbours" for settings in groups):
+            parts = self._plan_together(store, groups, collections, with_records=with_records)
+            for part in parts:
+                stored.read((size.key for size in part.sizes), part.collection)
+            return Plan(parts, stored)
+        for settings, files in groups.items():
+            collection = collections[settings]
+            parts.append(Part(collection, settings, self._plan_each(files, collection, settings, stored, with_records)))
+        return Plan(parts, stored)
+
+    def cut_again(self, part: Part, planned: PlannedDocument) -> list[PlannedChunk] | None:
+        """Return a planned document's chunks, or None if it has changed since it was found."""
+        if planned.chunks is not None:
+            return planned.chunks
+        found = self._cut(planned.file, part.collection, part.settings)
+        return None if found is None else plan_documents(part.collection, [found], part.settings)[0][1]
+
+    def _plan_each(
+        self,
+        files: Sequence[DocumentFile],
+        collection: Collection,
+        settings: CollectSettings,
+        stored: StoredChunks,
+        with_records: bool,
+    ) -> list[PlannedDocument]:
+        """Plan documents whose chunks do not depend on other documents."""
+        now, context, id = record_settings(collection, settings), settings.context, collection.id
+        records = {file.source: self._diff.stored.get(document_key(id, file.source, context)) for file in files}
+        current = {
+            file.source: record
+            for file in files
+            if (record := records[file.source]) is not None and is_current(record, file.digest, now)
+        }
+        stored.read((c.key for record in current.values() for c in record.chunks), collection, sizes=True)
+        documents, new = list[PlannedDocument](), list[bytes]()
+        for file in files:
+            record = current.get(file.source)
+            if record is not None and all(c.key in stored.sizes for c in record.chunks):
+                documents.append(PlannedDocument(file, [stored.sizes[c.key] for c in record.chunks], is_current=True))
+            elif (found := self._cut(file, collection, settings, self._on_cut)) is not None:
+                [(_, chunks)] = plan_documents(collection, [found], settings)
+                documents.append(self._planned(file, chunks, collection, with_records))
+                new += (chunk.key for chunk in chunks)
+        stored.read(new, collection)
+        return documents
+
+    def _plan_together(
+        self,
+        store: ChunkStore | None,
+        groups: Mapping[CollectSettings, Sequence[DocumentFile]],
+        collections: Mapping[CollectSettings, Collection],
+        *,
+        with_records: bool,
+    ) -> list[Part]:
+        """Plan documents of which some have `neighbours` among all of them: every one is cut and held in memory."""
+        diff, parts = self._diff, list[Part]()
+        cuts = {
+            settings: [
+                (file, found)
+                for file in files
+                if (found := self._cut(file, collections[settings], settings, self._on_cut)) is not None
+            ]
+            for settings, files in groups.items()
+        }
+        passages = [Passage(c.text, c.token_ids) for own in cuts.values() for _, (_, chunks) in own for c in chunks]
+        for settings, own in cuts.items():
+            collection, others = collections[settings], list[Passage]()
+            if settings.context == "neighbours":
+                sources = diff.digests.keys() | {r.source for r in diff.gone.values()}
+                others = [*passages, *stored_passages(collection, store, sources)]
+            planned = plan_documents(collection, [found for _, found in own], settings, others)
+            self._held = -sum(len(c.chunk.token_ids) for _, chunks in planned for c in chunks)  # all stay in memory
+            documents = [
+                self._planned(file, chunks, collection, with_records)
+                for (file, _), (_, chunks) in zip(own, planned, strict=True)
+            ]
+            parts.append(Part(collection, settings, documents))
+        return parts
+
+    def _planned(
+        self, file: DocumentFile, chunks: list[PlannedChunk], collection: Collection, with_records: bool
+    ) -> PlannedDocument:
+        sizes = [
+            ChunkSize(c.key, len(c.chunk.token_ids), len(c.left), record_bytes(collection, c) if with_records else 0)
+            for c in chunks
+        ]
+        self._held += sum(size.num_tokens for size in sizes)
+        return PlannedDocument(file, sizes, chunks if self._held <= _HELD_TOKENS else None)
+
+    def _cut(
+        self, file: DocumentFile, collection: Collection, settings: CollectSettings, on_cut: OnCut | None = None
+    ) -> tuple[Document, list[Chunk]] | None:
+        """Read and cut a document. None if it has changed since it was found: what is stored of it stays."""
+        try:
+            document = file.read(self._diff.conversions)
+        except NoDocument as error:
+            self._on_changed(file, error.reason)
+            self._diff.digests[file.source] = ""
+            return None
+        encode, head = collection.model.tokenizer.encode_text, collection.template.wording.head
+        chunks: list[Chunk] = []
+        for chunk in cut_document(document, encode, Cut(settings.chunk_tokens, settings.overlap, head)):
+            chunks.append(chunk)
+            if on_cut is not None:
+                on_cut(document, chunk.end)
+        return document, chunks
 
 
 def plan_documents(
@@ -60,7 +238,7 @@ def plan_documents(
     settings: CollectSettings,
     others: Iterable[Passage] = (),
 ) -> Planned:
-    """The documents' chunks with their keys and left contexts. others: passages of other documents, for `neighbours`."""
+    """Return the documents' chunks with keys and left contexts. others: passages of other documents, for `neighbours`."""
     window = collection.window(settings.window)
     near: Neighbours | None = None
     if settings.context == "neighbours":
@@ -81,126 +259,12 @@ def plan_documents(
     return out
 
 
-def plan_parts(
-    store: ChunkStore | None, survey: CorpusDiff, given: Mapping[str, Any], on_cut: Callable[[Document, int], None]
-) -> list[Part]:
-    """The documents that are cut and collected in one way together, in order. given: settings that were asked for; the
-    others are those a document had. on_cut: told how many characters of a document are cut."""
-    encode, head = survey.collection.model.tokenizer.encode_text, survey.collection.template.wording.head
-    cuts: dict[CollectSettings, list[tuple[Document, list[Chunk]]]] = {}
-    for document in survey.documents:
-        settings = replace(survey.settings_of(document.source, document.root), **given)
-        chunks: list[Chunk] = []
-        for chunk in cut_document(document, encode, Cut(settings.chunk_tokens, settings.overlap, head)):
-            chunks.append(chunk)
-            on_cut(document, chunk.end)
-        cuts.setdefault(settings, []).append((document, chunks))
-    parts = []
-    for settings, own in cuts.items():
-        collection = survey.collection.in_codec(settings.kv_dtype)
-        collection.check_chunk_tokens(settings.chunk_tokens)
-        others: list[Passage] = []
-        if settings.context == "neighbours":
-            others += (Passage(c.text, c.token_ids) for cut_so in cuts.values() for _, cs in cut_so for c in cs)
-            others += stored_passages(collection, store, survey.kept.keys() | {r.source for r in survey.gone.values()})
-        parts.append(Part(collection, settings, plan_documents(collection, own, settings, others)))
-    return parts
-
-
-def compare(
-    store: ChunkStore | None, survey: CorpusDiff, parts: Sequence[Part], keep: Set[bytes], *, force: bool = False
-) -> Difference:
-    """What storing the parts changes. keep: keys of the chunks that are to have KV. force: all of these are computed."""
-    found, planned = Difference(), set[bytes]()
-    stored_so = set() if store is None or force else _stored(store, parts, keep)
-    for part in parts:
-        missing: list[PlannedChunk] = []
-        for document, chunks in part.planned:
-            versions = survey.versions(document.source)
-            own = survey.replaced(document.source, part.collection, part.settings.context)
-            before = len(missing)
-            for chunk in chunks:
-                if chunk.key not in planned:
-                    planned.add(chunk.key)
-                    there = chunk.key in stored_so
-                    amount = found.unchanged if there else found.replaced if own else found.new
-                    tokens = len(chunk.chunk.token_ids)
-                    amount.add(tokens, part.collection.stored_bytes(tokens) if chunk.key in keep else 0)
-                    missing += [] if there or chunk.key not in keep else [chunk]
-            if len(missing) > before and versions and not force:
-                latest = max(own or versions, key=lambda r: r.updated)
-                found.changes.update(_changes(latest, survey, part))
-            elif len(missing) > before and document.source in survey.worded and not force:
-                stored = survey.worded[document.source]
-                found.changes.update(stored.differences(part.collection.template.wording))
-        found.missing.append((part.collection, missing))
-    if store is not None:
-        _count_removed(found, store, _leaving(survey, parts), planned)
-    return found
-
-
-def _stored(store: ChunkStore, parts: Sequence[Part], keep: Set[bytes]) -> set[bytes]:
-    """Keys of the parts' chunks that are there as they are to be. In one read: each begins by looking through the pages."""
-    keys = {chunk.key for part in parts for chunk in part.chunks}
-    with store.read() as reader:
-        return {k for k in keys if (reader.has_kv(k) if k in keep else reader.undamaged(k) is not None)}
-
-
-def _changes(record: DocumentRecord, survey: CorpusDiff, part: Part) -> list[tuple[str, str]]:
-    """In which settings a document's part differs from how it is stored: the flag as stored, and as now."""
-    was: dict[str, Any] = {
-        "overlap": 0,
-        "head": "",
-        **record.settings,
-        "context": record.context,
-        "kv_dtype": survey.codecs[record.collection],
-    }
-    now: dict[str, Any] = {
-        "overlap": 0,
-        "head": part.collection.template.wording.head,
-        **part.settings.of_record(),
-        "context": part.settings.context,
-        "kv_dtype": part.collection.codec,
-    }
-    if record.collection in survey.earlier:
-        was["date"], now["date"] = survey.earlier[record.collection], part.collection.day
-    flags = {name: f"--{name.replace('_', '-')}" for name in now} | {"head": "--prompt's {source}"}
-    differing = [name for name, value in now.items() if name in was and was[name] != value]
-    return [(f"{flags[name]} {_told(was[name])}", f"{flags[name]} {_told(now[name])}") for name in differing]
-
-
-def _told(value: Any) -> Any:
-    """As a flag's value is written; a prompt's line without its end."""
-    return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
-
-
-def _leaving(survey: CorpusDiff, parts: Sequence[Part]) -> dict[bytes, DocumentRecord]:
-    """The records that are replaced or removed, by their keys in the store."""
-    places = {(p.collection.id, d.source, p.settings.context) for p in parts for d, _ in p.planned}
-    ending = {record.place for record in survey.gone.values()}
-
-    def leaves(record: DocumentRecord) -> bool:
-        if record.place in ending:  # what has turned up under another name stays, unless that is stored anew there
-            name = survey.names.get(record.content_digest)
-            return name is None or (record.collection, name, record.context) in places
-        return record.place in places or survey.is_outdated(record)
-
-    return {key: record for key, record in (survey.stored | survey.gone).items() if leaves(record)}
-
-
-def _count_removed(
-    found: Difference, store: ChunkStore, leaving: Mapping[bytes, DocumentRecord], planned: Set[bytes]
-) -> None:
-    with store.read() as reader:
-        for key in {c.key for record in leaving.values() for c in record.chunks} - planned:
-            manifest = reader.undamaged(key)
-            if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
-                found.removed.add(manifest.num_tokens, manifest.num_bytes)
-
-
 def stored_passages(collection: Collection, store: ChunkStore | None, but: Set[str]) -> Iterator[Passage]:
-    """What `neighbours` may take from the store: the collection's documents but those of these names, each in one
-    context. A run's own documents are taken from the run, so that the same run again finds the same neighbours."""
+    """Yield passages of the collection's stored documents for `neighbours`, each document in one context.
+
+    but: names of documents to leave out. A run's own documents are among them, so that the same run again finds the same
+    neighbours.
+    """
     if store is None:
         return
     records: dict[str, DocumentRecord] = {}

@@ -1,24 +1,27 @@
-"""precompute: documents -> chunks -> collect behind the prefix -> codec -> store. Does only what changed."""
+"""precompute: documents -> chunks -> collect behind the prefix -> codec -> store. Only what changed is computed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import date
+from functools import lru_cache
 from typing import Any, Literal
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest, collect_sequences
-from cacheblend_cli.collect.corpus_diff import CorpusDiff, survey
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.corpus_diff import CorpusDiff, diff_corpus
+from cacheblend_cli.collect.difference import Difference, compare
 from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
+from cacheblend_cli.collect.estimate import estimate_seconds
 from cacheblend_cli.collect.paths import Paths
-from cacheblend_cli.collect.plan import Difference, Part, Planned, compare, plan_parts
-from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
+from cacheblend_cli.collect.plan import Part, Planner
+from cacheblend_cli.collect.prefill import pack_tokens
 from cacheblend_cli.collect.room import Room, room_for
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.documents import Document, Skipped
+from cacheblend_cli.corpus.documents import Document, DocumentFile, Skipped
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
@@ -29,13 +32,16 @@ __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeRepo
 
 OnEvent = Callable[["PrecomputeEvent"], None]
 Confirm = Callable[[Difference], bool]
+_PACKS = 64  # prefill launches of documents whose records and texts are stored together
 
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """The first six as in CollectSettings; None is what the store remembers of the documents' root, and the default where
-    it remembers nothing. force: compute what is stored, too. max_bytes: the quota, where it is another than the store's.
-    day: the date a chat template is to print from now on, None for the one that the store keeps, or today's."""
+    """Options of a run. Those of CollectSettings are None where the store's remembered setting, or else the default, holds.
+
+    force: compute stored chunks again. dry_run: change nothing. salt: keeps a tenant's chunks apart. max_bytes: the store's
+    new quota in bytes, None = unchanged. day: date for a chat template that prints one; None = the date the store keeps, or today.
+    """
 
     chunk_tokens: int | None = None
     context: str | None = None
@@ -54,13 +60,13 @@ class PrecomputeOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that were asked for."""
+        """The settings that were asked for, by name."""
         return {name: value for name in vars(CollectSettings()) if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """One line of `precompute --json`."""
+    """One line of `precompute --json`. bytes: of its KV."""
 
     id: str
     source: str
@@ -72,8 +78,12 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class PrecomputeEvent:
-    """kind: "reading" (done of total characters of a document are cut), "room" (the quota has not enough), "plan" (total
-    tokens to go), "chunk", "skipped" (a file that is no document), "note" (of one that is), "removed". message is for people."""
+    """Progress of a run.
+
+    kind: "reading" (done of total characters of a document are cut), "room" (the quota is too small for all KV), "plan" (total
+    tokens to process), "chunk" (one is stored), "skipped" (a file that is not a document), "note" (about a document), "removed".
+    message: for people.
+    """
 
     kind: Literal["reading", "room", "plan", "chunk", "skipped", "note", "removed"]
     chunk: ChunkResult | None = None
@@ -86,9 +96,12 @@ class PrecomputeEvent:
 
 @dataclass
 class PrecomputeReport:
-    """gone: documents that are no more. removed: chunks that went. bytes: of the KV of these documents, of what the quota
-    has room for. hidden: documents elsewhere that the date hides from questions. skipped: files that are no documents. difference: what
-    the run was to change, as it was found before it."""
+    """Result of a run.
+
+    gone: documents that no longer exist. removed: chunks removed. tokens: of all chunks. bytes: KV of these documents that the
+    quota has room for. hidden: documents elsewhere that questions do not find because of the new date. skipped: files that are
+    not documents. difference: the changes that were planned.
+    """
 
     documents: int = 0
     gone: int = 0
@@ -117,92 +130,117 @@ def precompute(
     on_event: OnEvent,
     confirm: Confirm | None = None,
 ) -> PrecomputeReport:
-    """Bring the store up to date with the documents at and below the paths. Each chunk is committed before it is reported.
+    """Bring the store up to date with the documents at and below the paths. Each chunk is durable before it is reported.
 
-    collection: of any codec. store None: a dry run. paths: what is gone from disk below them is removed from the store, too.
-    confirm: asked before documents are computed again because they are
-    stored with other settings. Safe to interrupt and to run again: what is there is `unchanged`.
+    collection: of any codec. store: None for a dry run. paths: documents below them that no longer exist are removed from the
+    store. confirm: called before documents are computed again because they are stored with other settings. The run can be
+    interrupted and repeated; stored chunks are `unchanged`.
 
-    Raises UsageError when it is not confirmed, and for settings that do not fit the model.
+    Raises UsageError if it is not confirmed, and for settings that do not fit the model.
     """
-    start, report = time.perf_counter(), PrecomputeReport()
+    start, report, show = time.perf_counter(), PrecomputeReport(), lru_cache(16)(shown)
 
     def skip(document: Skipped) -> None:
         report.skipped.append(document)
         on_event(PrecomputeEvent("skipped", message=f"{document.typed}: {document.reason}", skipped=document))
 
+    def changed(file: DocumentFile, reason: str) -> None:
+        skip(Skipped(file.source, reason, file.path, unread=True, group="changed meanwhile"))
+
     def reading(document: Document, done: int) -> None:
-        on_event(PrecomputeEvent("reading", message=shown(document.source), done=done, total=len(document.text)))
+        on_event(PrecomputeEvent("reading", message=show(document.source), done=done, total=len(document.text)))
 
     if store is not None and not options.dry_run:
         rename_documents(store)
-    found = survey(collection, store, paths, skip)
-    for document in found.documents:
-        if document.layout.note:
-            on_event(PrecomputeEvent("note", message=f"{shown(document.source)}: {document.layout.note}"))
-    parts = plan_parts(store, found, options.given, reading)
+    diff = diff_corpus(collection, store, paths, skip)
+    for file in diff.documents:
+        if file.note:
+            on_event(PrecomputeEvent("note", message=f"{shown(file.source)}: {file.note}"))
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
-    room = room_for(store, parts, quota)
+    planner = Planner(diff, reading, changed)
+    plan = planner.plan(store, options.given, with_records=quota > 0)
+    room = room_for(plan, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
-    sizes = {c.key: p.collection.stored_bytes(len(c.chunk.token_ids)) for p in parts for c in p.chunks}
-    report.documents = sum(len(part.planned) for part in parts)
-    report.tokens = sum(len(c.chunk.token_ids) for part in parts for c in part.chunks)
+    report.documents = sum(len(part.documents) for part in plan.parts)
+    report.tokens = sum(size.num_tokens for part in plan.parts for size in part.sizes)
+    sizes = {size.key: part.stored_bytes(size) for part in plan.parts for size in part.sizes}
     report.bytes = sum(size for key, size in sizes.items() if key in room.keep)
-    report.hidden = sorted(found.left_behind)
-    report.difference = compare(store, found, parts, room.keep, force=options.force)
+    report.hidden = sorted(diff.left_behind)
+    report.difference = compare(store, diff, plan, room.keep, force=options.force)
     if options.dry_run or store is None:
-        report.difference.seconds = _estimate(report.difference)
+        report.difference.seconds = estimate_seconds(report.difference.missing)
         return report
     start += _confirm(report.difference, confirm)
     on_event(PrecomputeEvent("plan", total=report.tokens))
-    run = _Run(found, store, room.keep, on_event, report)
-    roots = found.given_roots(options.given) if parts else []
-    found.roots.remember(store, roots, options.given, done=False)
-    if parts:
+    run = _Run(diff, planner, store, room.keep, on_event, report)
+    roots = diff.given_roots(options.given) if plan.parts else []
+    diff.source_settings.remember(store, roots, options.given, done=False)
+    if plan.parts:
         keep_date(store, collection)
         keep_wording(store, collection)
-    for part in parts:
-        run.store(part, force=options.force)
+    for part in plan.parts:
+        run.store(part, plan.stored.has_kv, force=options.force)
     run.remove_gone()
     run.remove_outdated()
-    found.roots.remember(store, roots, options.given, done=True)
+    diff.source_settings.remember(store, roots, options.given, done=True)
     report.seconds = time.perf_counter() - start
     return report
 
 
 def _confirm(difference: Difference, confirm: Confirm | None) -> float:
-    """Ask where something is to be asked. Returns the seconds that took."""
+    """Ask for confirmation if settings changed. Returns the seconds it took."""
     start = time.perf_counter()
     if confirm is not None and difference.changes:
-        difference.seconds = _estimate(difference)
+        difference.seconds = estimate_seconds(difference.missing)
         if not confirm(difference):
-            raise UsageError("nothing was computed", "without the flag, documents are cut and collected as they were")
+            raise UsageError("nothing was computed", "without the flag, documents are cut and collected as before")
     return time.perf_counter() - start
 
 
 class _Run:
-    """One precompute, once it is known what the documents' chunks are. keep: keys of those that are to have KV."""
+    """Carries out a plan. keep: keys of the chunks that are to have KV."""
 
     def __init__(
-        self, found: CorpusDiff, store: ChunkStore, keep: Set[bytes], on_event: OnEvent, report: PrecomputeReport
+        self,
+        diff: CorpusDiff,
+        planner: Planner,
+        store: ChunkStore,
+        keep: Set[bytes],
+        on_event: OnEvent,
+        report: PrecomputeReport,
     ) -> None:
-        self._found, self._store, self._keep = found, store, keep
+        self._diff, self._planner, self._store, self._keep = diff, planner, store, keep
         self._on_event, self._report = on_event, report
+        self._shown = lru_cache(16)(shown)  # called for each chunk
 
-    def store(self, part: Part, *, force: bool) -> None:
-        """Bring the store to the documents, batch by batch: what they say first, then the KV that it lacks, or, with
-        `force`, all of it."""
+    def store(self, part: Part, has_kv: dict[bytes, bool], *, force: bool) -> None:
+        """Store the part's documents that changed or lack KV, in batches. has_kv: of the chunks that were stored before.
+
+        With force, KV that is stored is computed again.
+        """
         collector = Collector(part.collection, self._store, self._keep)
         if part.collection.prefix_key in self._keep:
             collector.store_prefix()
-        for batch in _batches(part.planned, 4 * pack_tokens(part.collection.model.decoder.device)):
+        batch, tokens = list[tuple[DocumentFile, list[PlannedChunk]]](), 0
+        most = _PACKS * pack_tokens(part.collection.model.decoder.device)
+        for planned in part.documents:
+            complete = all(has_kv.get(size.key) or size.key not in self._keep for size in planned.sizes)
+            if planned.is_current and complete and not force:
+                for index, size in enumerate(planned.sizes):
+                    self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
+            elif (chunks := self._planner.cut_again(part, planned)) is not None:
+                batch.append((planned.file, chunks))
+                tokens += sum(size.num_tokens for size in planned.sizes)
+            if tokens >= most:
+                self._store_batch(part, collector, batch, force=force)
+                batch, tokens = [], 0
+        if batch:
             self._store_batch(part, collector, batch, force=force)
 
     def remove_gone(self) -> None:
-        """Forget documents that are gone, in every context and codec. What they said stays where it has turned up under
-        another name."""
-        gone, names = self._found.gone, self._found.names
+        """Remove documents that no longer exist, in every context and codec. What moved keeps its records under its new name."""
+        gone, names = self._diff.gone, self._diff.names
         self._report.removed += len(self._store.put_documents(renamed(self._store, gone.values(), names), gone))
         for source, digest in dict.fromkeys((r.source, r.content_digest) for r in gone.values()):
             self._report.gone += 1
@@ -210,86 +248,67 @@ class _Run:
             self._on_event(PrecomputeEvent("removed", message=f"{shown(source)} {what}"))
 
     def remove_outdated(self) -> None:
-        """A document's chunks in other contexts and codecs say what it said then. When it says something else now, they
-        go. So does what stands behind an earlier date."""
-        found, store = self._found, self._store
-        now = (store.get_document(*record.place) for record in filter(found.is_outdated, found.stored.values()))
-        outdated = [record for record in now if record is not None and found.is_outdated(record)]
+        """Remove records of documents that have changed, in other contexts and codecs, and records behind an earlier date."""
+        diff, store = self._diff, self._store
+        now = (store.get_document(*record.place) for record in filter(diff.is_outdated, diff.stored.values()))
+        outdated = [record for record in now if record is not None and diff.is_outdated(record)]
         self._report.removed += len(store.put_documents((), [record.key for record in outdated]))
         for record in outdated:
-            if record.collection not in found.earlier:
-                what = f"its chunks of context {record.context} in {found.codecs[record.collection]} were removed"
+            if record.collection not in diff.earlier:
+                what = f"its chunks of context {record.context} in {diff.codecs[record.collection]} were removed"
                 self._on_event(PrecomputeEvent("removed", message=f"{shown(record.source)} has changed: {what}"))
 
-    def _store_batch(self, part: Part, collector: Collector, batch: Planned, *, force: bool) -> None:
-        """The documents' records and texts come first: from then on each is found and cited as it is now, and whatever
-        happens to this run, no chunk of it is one that nobody wants."""
+    def _store_batch(
+        self,
+        part: Part,
+        collector: Collector,
+        batch: Sequence[tuple[DocumentFile, list[PlannedChunk]]],
+        *,
+        force: bool,
+    ) -> None:
+        """Store records and texts of documents first, then missing KV: from then on they are found and cited as they are now,
+        and a run that is interrupted leaves no chunk without a document."""
         store, keep, report = self._store, self._keep, self._report
-        places = [p for _, chunks in batch for p in chunks]
+        places = [chunk for _, chunks in batch for chunk in chunks]
         wanted: dict[bytes, PlannedChunk] = {}
-        for planned in places:
-            wanted.setdefault(planned.key, planned)
+        for chunk in places:
+            wanted.setdefault(chunk.key, chunk)
+        records = [document_record(part.collection, file, chunks, part.settings) for file, chunks in batch]
         with store.read() as reader:
-            there = {key: m for key in wanted if (m := reader.undamaged(key)) is not None}
-        missing = {k for k in wanted if k in keep and (force or k not in there or not there[k].has_kv)}
-        records = [document_record(part.collection, document, chunks, part.settings) for document, chunks in batch]
-        stored = {d.source: self._found.replaced(d.source, part.collection, part.settings.context) for d, _ in batch}
-        before = {name: {c.key for record in old for c in record.chunks} for name, old in stored.items()}
-        news = [record for record in records if is_news(record, store.get_document(*record.place))]
-        texts = [chunk_manifest(part.collection, planned) for key, planned in wanted.items() if key not in there]
+            stored = {key: m.has_kv for key in sorted(wanted) if (m := reader.undamaged(key)) is not None}
+            news = [record for record in records if is_news(record, reader.document(record.key))]
+        missing = {key for key in wanted if key in keep and (force or not stored.get(key))}
+        replaced = {f.source: self._diff.replaced(f.source, part.collection, part.settings.context) for f, _ in batch}
+        before = {name: {c.key for record in old for c in record.chunks} for name, old in replaced.items()}
+        texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted) if key not in stored]
         report.removed += len(store.put_documents(news, (), texts, keep))
 
-        def tell(planned: PlannedChunk, status: str) -> None:
-            if status == "new" and before[planned.source] and planned.key not in before[planned.source]:
+        def tell(chunk: PlannedChunk, status: Literal["new", "unchanged", "replaced"]) -> None:
+            if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
                 status = "replaced"
-            setattr(report, status, getattr(report, status) + 1)
-            key, index, tokens = planned.key, planned.chunk.index, len(planned.chunk.token_ids)
-            size = part.collection.stored_bytes(tokens) if key in keep else 0
-            result = ChunkResult(key.hex(), shown(planned.source), index, tokens, size, status)  # type: ignore[arg-type]
-            self._on_event(PrecomputeEvent("chunk", result))
+            self._tell(part, chunk.key, chunk.source, chunk.chunk.index, len(chunk.chunk.token_ids), status)
 
-        for planned in places:
-            if planned.key not in missing:
-                tell(planned, "unchanged" if planned.key in there else "new")
-        for key, status in collector.store([planned for key, planned in wanted.items() if key in missing]):
+        for chunk in places:
+            if chunk.key not in missing:
+                tell(chunk, "unchanged" if chunk.key in stored else "new")
+        for key, status in collector.store([chunk for key, chunk in wanted.items() if key in missing]):
             tell(wanted[key], status)
             report.computed_tokens += len(wanted[key].chunk.token_ids)
-        for planned in places:
-            if planned.key in missing and planned is not wanted[planned.key]:  # the same text in a second place
-                tell(planned, "unchanged")
+        for chunk in places:
+            if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
+                tell(chunk, "unchanged")
 
-
-def _batches(planned: Planned, most: int) -> Iterable[Planned]:
-    """Documents together up to `most` tokens: their chunks are prefilled in shared launches."""
-    batch: Planned = []
-    tokens = 0
-    for item in planned:
-        batch.append(item)
-        tokens += sum(len(p.chunk.token_ids) for p in item[1])
-        if tokens >= most:
-            yield batch
-            batch, tokens = [], 0
-    if batch:
-        yield batch
-
-
-def _estimate(difference: Difference) -> float:
-    """Seconds to collect what is missing, from a measured prefill of as many tokens as go together, in one sequence."""
-    total = 0.0
-    for collection, chunks in difference.missing:
-        if chunks:
-            tokens = sum(len(s.token_ids) for s in collect_sequences(chunks))
-            total += _seconds_a_token(collection, tokens, chunks[0].chunk.token_ids[0]) * tokens
-    return total
-
-
-def _seconds_a_token(collection: Collection, tokens: int, token_id: int) -> float:
-    decoder, prefix = collection.model.decoder, Collector(collection).prefix
-    size = max(1, collection.window(min(pack_tokens(decoder.device), tokens)))
-    probe, best = CollectSequence((token_id,) * size, (Kept(b"", 0, size),)), float("inf")
-    for _ in range(2):
-        start = time.perf_counter()
-        for _ in collect(decoder, prefix, [probe]):
-            pass
-        best = min(best, time.perf_counter() - start)
-    return best / size
+    def _tell(
+        self,
+        part: Part,
+        key: bytes,
+        source: str,
+        index: int,
+        tokens: int,
+        status: Literal["new", "unchanged", "replaced"],
+    ) -> None:
+        """Count and report a chunk."""
+        setattr(self._report, status, getattr(self._report, status) + 1)
+        num_bytes = part.collection.stored_bytes(tokens) if key in self._keep else 0
+        result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status)
+        self._on_event(PrecomputeEvent("chunk", result))

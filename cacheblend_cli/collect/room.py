@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-from cacheblend_store import ChunkStore
 from cacheblend_store.format.keys import KEY_BYTES
 
 from cacheblend_cli.collect.collector import prefix_chunk, record_bytes
-from cacheblend_cli.collect.plan import Part
+from cacheblend_cli.collect.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -28,47 +27,44 @@ class Room:
     max_bytes: int = 0
 
 
-def room_for(store: ChunkStore | None, parts: Sequence[Part], max_bytes: int) -> Room:
+def room_for(plan: Plan, max_bytes: int) -> Room:
     """Choose the chunks that have KV under a quota of max_bytes bytes, 0 = none.
 
-    Text comes first: that of this run's chunks and of other documents. Then KV that is stored, then what is missing, in order,
-    while it fits. The same run again finds what it left, and nothing is computed that would be evicted before it is used. KV
-    of other documents is evicted to make room.
+    Text comes first: that of this run's chunks and of other documents. Then KV that is stored, then missing KV, in order, while
+    it fits. So the same run again finds what it left, and nothing is computed that would be evicted before it is used. KV of
+    other documents is evicted to make room.
     """
     prefixes, chunks = dict[bytes, int](), dict[bytes, int]()
-    for part in parts:
+    for part in plan.parts:
         of = part.collection
         prefixes |= {of.prefix_key: of.stored_bytes(len(of.prefix_ids))} if of.prefix_ids else {}
-        chunks |= {p.key: of.stored_bytes(len(p.chunk.token_ids)) for p in part.chunks}
+        chunks.update((size.key, part.stored_bytes(size)) for size in part.sizes)
     sizes = prefixes | chunks
     if not max_bytes:
         return Room(sizes.keys(), len(chunks), 0, sum(sizes.values()), 0)
-    texts = _text_bytes(store, parts, sizes.keys())
+    texts = _text_bytes(plan, sizes.keys())
     needed = sum(sizes.values()) + texts
     if needed <= max_bytes:
         return Room(sizes.keys(), len(chunks), 0, needed, max_bytes)
-    there: list[bytes] = []
-    if store is not None:
-        with store.read() as reader:
-            there = [key for key in sizes if reader.has_kv(key)]
+    with_kv = [key for key in sizes if plan.stored.has_kv.get(key)]
     keep, left = set[bytes](), max_bytes - texts
-    for key in dict.fromkeys((*prefixes, *there, *sizes)):
+    for key in dict.fromkeys((*prefixes, *with_kv, *sizes)):
         if sizes[key] <= left:
             keep.add(key)
             left -= sizes[key]
     return Room(keep, len(chunks), len(chunks.keys() - keep), needed, max_bytes)
 
 
-def _text_bytes(store: ChunkStore | None, parts: Sequence[Part], own: Set[bytes]) -> int:
+def _text_bytes(plan: Plan, own: Set[bytes]) -> int:
     """Return the bytes of the records of this run's chunks and prefixes, and of other documents' chunks."""
     sizes = dict[bytes, int]()
-    for part in parts:
+    for part in plan.parts:
         of = part.collection
         if of.prefix_ids:
             sizes[of.prefix_key] = record_bytes(of, prefix_chunk(of))
-        sizes |= {planned.key: record_bytes(of, planned) for planned in part.chunks}
-    if store is not None:
-        with store.read() as reader:
+        sizes.update((size.key, size.record_bytes) for size in part.sizes)
+    if plan.stored.store is not None:
+        with plan.stored.store.read() as reader:
             others = {name[:KEY_BYTES] for name in reader.keys_from(b"", "refs")} - own
-            sizes |= {node.key: node.size for node in reader.pages.nodes("chunks") if node.key in others}
+            sizes.update((node.key, node.size) for node in reader.pages.nodes("chunks") if node.key in others)
     return sum(sizes.values())

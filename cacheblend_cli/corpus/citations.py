@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentRecord, Locator, StoreError
+from cacheblend_store import NOWHERE, ChunkManifest, ChunkStore, DocumentChunk, DocumentRecord, Locator, StoreError
 
 from cacheblend_cli.corpus.places import is_on_disk, shown
 from cacheblend_cli.corpus.scopes import Scope, project_scope
 
 TITLE = "title"
 """Key in a document record's settings: the title that a document was put with."""
+_Place = tuple[str, DocumentChunk, str]
+"""A document's name, the chunk's place in it, and the document's title."""
 _MANY = 256  # chunks: from then on all documents are read at once
 
 
@@ -38,12 +40,12 @@ class Citations:
     def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
         self._store, self._scope = store, scope or project_scope(store)
         self._documents: dict[bytes, DocumentRecord | None] = {}
-        self._places: dict[bytes, dict[str, Citation]] | None = None  # of every chunk, once many were asked for
+        self._places: dict[bytes, list[_Place]] | None = None  # of every chunk, once many were asked for
         self._asked = 0
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
         """Every document the chunk stands in, the one to cite first. A chunk of no document has the one it came from."""
-        found = list(self._of(manifest.key).values())
+        found = [Citation(name, chunk.index, chunk.locator, title) for name, chunk, title in self._of(manifest.key)]
         if not found:
             return [Citation(manifest.source, manifest.index)]
         if len(found) == 1:
@@ -53,27 +55,28 @@ class Citations:
     def of(self, manifest: ChunkManifest) -> Citation:
         return self.all_of(manifest)[0]
 
-    def _of(self, key: bytes) -> dict[str, Citation]:
-        """Name of each document -> the chunk's first place in it."""
+    def _of(self, key: bytes) -> list[_Place]:
+        """Return the chunk's first place in each document."""
         self._asked += 1
         try:
             if self._places is None and self._asked > _MANY:
                 self._places = _places(self._store.documents())
             if self._places is not None:
-                return self._places.get(key, {})
+                return self._places.get(key, [])
             with self._store.read() as reader:
                 names = list(reader.documents_of(key))
                 self._documents |= {name: reader.document(name) for name in names if name not in self._documents}
-            return _places(self._documents[name] for name in names).get(key, {})
+            return _places(self._documents[name] for name in names).get(key, [])
         except StoreError:  # what is damaged is told elsewhere; the chunk has a name of its own
-            return {}
+            return []
 
 
-def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, dict[str, Citation]]:
-    """Key of each chunk -> name of each document that it stands in -> its first place there."""
-    found: dict[bytes, dict[str, Citation]] = {}
+def _places(records: Iterable[DocumentRecord | None]) -> dict[bytes, list[_Place]]:
+    """Return chunk key -> the chunk's first place in each document."""
+    found: dict[bytes, list[_Place]] = {}
     for record in filter(None, records):
         for chunk in record.chunks:
-            place = Citation(record.source, chunk.index, chunk.locator, record.settings.get(TITLE, ""))
-            found.setdefault(chunk.key, {}).setdefault(record.source, place)
+            places = found.setdefault(chunk.key, [])
+            if all(name != record.source for name, *_ in places):
+                places.append((record.source, chunk, record.settings.get(TITLE, "")))
     return found

@@ -13,6 +13,8 @@ from cacheblend_cli.corpus.locating import Locating
 from cacheblend_cli.corpus.outline import Outline
 from cacheblend_cli.corpus.places import is_stdin
 
+CUT_VERSION = 1
+"""Increase this when the same text and settings give other chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
 _CHARACTERS = 16  # of a token that repeats: more are not looked at

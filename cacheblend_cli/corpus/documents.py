@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 @dataclass(frozen=True)
 class Document:
     """source: its name, see corpus/places.py. root: the name of the path that led to it. digest: blake2b-128 of the text,
-    hex. layout: how it lies in its file.
+    hex. layout: its parts and lines in the file. path: file that it was read from.
 
     Line ends are "\\n", and the text ends with one, so that a chunk never runs into the one after it in a prompt.
     """
@@ -38,10 +38,43 @@ class Document:
     text: str
     root: str = ""
     layout: Layout = PLAIN_LAYOUT
+    path: str = field(default="", compare=False)
 
     @property
     def digest(self) -> str:
         return hashlib.blake2b(self.text.encode("utf-8"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class DocumentFile:
+    """A document that was found, without its text, so that a corpus need not fit in memory.
+
+    source, root, digest: see Document. note: what the conversion left out. path: file to read it from. document: the document
+    itself if it cannot be read again (stdin).
+    """
+
+    source: str
+    root: str
+    digest: str
+    note: str = ""
+    path: str = ""
+    document: Document | None = None
+
+    @classmethod
+    def of(cls, document: Document) -> DocumentFile:
+        kept = document if document.path in ("", STDIN) else None
+        return cls(document.source, document.root, document.digest, document.layout.note, document.path, kept)
+
+    def read(self, conversions: Conversions) -> Document:
+        """Read the document again. Raises NoDocument if it does not read any more, or has changed since it was found."""
+        if self.document is not None:
+            return self.document
+        file = Path(self.path)
+        converted = conversions.of(file, partial(_convert, file))
+        document = Document(self.source, converted.text, self.root, converted.layout, self.path)
+        if document.digest != self.digest:
+            raise NoDocument("changed while it was read", unread=True)
+        return document
 
 
 @dataclass(frozen=True)
@@ -90,7 +123,7 @@ def read_documents(
                 if why is not None:
                     raise why
                 converted = _stdin() if name == STDIN else conversions.of(file, partial(_convert, file))
-                yield Document(source, converted.text, root, converted.layout)
+                yield Document(source, converted.text, root, converted.layout, STDIN if name == STDIN else str(file))
             except NoDocument as no:
                 yield Skipped(source, no.reason, text_of(str(file)), no.unread, no.group, named, no.by_rule)
 

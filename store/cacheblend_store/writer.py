@@ -36,6 +36,7 @@ class StoreWriter:
 
     def __init__(self, transaction: Any, dbs: Mapping[str, Any], pages: PageReader) -> None:
         self._txn, self._dbs, self._pages = transaction, dbs, pages
+        self._checked = set[tuple[str, bytes]]()
         self.state = self._before = read_state(self.get, pages)
         text_bytes = self.state.text_bytes if self.state.text_bytes is not None else count_bytes(pages, "chunks")
         self._num_bytes = {"blobs": self.state.live_bytes, "chunks": text_bytes}
@@ -73,7 +74,7 @@ class StoreWriter:
 
     def get(self, database: str, key: bytes) -> bytes | None:
         """Return a copy of a value."""
-        self._pages.get(database, key)  # check the pages that LMDB walks
+        self._check(database, key)
         value = self._txn.get(key, db=self._dbs[database])
         return None if value is None else bytes(value)
 
@@ -102,7 +103,10 @@ class StoreWriter:
 
     def _check(self, database: str, key: bytes) -> None:
         """Check the pages that LMDB walks to a record, and those of its old value, which a write frees."""
-        self._pages.get(database, key)
+        record = database, key
+        if record not in self._checked:
+            self._pages.get(database, key)
+            self._checked.add(record)
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
         """None when there is none or it is damaged."""
@@ -120,8 +124,8 @@ class StoreWriter:
         same = old is not None and old.token_ids == manifest.token_ids
         if old is not None and same and old.has_kv and self._holds(whole):
             return "unchanged"
-        existed = self._delete_blobs(manifest.key) or old is not None or self.get("chunks", manifest.key) is not None
-        for layer, blob in enumerate(blobs):
+        existed = self.get("chunks", manifest.key) is not None
+        for layer, blob in enumerate(blobs):  # in place of those that are stored: a key has one number of layers
             self.put("blobs", blob_key(manifest.key, layer), blob)
         self.put("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
@@ -138,7 +142,8 @@ class StoreWriter:
         old = self.manifest(manifest.key)
         if old is not None and old.token_ids == manifest.token_ids:
             return False
-        self._delete_blobs(manifest.key)
+        if self.get("chunks", manifest.key) is not None:  # damaged
+            self._delete_blobs(manifest.key)
         self.put("chunks", manifest.key, encode_manifest(manifest.without_kv()))
         if not owned:
             self.put("lru", manifest.key, use_record(manifest.key, time.time()))

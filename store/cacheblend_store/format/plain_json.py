@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
-from msgspec import Meta, convert
+from msgspec import DecodeError, Meta, convert, to_builtins
+from msgspec.json import decode, encode
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # what JSON carries exactly
 Size = Annotated[int, Meta(gt=0, le=1 << 20)]  # a dimension of a tensor
@@ -22,17 +24,38 @@ def load_object(data: bytes, max_bytes: int) -> dict[str, Any]:
     if len(data) > max_bytes or data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:
         raise ValueError("the record is longer than any record")
     try:
-        found = json.loads(data)  # msgspec's parser takes no lone surrogate, which texts may hold
-    except RecursionError as error:
-        raise ValueError("the record is deeper than any record") from error
+        found = decode(data)
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        found = _loads(data)  # msgspec refuses lone surrogates, which texts may contain
     if not isinstance(found, dict):
         raise ValueError("the record is no object")
     return found
 
 
+def _loads(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("the record is deeper than any record") from error
+
+
+def dump_object(record: Mapping[str, Any]) -> bytes:
+    """Return the object as JSON, bytes in it as base64."""
+    try:
+        return encode(record)
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(to_builtins(record), ensure_ascii=False, separators=(",", ":")).encode(
+            "utf-8", "surrogatepass"
+        )
+
+
 def typed(record: Mapping[str, Any], of: type[T]) -> T:
     """The record as a dataclass, each field of its type and range. Raises ValueError when it is not, and for other fields."""
-    known = {f.name for f in fields(of)}  # type: ignore[arg-type]
-    if not record.keys() <= known:
+    if not record.keys() <= _names(of):
         raise ValueError("it has an unknown field")
     return convert(record, of)
+
+
+@lru_cache
+def _names(of: type[Any]) -> frozenset[str]:
+    return frozenset(f.name for f in fields(of))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 import xxhash
-from msgspec import Meta, to_builtins
+from msgspec import Meta
 
 from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
-from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, load_object, typed
+from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, dump_object, load_object, typed
 
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 8 << 20  # some 800,000 tokens
@@ -245,8 +244,7 @@ def seal(key: bytes, payload: bytes) -> bytes:
 
 def seal_json(key: bytes, record: Mapping[str, Any]) -> bytes:
     """The record as JSON, bytes in it as base64."""
-    text = json.dumps(to_builtins(record), ensure_ascii=False)
-    return seal(key, text.encode("utf-8", "surrogatepass"))
+    return seal(key, dump_object(record))
 
 
 def unseal(key: bytes, value: bytes | memoryview) -> bytes:

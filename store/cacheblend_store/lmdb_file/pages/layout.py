@@ -19,6 +19,7 @@ _NODE = struct.Struct("<HHHH")
 _PAGE = struct.Struct("<QHHHH")
 _TREE = struct.Struct("<IHHQQQQQ")
 _NUMBER = struct.Struct("<Q")
+_unpack_node = _NODE.unpack_from
 
 
 class Tree(NamedTuple):
@@ -130,17 +131,20 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
         raise ValueError("a node lies outside of it")
     ends, keys, named_pages = list[int](), list[bytes](), list[int]()
     for at in pointers:
-        low, high, node_flags, key_size = _NODE.unpack_from(data, at)
-        body = end = at + _NODE.size + key_size
+        low, high, node_flags, key_size = _unpack_node(data, at)
+        start = at + 8
+        end = body = start + key_size
         if is_branch:
             named_pages.append(low | high << 16 | node_flags << 32)
         else:
-            end += _NUMBER.size if node_flags == _BIG else low | high << 16
-            if end > size or not 1 <= key_size <= 511 or node_flags not in (0, _BIG, SUBTREE):
-                raise ValueError("a node of it is damaged")
             if node_flags == _BIG:
+                end += 8
                 named_pages += _NUMBER.unpack_from(data, body)
-        keys.append(data[at + _NODE.size : body])
+            else:
+                end += low | high << 16
+            if end > size or not 1 <= key_size <= 511 or node_flags > SUBTREE:
+                raise ValueError("a node of it is damaged")
+        keys.append(data[start:body])
         ends.append(end + (end & 1))
     if named_pages and not 2 <= min(named_pages) <= max(named_pages) < num_pages:
         raise ValueError("a node names a page that is not there")

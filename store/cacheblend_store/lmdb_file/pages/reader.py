@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -28,6 +28,7 @@ from cacheblend_store.lmdb_file.pages.layout import (
 )
 from cacheblend_store.lmdb_file.translation import bad_disk, damaged
 
+_LEAVES_HELD = 2048  # some 20 MB; a scan of the store must not keep all of it
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 
 
@@ -39,7 +40,8 @@ class PageReader:
 
     def __init__(self, handle: int, meta: Meta, store: Path) -> None:
         self._handle, self.meta, self.store = handle, meta, store
-        self._pages: dict[int, Branch | Leaf] = {}
+        self._branches: dict[int, Branch] = {}
+        self._leaves: dict[int, Leaf] = {}
         self._trees: dict[str, Tree] = {}
 
     def tree(self, name: str) -> Tree | None:
@@ -90,7 +92,8 @@ class PageReader:
                 return
             raise
         if isinstance(page, Leaf):
-            yield from (page.node(at) for at, key in enumerate(page.keys) if key >= start or tree is self.meta.free)
+            first = 0 if tree is self.meta.free else bisect_left(page.keys, start)  # the free list's keys are integers
+            yield from map(page.node, range(first, len(page.keys)))
             return
         for at in range(page.at(start), len(page.children)):
             below = page.children[at], page.bounds(at, bounds)
@@ -192,12 +195,17 @@ class PageReader:
     # pages
 
     def page_at(self, pgno: int, tree: Tree) -> Branch | Leaf:
-        page = self._pages.get(pgno)
+        page: Branch | Leaf | None = self._branches.get(pgno) or self._leaves.get(pgno)
         if page is None:
             data = self._read(pgno, self.meta.page_size)
             with self._checked(pgno):
                 page = parse_page(data, pgno, self.meta.next_pgno, integer_keys=tree is self.meta.free)
-            self._pages[pgno] = page
+            if isinstance(page, Branch):
+                self._branches[pgno] = page
+            else:
+                if len(self._leaves) >= _LEAVES_HELD:
+                    del self._leaves[next(iter(self._leaves))]  # the oldest one
+                self._leaves[pgno] = page
         return page
 
     def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:

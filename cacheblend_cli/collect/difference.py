@@ -1,0 +1,120 @@
+"""Compare a plan with the store: what a run computes and removes, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_store import Amount, ChunkStore, DocumentRecord
+
+from cacheblend_cli.collect.corpus_diff import CorpusDiff
+from cacheblend_cli.collect.plan import ChunkSize, Part, Plan
+from cacheblend_cli.prompt.collection import Collection
+
+
+@dataclass
+class Difference:
+    """Changes that a run makes to the store.
+
+    new, replaced: chunks it computes, of documents that the store does not have in these settings, and of those it has.
+    removed: chunks it removes. changes: (flag as stored, flag as now) -> number of documents that are computed again because of
+    it, alone or among others. missing: chunks to compute, by collection. seconds: estimate of the time that takes, if measured.
+    """
+
+    new: Amount = field(default_factory=Amount)
+    replaced: Amount = field(default_factory=Amount)
+    unchanged: Amount = field(default_factory=Amount)
+    removed: Amount = field(default_factory=Amount)
+    changes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    missing: list[tuple[Collection, list[ChunkSize]]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(size.num_tokens for _, sizes in self.missing for size in sizes)
+
+
+def compare(
+    store: ChunkStore | None, diff: CorpusDiff, plan: Plan, keep: Set[bytes], *, force: bool = False
+) -> Difference:
+    """Return what storing the plan changes. keep: keys of the chunks that are to have KV. force: compute all of these."""
+    found, planned, has_kv = Difference(), set[bytes](), plan.stored.has_kv
+    for part in plan.parts:
+        missing: list[ChunkSize] = []
+        for document in part.documents:
+            source, before = document.file.source, len(missing)
+            versions = diff.versions(source)
+            own = diff.replaced(source, part.collection, part.settings.context)
+            for size in document.sizes:
+                if size.key in planned:
+                    continue
+                planned.add(size.key)
+                kept = size.key in keep
+                is_stored = not force and size.key in has_kv and (has_kv[size.key] or not kept)
+                amount = found.unchanged if is_stored else found.replaced if own else found.new
+                amount.add(size.num_tokens, part.stored_bytes(size) if kept else 0)
+                missing += [] if is_stored or not kept else [size]
+            if len(missing) > before and versions and not force:
+                latest = max(own or versions, key=lambda r: r.updated)
+                found.changes.update(_changes(latest, diff, part))
+            elif len(missing) > before and source in diff.worded and not force:
+                stored = diff.worded[source]
+                found.changes.update(stored.differences(part.collection.template.wording))
+        found.missing.append((part.collection, missing))
+    if store is not None:
+        _count_removed(found, store, _leaving(diff, plan), planned)
+    return found
+
+
+def _changes(record: DocumentRecord, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:
+    """Return the settings in which a document's record and this run differ: the flag as stored, and as now."""
+    was: dict[str, Any] = {
+        "overlap": 0,
+        "head": "",
+        **record.settings,
+        "context": record.context,
+        "kv_dtype": diff.codecs[record.collection],
+    }
+    now: dict[str, Any] = {
+        "overlap": 0,
+        "head": part.collection.template.wording.head,
+        **part.settings.of_record(),
+        "context": part.settings.context,
+        "kv_dtype": part.collection.codec,
+    }
+    if record.collection in diff.earlier:
+        was["date"], now["date"] = diff.earlier[record.collection], part.collection.day
+    flags = {name: f"--{name.replace('_', '-')}" for name in now} | {"head": "--prompt's {source}"}
+    differing = [name for name, value in now.items() if name in was and was[name] != value]
+    return [(f"{flags[name]} {_as_flag(was[name])}", f"{flags[name]} {_as_flag(now[name])}") for name in differing]
+
+
+def _as_flag(value: Any) -> Any:
+    """Return a value as it is written after its flag; a line of the prompt without its end."""
+    return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
+
+
+def _leaving(diff: CorpusDiff, plan: Plan) -> dict[bytes, DocumentRecord]:
+    """Return the records that the run replaces or removes, by their keys in the store."""
+    places = {(p.collection.id, d.file.source, p.settings.context) for p in plan.parts for d in p.documents}
+    ending = {record.place for record in diff.gone.values()}
+
+    def leaves(record: DocumentRecord) -> bool:
+        if record.place in ending:  # a moved document's record stays, unless it is stored anew under its new name
+            name = diff.names.get(record.content_digest)
+            return name is None or (record.collection, name, record.context) in places
+        return record.place in places or diff.is_outdated(record)
+
+    return {key: record for key, record in (diff.stored | diff.gone).items() if leaves(record)}
+
+
+def _count_removed(
+    found: Difference, store: ChunkStore, leaving: Mapping[bytes, DocumentRecord], planned: Set[bytes]
+) -> None:
+    with store.read() as reader:
+        for key in sorted({c.key for record in leaving.values() for c in record.chunks} - planned):
+            manifest = reader.undamaged(key)
+            if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
+                found.removed.add(manifest.num_tokens, manifest.num_bytes)
