@@ -133,7 +133,7 @@ def rm(
         documents = reading.documents() if everything or source is not None else []
         found = [d for d in documents if scope.holds(d.source)]
         if source is not None and not found:
-            raise NotFoundError(f"no stored document is at, below or like {source}", "list them: cacheblend chunks ls")
+            raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
         told = set(keys)
         if not chunks:
             told.update((m.key for m in reading.chunks()), reading.damaged_keys())

@@ -222,7 +222,7 @@ class _Counted:
 def searchable(store: ChunkStore) -> list[str]:
     """Return the names of all documents that `search` can find."""
     with open_index(store) as db:
-        names = [name for (name,) in db.execute("SELECT DISTINCT source FROM places")]
+        names = [name for (name,) in db.execute("SELECT DISTINCT source FROM places WHERE context != 'prefix'")]
     return sorted(filter(EVERYTHING.holds, names))
 
 

@@ -66,9 +66,7 @@ def test_a_search_is_of_the_project_and_says_so(cli: Cli, projects: tuple[Path, 
     assert found(cli, "--all") == cited(cli, "--all") == both
     assert "below" not in cli("search", "billing", "--all").err
     assert found(cli, "--source", "../../two") == cited(cli, "--source", "../../two/docs/*.md") == both - {"a.md"}
-    nothing = cli("ask", "billing?", "--source", "nowhere/*")
-    assert nothing.code == 3
-    assert "no stored document is at, below or like nowhere/*" in nothing.err
+    assert cli("ask", "billing?", "--source", "nowhere/*").code == 3
     for command in (("search", "Jonas"), ("ask", "Jonas?")):
         elsewhere = cli(*command)
         assert elsewhere.code == 3
