@@ -51,7 +51,7 @@ def dump_object(record: Mapping[str, Any]) -> bytes:
 
 def typed(record: Mapping[str, Any], of: type[T]) -> T:
     """The record as a dataclass, each field of its type and range. Raises ValueError when it is not, and for other fields."""
-    if not record.keys() <= _names(of):
+    if not record.keys() <= _names(of):  # type: ignore[arg-type]
         raise ValueError("it has an unknown field")
     return convert(record, of)
 
