@@ -28,31 +28,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGILL
 from typing import Any
 
-from machine import MOST_USED, ROOT, Others, hardware, machine_name, write_checkpoint
+from machine import MOST_USED, ROOT, Others, hardware, machine_name
+from peer_models import ANSWER_TOKENS, CHUNKS, PRECISIONS, QUANTS, Models, precompute, prepare
 from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM
 
 from cacheblend_cli.cli.main import VARIABLES
 
 RESULTS = ROOT / "benchmarks/results/peers.json"
-CHUNKS, CHUNK_TOKENS, ANSWER_TOKENS = 8, 256, 100
-CLI = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
-PRECISIONS = {
-    "float32": ("float32", "auto"),
-    "bfloat16": ("bfloat16", "auto"),
-    "int8 weights": ("bfloat16", "int8"),
-}
 BLENDS = {
     "full": ["--mode", "full"],
     "query .15": ["--selector", "query", "--ratio", "0.15"],
     "query .05": ["--selector", "query", "--ratio", "0.05"],
     "reuse": ["--mode", "reuse"],
 }
-QUANTS = ("F16", "BF16", "Q8_0", "Q4_0")
 COLUMNS = {
     "process to first token, s": "process_first_s",
     "to the 100th, s": "process_last_s",
@@ -60,8 +52,6 @@ COLUMNS = {
     "decode, tokens/s": "tokens_per_s",
     "peak memory, MiB": "peak_mib",
 }
-
-
 PLAIN_BUFFERS = "use_extra_bufts=False: ggml's AMX code ends with SIGILL on this CPU"
 
 
@@ -71,100 +61,6 @@ class Died(RuntimeError):
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.signal = signal
-
-
-@dataclass(frozen=True)
-class Models:
-    """Paths of the models and the prompt's ids, and the commands over them."""
-
-    folder: Path
-
-    @property
-    def ids(self) -> Path:
-        return self.folder / "ids.json"
-
-    def checkpoint(self, dtype: str) -> Path:
-        return self.folder / dtype
-
-    def gguf(self, kind: str) -> Path:
-        return self.folder / f"{kind}.gguf"
-
-    def machine(self, precision: str) -> list[str]:
-        dtype, weights = PRECISIONS[precision]
-        store = self.folder / f"store {precision}"
-        model = ["--model", str(self.checkpoint(dtype)), "--store", str(store), "--dtype", dtype]
-        return [*model, "--weight-dtype", weights]
-
-    def ask(self, precision: str) -> list[str]:
-        chunks = (self.folder / f"chunks {precision}").read_text()
-        asked = [
-            "ask",
-            "Which team was billed?",
-            "--chunks",
-            chunks,
-            "--local",
-            "--json",
-            "--ids",
-            "--temperature",
-            "0",
-        ]
-        return [*CLI, *asked, "--max-tokens", str(ANSWER_TOKENS), *self.machine(precision)]
-
-
-def prepare(models: Models, config: Path) -> None:
-    """Write the missing models, in a process of their own so that no measured process inherits the peak."""
-    import gguf
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    if not (models.checkpoint("float32") / "model.safetensors").exists():
-        write_checkpoint(models.checkpoint("float32"), config)
-    plain, half = models.checkpoint("float32"), models.checkpoint("bfloat16")
-    weights = load_file(plain / "model.safetensors")
-    settings = json.loads((plain / "config.json").read_text())
-    if not (half / "model.safetensors").exists():
-        half.mkdir(exist_ok=True)
-        for file in plain.glob("*.json"):
-            (half / file.name).write_bytes(file.read_bytes())
-        (half / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
-        save_file({n: w.to(torch.bfloat16) for n, w in weights.items()}, half / "model.safetensors", {"format": "pt"})
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, settings["num_hidden_layers"])
-    for kind in QUANTS:
-        if models.gguf(kind).exists():
-            continue
-        writer = gguf.GGUFWriter(models.gguf(kind), "qwen2")
-        writer.add_block_count(settings["num_hidden_layers"])
-        writer.add_context_length(settings["max_position_embeddings"])
-        writer.add_embedding_length(settings["hidden_size"])
-        writer.add_feed_forward_length(settings["intermediate_size"])
-        writer.add_head_count(settings["num_attention_heads"])
-        writer.add_head_count_kv(settings["num_key_value_heads"])
-        writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
-        writer.add_rope_freq_base(settings["rope_theta"])
-        writer.add_vocab_size(settings["vocab_size"])
-        writer.add_tokenizer_model("no_vocab")
-        for name, weight in weights.items():
-            used = gguf.GGMLQuantizationType[kind] if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
-            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            writer.add_tensor(own, gguf.quantize(weight.numpy(), used), raw_dtype=used)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-
-def precompute(models: Models, precision: str) -> None:
-    """Store the documents, and write the ids of the first chunks."""
-    noted = models.folder / f"chunks {precision}"
-    if noted.exists():
-        return
-    document = models.folder / "billing.txt"
-    document.write_text(" ".join(f"In week {i} team {i % 7} billed client {i % 13}." for i in range(CHUNKS * 100)))
-    command = [*CLI, "precompute", str(document), "--chunk-tokens", str(CHUNK_TOKENS), "--context", "sink", "--json"]
-    output = subprocess.run([*command, *models.machine(precision)], check=True, capture_output=True, text=True)
-    chunks = [json.loads(line) for line in output.stdout.splitlines()]
-    assert len(chunks) >= CHUNKS
-    noted.write_text(",".join(chunk["id"] for chunk in chunks[:CHUNKS]))
 
 
 def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, list[str]]:
@@ -327,15 +223,9 @@ def main() -> None:
         "--others", type=float, default=MOST_USED, help="CPUs that other processes may use during a run that is kept"
     )
     parser.add_argument("--prepare", action="store_true", help="write the models and stores only")
-    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     models = Models(arguments.folder)
-    if arguments.write:
-        prepare(models, arguments.config)
-        return
-    models.folder.mkdir(parents=True, exist_ok=True)
-    own = ["--write", "--folder", str(models.folder), "--config", str(arguments.config)]
-    subprocess.run([sys.executable, __file__, *own], check=True)
+    prepare(models, arguments.config)
     for precision in PRECISIONS:
         precompute(models, precision)
     if not models.ids.exists():
