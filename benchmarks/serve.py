@@ -343,49 +343,5 @@ def figures(answers: list[Answer], seconds: float) -> Case:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    forms = {
-        "requests": "d", "rate": ".2f", "requests_per_s": ".3f", "tokens_per_s": ".1f", "ttft_s": ".2f", "ttft_p95_s": ".2f",
-        "scheduling_share": ".2%", "hot_share": ".0%",
-    }  # fmt: skip
-    lines = ["# Many questions at once", "", json.dumps(result["hardware"]), "", json.dumps(result["settings"]), ""]
-    lines.append("| case | requests | arrivals/s | requests/s | tokens/s | TTFT s | p95 | scheduling | hot |")
-    lines.append("|---|" + "---|" * len(forms))
-    others = []
-    for name, part in result["parts"].items():
-        for case in part["cases"]:
-            title = ", ".join(filter(None, (name, case.get("case"))))
-            if "requests_per_s" in case:
-                cells = [format(case[key], form) if key in case else "" for key, form in forms.items()]
-                lines.append(f"| {title} | " + " | ".join(cells) + " |")
-            else:
-                told = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in case.items() if k != "case")
-                others.append(f"- {title}: " + ", ".join(told))
-    return "\n".join([*lines, "", *others, *targets(result["parts"])]) + "\n"
-
-
-def targets(parts: dict[str, Any]) -> list[str]:
-    """Return the targets and their measurements."""
-
-    def most(*names: str) -> float:
-        cases = [c for name, p in parts.items() if name.startswith(names) for c in p["cases"]]
-        return max((c["requests_per_s"] for c in cases if "requests_per_s" in c), default=0.0)
-
-    ours, full, theirs = most("blend "), most("full "), most("transformers", "llama.cpp")
-    lines = (
-        [f"Requests a second at saturation: {ours / full:.2f} x our own full prefill (wanted: 3)"]
-        if ours and full
-        else []
-    )
-    if ours and theirs:
-        lines.append(f"and {ours / theirs:.2f} x the best of the others (wanted: 2)")
-    for name, wanted in (
-        ("decode", "tokens/s of eight over one, wanted: 3"),
-        ("repeated composition", "TTFT over reuse's, wanted: 1.2"),
-    ):
-        lines += [f"{name}: {c['ratio']:.2f} x ({wanted})" for c in parts.get(name, {"cases": []})["cases"]]
-    return ["", *(f"- {line}" for line in lines)] if lines else []
-
-
 if __name__ == "__main__":
     main()
