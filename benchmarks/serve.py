@@ -30,6 +30,7 @@ from typing import Any
 import serve_others
 from cacheblend_store import ChunkStore
 from machine import hardware, write_checkpoint
+from serve_report import table
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.engine.async_engine import AsyncEngine
