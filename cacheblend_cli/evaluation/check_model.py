@@ -18,7 +18,7 @@ from cacheblend_cli.demo import handbook_dir, questions
 from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
-from cacheblend_cli.evaluation.measures import Wanted, run_full, run_setting
+from cacheblend_cli.evaluation.measures import AnswerLengths, run_full, run_setting
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
 
@@ -114,7 +114,7 @@ def _check_blend(engine: Engine, store: ChunkStore) -> list[Blended]:
         resolve(runtime, store, Question(q.question, _pages_around(first, q.source), sampling=sampling))
         for q in questions()[:PROMPTS]
     ]
-    references = [run_full(runtime, request, Wanted(max_tokens, max_tokens), 0.0) for request in requests]
+    references = [run_full(runtime, request, AnswerLengths(max_tokens, max_tokens), 0.0) for request in requests]
     for ratio in RATIOS:
         blends = [replace(request, blend=BlendConfig(ratio=ratio)) for request in requests]
         measured = [

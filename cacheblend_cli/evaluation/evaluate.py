@@ -15,7 +15,14 @@ from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
-from cacheblend_cli.evaluation.measures import Measured, Reference, Wanted, prefill_in_pieces, run_full, run_setting
+from cacheblend_cli.evaluation.measures import (
+    AnswerLengths,
+    Measured,
+    Reference,
+    prefill_in_pieces,
+    run_full,
+    run_setting,
+)
 from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
@@ -143,7 +150,7 @@ class _Run:
     def _measure(self, sample: Sample, missing: list[Setting], keys: dict[str, str]) -> None:
         """Run full prefill, then the missing settings, context by context."""
         contexts = _contexts(missing)
-        wanted = Wanted(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
+        lengths = AnswerLengths(self._max_tokens, self._own_tokens, tuple(self._encode("".join(sample.answers[:1]))))
         self._chunks.store([sample], contexts)
         reference: Reference | None = None
         for context in contexts:
@@ -153,7 +160,7 @@ class _Run:
             before_s = time.perf_counter() - start
             for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
                 if reference is None:
-                    reference = run_full(self._runtime, request, wanted, before_s)
+                    reference = run_full(self._runtime, request, lengths, before_s)
                 key = keys[setting.label]
                 if setting.is_full:
                     record = self._record(sample, setting, key, reference)

@@ -27,7 +27,7 @@ _PIECES = 3  # passes of the noise floor's prefill
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AnswerLengths:
     """Answer lengths to measure. tokens: maximum of full prefill's answer, over which settings are teacher-forced. own_tokens:
     maximum of a setting's own greedy answer, at most tokens. reference_ids: reference answer whose likelihood is measured, or ().
     """
@@ -53,7 +53,7 @@ class Reference:
     """
 
     prefilled: Prefilled
-    wanted: Wanted
+    lengths: AnswerLengths
     ttft_s: float
     text: str
     answer_ids: list[int]
@@ -82,15 +82,15 @@ class Measured:
 
 
 @torch.no_grad()
-def run_full(runtime: Runtime, request: Request, wanted: Wanted, before_s: float) -> Reference:
+def run_full(runtime: Runtime, request: Request, lengths: AnswerLengths, before_s: float) -> Reference:
     """Prefill everything, answer greedily, and keep what settings are compared with. before_s: seconds spent before."""
     model = runtime.model
     start = time.perf_counter()
-    done = prefill(runtime, request.in_full(), room=wanted.room)
+    done = prefill(runtime, request.in_full(), room=lengths.room)
     first = done.result.logits[-1].clone()
-    generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=wanted.tokens))
+    generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=lengths.tokens))
     first_token_s = generation.first_token_at - start
-    likelihood = _likelihood(runtime, done, wanted.reference_ids)
+    likelihood = _likelihood(runtime, done, lengths.reference_ids)
     attended = _Attended(model.spec.num_layers)
     logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, generation.token_ids, attended)
     logits = torch.cat((first[None], logits[1:]))
@@ -98,9 +98,9 @@ def run_full(runtime: Runtime, request: Request, wanted: Wanted, before_s: float
     done.sequence.release()
     return Reference(
         prefilled=done,
-        wanted=wanted,
+        lengths=lengths,
         ttft_s=before_s + first_token_s,
-        text=_text(runtime, generation.token_ids[: wanted.own_tokens]),
+        text=_text(runtime, generation.token_ids[: lengths.own_tokens]),
         answer_ids=generation.token_ids,
         likelihood=likelihood,
         log_p=log_distribution(logits),
@@ -123,13 +123,13 @@ def run_setting(
     Greedy decoding equals the reference's answer as long as the most likely tokens agree, so it starts where they first differ:
     teacher forcing has computed the tokens before.
     """
-    model, wanted = runtime.model, reference.wanted
+    model, lengths = runtime.model, reference.lengths
     start = time.perf_counter()
-    done = run(runtime, request, room=wanted.room)
+    done = run(runtime, request, room=lengths.room)
     first = done.result.logits[-1].clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
-    likelihood = _likelihood(runtime, done, wanted.reference_ids)
+    likelihood = _likelihood(runtime, done, lengths.reference_ids)
     attended = _Attended(model.spec.num_layers)
     ids = reference.answer_ids
     logits = teacher_forced(model.decoder, done.sequence, done.plan.token_ids, ids, attended)
@@ -137,9 +137,9 @@ def run_setting(
     found = divergence(reference.log_p, log_distribution(logits))
     k, v = _chunk_kv(done)
     text, same = reference.text, found.first_difference
-    if same is not None and same < wanted.own_tokens:
+    if same is not None and same < lengths.own_tokens:
         begin = Continuation(done.sequence, done.plan.num_tokens + same, logits[same])
-        generation = generate(runtime, begin, SamplingParams(max_tokens=wanted.own_tokens - same))
+        generation = generate(runtime, begin, SamplingParams(max_tokens=lengths.own_tokens - same))
         text = _text(runtime, (*ids[:same], *generation.token_ids))
     done.sequence.release()
     return Measured(
