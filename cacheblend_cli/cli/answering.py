@@ -13,9 +13,9 @@ from cacheblend_cli.cli.answers import End, Streams, Told
 from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
+from cacheblend_cli.client import EngineLost
 from cacheblend_cli.corpus.scopes import EVERYTHING
 from cacheblend_cli.inquiry import Inquiry, Manner
-from cacheblend_cli.server.client import EngineLost
 from cacheblend_cli.settings import Resolved
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli.answers import End, Streams, Told
+from cacheblend_cli.client import Connection, EngineLost, lost, named
 from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.inquiry import Inquiry
-from cacheblend_cli.server.client import Connection, EngineLost, lost, named
 from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
 from cacheblend_cli.settings import Resolved, Settings
 
@@ -44,7 +44,7 @@ class WarmEngine:
     def begin(self, inquiry: Inquiry) -> End:
         """Have it asked; the answer's pieces are streamed while its end is waited for. Raises what the engine tells, EngineLost."""
         connection = self._connected()
-        events = connection.request({"op": "ask", **inquiry.wire})
+        events = connection.request("ask", inquiry.wire)
 
         def end(streams: Streams | None) -> Told:
             with connection:
@@ -54,7 +54,7 @@ class WarmEngine:
 
     def plan(self, inquiry: Inquiry) -> AskPlan:
         with self._connected() as connection:
-            [event] = connection.request({"op": "plan", **inquiry.wire})
+            [event] = connection.request("plan", inquiry.wire)
         plan: Any = SimpleNamespace(**event["plan"])
         self._cite(plan.chunks, event["keys"])
         return plan  # type: ignore[no-any-return]
@@ -111,11 +111,11 @@ class WarmEngine:
 
 def look_warm(settings: Settings, query: str, scope: Scope, say: Callable[[str], None]) -> tuple[Found, str] | None:
     """What an engine over this store finds, of whatever model, and which it is; None when none runs."""
-    request = {"op": "search", **Inquiry(query, None, Resolved(settings, {}), scope).wire}
+    request = Inquiry(query, None, Resolved(settings, {}), scope).wire
     for path in sockets_of(settings):
         if _speaks_so(path) and (connection := Connection.to(path)) is not None:
             with connection, suppress(EngineLost):
-                [event] = connection.request(request)
+                [event] = connection.request("search", request)
                 return _found(event, say), f"by the engine of process {event['pid']}"
     return None
 
@@ -127,7 +127,7 @@ def _speaks_so(path: Path) -> bool:
         return False
     with connection:
         try:
-            [status] = connection.request({"op": "status"})
+            [status] = connection.request("status")
         except CacheBlendError:
             return False
     return bool(status.get("protocol") == PROTOCOL)

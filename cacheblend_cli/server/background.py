@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
-from cacheblend_cli.server.client import Connection
 from cacheblend_cli.server.place import make_folder, socket_of, sockets_of
 from cacheblend_cli.settings import Settings
 
@@ -63,7 +63,7 @@ def ask_status(path: Path) -> dict[str, Any] | None:
         return None
     with connection:
         try:
-            return {k: v for k, v in next(connection.request({"op": "status"})).items() if k not in ("event", "end")}
+            return {k: v for k, v in next(connection.request("status")).items() if k not in ("event", "end")}
         except CacheBlendError:
             return None
 
@@ -88,7 +88,7 @@ def stop_all(settings: Settings, grace_s: float) -> list[int]:
         connection = Connection.to(Path(told["socket"]), _REPLY_S)
         if connection is not None:
             with connection, suppress(CacheBlendError):  # one that does not reply may end all the same
-                list(connection.request({"op": "stop"}))
+                list(connection.request("stop"))
         while _is_alive(pid):
             if time.monotonic() >= deadline:
                 raise CacheBlendError(

@@ -18,8 +18,8 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from cacheblend_cli.client import Connection
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.server.client import Connection
 from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.warm import WarmSocket

@@ -1,4 +1,4 @@
-"""The socket beside the store: commands of this machine's user ask over it, in JSON lines, and get what they would say."""
+"""The socket beside the store (0600): commands of this machine's user send their requests over it, by HTTP, without an API key."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from socket import socket
-from typing import Any, TypeVar
+from typing import Any
 
+import uvicorn
 from cacheblend_store import StoreError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
@@ -21,110 +27,90 @@ from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.jobs import Done, Job, Reasoning, Text
 from cacheblend_cli.engine.request import Question, resolve
-from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError
+from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.inquiry import Inquiry, Manner
-from cacheblend_cli.server.asking import Asking, first_of
+from cacheblend_cli.server.app import EventStream
+from cacheblend_cli.server.asking import Asking
+from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.place import PROTOCOL
 from cacheblend_cli.server.state import ServerState
 
-_LINE = 64 << 20  # bytes of a request at most
-T = TypeVar("T")
-Request = dict[str, Any]
-Tell = Callable[[dict[str, Any]], Awaitable[None]]
+Record = dict[str, Any]
+_CUT_OFF_S = 10  # beyond the grace of running answers
 
 
 class WarmSocket:
-    """url: where else the server listens, for --status. on_stop: ends the server."""
+    """url: the address of the public server, for --status. on_stop: ends the server."""
 
     def __init__(self, host: ServerState, bound: socket, path: Path, url: str) -> None:
         self._host, self._bound, self._path, self._url = host, bound, path, url
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        events = {
+            "ask": self._ask,
+            "plan": self._plan,
+            "search": self._search,
+            "status": self._status,
+            "stop": self._stop,
+        }
+        routes = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
+        config = uvicorn.Config(
+            Starlette(routes=routes), http="h11", ws="none", log_level="error", log_config=None, lifespan="off", server_header=False
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
         self.on_stop: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, sock=self._bound, limit=_LINE)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound]))
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests. What is there may finish for so long."""
+        """Take no more requests. Running ones may finish within that time; cancelling this cuts them off."""
         self._path.unlink(missing_ok=True)
-        if self._server is not None:
-            self._server.close()
+        self._server.config.timeout_graceful_shutdown = round(grace_s) + _CUT_OFF_S
+        self._server.should_exit = True
         try:
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=grace_s)
+            if self._serving is not None:
+                await asyncio.shield(self._serving)
         finally:
-            for task in list(self._tasks):
-                task.cancel()
+            self._server.force_exit = True
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            await self._answer(reader, writer)
-        except (OSError, ValueError, RecursionError, asyncio.CancelledError):
-            pass  # the client has left, or is none of ours
-        finally:
-            self._tasks.discard(task)
-            writer.close()
+    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            try:
+                body = await request.json()
+            except (ValueError, RecursionError, ClientDisconnect):
+                return Response(status_code=400)
+            return EventStream(_written(make(body)), ExitStack())
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = await reader.readline()
-        if not line:
-            return
-        request: Request = json.loads(line)
+        return answer
 
-        async def tell(event: dict[str, Any]) -> None:
-            writer.write(json.dumps(event).encode() + b"\n")
-            await writer.drain()
-
-        await first_of(self._do(request, tell), reader.read(1))  # a client says nothing more: it leaves, or waits
-
-    async def _do(self, request: Request, tell: Tell) -> None:
-        try:
-            match request["op"]:
-                case "status":
-                    await tell({"event": "status", "end": True, **self._status()})
-                case "stop":
-                    await tell({"event": "stopping", "end": True})
-                    self.on_stop()
-                case "ask" | "plan" | "search" as what:
-                    with self._host:
-                        await {"ask": self._ask, "plan": self._plan, "search": self._search}[what](request, tell)
-                case other:
-                    raise NotFoundError(f"the engine knows no {other!r}", "is it of another version?")
-        except (CacheBlendError, StoreError) as error:
-            told = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
-            await tell({"event": "failed", "kind": type(error).__name__, **told})
-        except (OSError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            message = f"the engine failed: {type(error).__name__}: {error}"
-            await tell({"event": "failed", "message": message, "hint": None, "exit_code": int(ExitCode.INTERNAL)})
-
-    def _status(self) -> dict[str, Any]:
+    async def _status(self, _: Record) -> AsyncIterator[Record]:
         host = self._host
-        return {
-            "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": host.model, "url": self._url, "socket": str(self._path),
-            "up_s": round(time.time() - host.started, 1), "idle_s": round(host.idle_s, 1), **vars(host.service.stats()),
+        yield {
+            "event": "status", "end": True, "pid": os.getpid(), "version": __version__, "protocol": PROTOCOL, "model": host.model,
+            "url": self._url, "socket": str(self._path), "up_s": round(time.time() - host.started, 1), "idle_s": round(host.idle_s, 1),
+            **vars(host.service.stats()),
         }  # fmt: skip
 
-    async def _ask(self, request: Request, tell: Tell) -> None:
-        inquiry = Inquiry.of_wire(request)
-        job = await self._host.in_pool(lambda: self._job(inquiry))
-        with Asking(self._host, job) as asking:
-            await tell({"event": "notes", "notes": list(job.question.notes)})
-            async for event in asking.events():
-                if isinstance(event, Text):
-                    await tell({"event": "text", "text": event.text})
-                elif isinstance(event, Reasoning):
-                    await tell({"event": "reasoning", "text": event.text})
-                elif isinstance(event, Done) and event.ended == "cancelled":
-                    return  # the engine ends: to who asks it is lost
-                elif isinstance(event, Done):
-                    told = await self._ended(event.answers[0], job.question, inquiry.manner)
-                    await tell({"event": "done", "end": True, **told})
+    async def _stop(self, _: Record) -> AsyncIterator[Record]:
+        yield {"event": "stopping", "end": True}
+        self.on_stop()
+
+    async def _ask(self, body: Record) -> AsyncIterator[Record]:
+        inquiry = Inquiry.of_wire(body)
+        with self._host:
+            job = await self._host.in_pool(lambda: self._job(inquiry))
+            with Asking(self._host, job) as asking:
+                yield {"event": "notes", "notes": list(job.question.notes)}
+                async for event in asking.events():
+                    if isinstance(event, Text):
+                        yield {"event": "text", "text": event.text}
+                    elif isinstance(event, Reasoning):
+                        yield {"event": "reasoning", "text": event.text}
+                    elif isinstance(event, Done) and event.ended == "cancelled":
+                        return  # the engine ends: to the client it is lost
+                    elif isinstance(event, Done):
+                        told = await self._ended(event.answers[0], job.question, inquiry.manner)
+                        yield {"event": "done", "end": True, **told}
 
     def _job(self, inquiry: Inquiry) -> Job:
         """The job with its prompt laid out."""
@@ -132,26 +118,28 @@ class WarmSocket:
         job = Engine(runtime).job(store, inquiry)
         return replace(job, request=resolve(runtime, store, job.question))
 
-    async def _plan(self, request: Request, tell: Tell) -> None:
-        inquiry, store = Inquiry.of_wire(request), self._host.store
+    async def _plan(self, body: Record) -> AsyncIterator[Record]:
+        inquiry, store = Inquiry.of_wire(body), self._host.store
 
-        def planned(engine: Engine) -> Request:
+        def planned() -> Record:
+            engine = Engine(self._host.runtime)
             job = engine.job(store, inquiry)
             told = engine.plan(store, job.question, auto=job.auto)
             return {"plan": plain(told), "keys": [key.hex() for key in job.question.keys]}
 
-        await tell({"event": "plan", "end": True, **await self._in_engine(planned)})
+        with self._host:
+            yield {"event": "plan", "end": True, **await self._host.in_engine(lambda runtime: planned())}
 
-    async def _search(self, request: Request, tell: Tell) -> None:
+    async def _search(self, body: Record) -> AsyncIterator[Record]:
         said: list[str] = []
-        inquiry = Inquiry.of_wire(request)
+        inquiry = Inquiry.of_wire(body)
         settings = inquiry.resolved.settings
-        found = await asyncio.to_thread(look, self._host.store, settings, inquiry.question, inquiry.scope, said.append)
+        with self._host:
+            found = await asyncio.to_thread(
+                look, self._host.store, settings, inquiry.question, inquiry.scope, said.append
+            )
         hits = [{**vars(hit), "key": hit.key.hex()} for hit in found.hits]
-        await tell({"event": "found", "end": True, "hits": hits, "by": found.by, "said": said, "pid": os.getpid()})
-
-    async def _in_engine(self, work: Callable[[Engine], T]) -> T:
-        return await asyncio.wrap_future(self._host.service.run(lambda runtime: work(Engine(runtime))))
+        yield {"event": "found", "end": True, "hits": hits, "by": found.by, "said": said, "pid": os.getpid()}
 
     async def _ended(self, answer: Answer, question: Question, manner: Manner) -> dict[str, Any]:
         engine = Engine(self._host.runtime)
@@ -166,9 +154,39 @@ class WarmSocket:
         }
 
 
+class _Server(uvicorn.Server):
+    """Signals are the public server's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _written(events: AsyncIterator[Record]) -> AsyncIterator[bytes]:
+    """Server-sent events. An error is the last one; where the server ends, the stream does without an end."""
+    try:
+        async for event in events:
+            yield _event(event)
+    except (CacheBlendError, StoreError) as error:
+        yield _event(_failed(error, error.message, error.hint, error.exit_code))
+    except ApiError as error:
+        if error.code != "stopping":
+            yield _event(_failed(error, error.message, None, ExitCode.INTERNAL))
+    except Exception as error:
+        yield _event(_failed(error, f"the engine failed: {type(error).__name__}: {error}", None, ExitCode.INTERNAL))
+
+
+def _failed(error: Exception, message: str, hint: str | None, code: int) -> Record:
+    return {"event": "failed", "kind": type(error).__name__, "message": message, "hint": hint, "exit_code": int(code)}
+
+
+def _event(record: Record) -> bytes:
+    return b"data: " + json.dumps(record).encode() + b"\n\n"
+
+
 def shown(answer: Answer) -> dict[str, Any]:
     """What of an answer is shown to people; its record has the rest, where that is asked for."""
-    return plain(replace(answer, prompt_ids=[], generated_ids=[], logprobs=[], prompt_logprobs=[], chosen=[]))
+    return plain(replace(answer, prompt_ids=[], logprobs=[], prompt_logprobs=[], chosen=[]))
 
 
 def plain(record: Any) -> dict[str, Any]:

@@ -19,11 +19,11 @@ import pytest
 from asking import PAGES, Cli, Said
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.inquiry import Inquiry
 from cacheblend_cli.server import background, place
 from cacheblend_cli.server.background import ask_status
-from cacheblend_cli.server.client import Connection, EngineLost
 from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
 from cacheblend_cli.settings import Settings, resolve
 
@@ -116,7 +116,7 @@ def test_what_an_engine_leaves_of_a_batch_is_answered_here(
     cli: Cli, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cacheblend_cli.cli.warm import WarmEngine
-    from cacheblend_cli.server.client import lost
+    from cacheblend_cli.client import lost
 
     rows = [{"question": f"who leads billing? Jonas {i}"} for i in range(4)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -233,7 +233,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
     with ThreadPoolExecutor(2) as pool, connection:
         whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
         streamed = pool.submit(server.client.post, "/v1/chat/completions", json=body | {"stream": True})
-        events = connection.request({"op": "ask", **Inquiry("who?", (), resolved).wire})
+        events = connection.request("ask", Inquiry("who?", (), resolved).wire)
         while server.state.service.stats().running < 3:
             pass
         server.end()
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     connection = Connection.to(place.socket_of(server.state.settings))
     assert connection is not None
     with connection:
-        next(connection.request({"op": "ask", **Inquiry("who?", (), resolved).wire}))
+        next(connection.request("ask", Inquiry("who?", (), resolved).wire))
     while not (stats := server.state.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1
@@ -394,3 +394,27 @@ def test_what_cannot_be_served_is_told(cli: Cli) -> None:
     ):
         said = cli("serve", "--port", "0", *flags)
         assert (said.code in (2, 3), words in said.err) == (True, True), said.err
+
+
+@pytest.mark.parametrize("said", ["", 'data: {"event": "text", "text": "Mara"}\n\n'])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_an_engine_that_is_killed_in_mid_answer(cli: Cli, model: Path, said: str, flags: list[str]) -> None:
+    """Where nothing was printed yet the question is answered here, else the command fails."""
+    path = place.socket_of(resolve({}).settings)
+
+    def serve(bound: socket.socket) -> None:
+        bound.accept()[0].close()  # of one that looks whether anybody listens
+        with bound.accept()[0] as connection, connection.makefile("rb") as request:
+            head = list(iter(request.readline, b"\r\n"))
+            [length] = [int(line.split()[1]) for line in head if line.lower().startswith(b"content-length")]
+            request.read(length)
+            connection.sendall(("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said).encode())
+
+    with bind_unix(path) as bound, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve, bound)
+        asked = cli(*ASK, *flags)
+        served.result(60)
+        path.unlink()
+    assert asked.code == (1 if said and not flags else 0), asked.err
+    if asked.code:
+        assert asked.out == "Mara"

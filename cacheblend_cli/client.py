@@ -1,4 +1,4 @@
-"""The other end of an engine's socket: what a warm `ask` uses. Imports neither torch nor numpy."""
+"""HTTP client of a running engine, over the Unix socket beside its store. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong
 
 _CONNECT_S = 2.0
+_DATA = b"data: "
 
 
 class EngineLost(CacheBlendError):
@@ -21,7 +22,7 @@ class EngineLost(CacheBlendError):
 
 
 class Connection:
-    """One request to a running engine, and what it tells until its end. Closing it before the end cancels the request."""
+    """One request to a running engine, and the events of its reply. Closing it before the end cancels the request."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._file = connected, connected.makefile("rb")
@@ -50,36 +51,41 @@ class Connection:
             self._file.close()
             self._socket.close()
 
-    def request(self, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send it now; events until the one that says "end". They raise what the engine failed of, and EngineLost."""
+    def request(self, what: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Send a request now: POST /engine/`what`. Returns the events of its reply up to the last one; reading them raises the
+        error that the engine reports, and EngineLost."""
+        payload = json.dumps(body or {}).encode()
+        head = f"POST /engine/{what} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
         try:
-            self._socket.sendall(json.dumps(what).encode() + b"\n")
+            self._socket.sendall(head.encode() + payload)
         except OSError as error:
             raise lost() from error
         return self._events()
 
     def _events(self) -> Iterator[dict[str, Any]]:
+        """The reply to an HTTP/1.0 request ends with the connection. (http.client takes as long to import as a warm answer does.)"""
         try:
-            for line in self._file:
-                event = json.loads(line)
-                if event["event"] == "failed":
-                    raise failure(event)
-                yield event
-                if event.get("end"):
-                    return
-        except (OSError, ValueError) as error:
+            if b" 200 " in self._file.readline():
+                for line in self._file:
+                    if not line.startswith(_DATA):
+                        continue
+                    event = json.loads(line.removeprefix(_DATA))
+                    if event["event"] == "failed":
+                        raise failure(event)
+                    yield event
+                    if event.get("end"):
+                        return
+        except (OSError, ValueError, KeyError) as error:
             raise lost() from error
         raise lost()
 
 
 def lost() -> EngineLost:
-    return EngineLost(
-        "the engine ended before the answer did", "ask again; without an engine the question is answered here"
-    )
+    return EngineLost("the engine ended before the answer did", "ask again, or with --local")
 
 
 def failure(event: dict[str, Any]) -> CacheBlendError:
-    """The error that the engine tells of."""
+    """The error that the engine reports."""
     kind = PromptTooLong if event.get("kind") == PromptTooLong.__name__ else CacheBlendError
     error = kind(event["message"], event["hint"])
     error.exit_code = ExitCode(event["exit_code"])
@@ -87,7 +93,7 @@ def failure(event: dict[str, Any]) -> CacheBlendError:
 
 
 def named(value: Any) -> Any:
-    """Dicts as objects with attributes, as the engine's own are."""
+    """JSON objects as objects with attributes."""
     if isinstance(value, dict):
         return SimpleNamespace(**{key: named(item) for key, item in value.items()})
     return [named(item) for item in value] if isinstance(value, list) else value
