@@ -196,9 +196,9 @@ def test_accept_errors_are_logged_once(log: Any) -> None:
 
 
 def test_nonsense_on_the_command_lines_socket_is_not_logged(server: Any, log: Any) -> None:
-    for line in (b"[" * 100_000 + b"\n", b"nonsense\n", b"{}\n"):
+    for body in (b"[" * 100_000, b"nonsense", b"{}", b"[]"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(socket_of(server.state.settings)))
-            connection.sendall(line)
-            read_all(connection)
+            connection.sendall(b"POST /engine/ask HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert read_all(connection).startswith(b"HTTP/1.1 ")
     assert log.records == []
