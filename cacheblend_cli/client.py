@@ -55,7 +55,9 @@ class Connection:
         """Send a request now: POST /engine/`what`. Returns the events of its reply up to the last one; reading them raises the
         error that the engine reports, and EngineLost."""
         payload = json.dumps(body or {}).encode()
-        head = f"POST /engine/{what} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        head = (
+            f"POST /engine/{what} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        )
         try:
             self._socket.sendall(head.encode() + payload)
         except OSError as error:

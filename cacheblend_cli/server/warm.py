@@ -53,7 +53,13 @@ class WarmSocket:
         }
         routes = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
         config = uvicorn.Config(
-            Starlette(routes=routes), http="h11", ws="none", log_level="error", log_config=None, lifespan="off", server_header=False
+            Starlette(routes=routes),
+            http="h11",
+            ws="none",
+            log_level="error",
+            log_config=None,
+            lifespan="off",
+            server_header=False,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
