@@ -1,4 +1,4 @@
-"""How an answer, and the plan of one, are shown."""
+"""Show answers and plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS = {
     "recomputed": ("1;4;33", ("[", "]")),
     "computed": ("1;35", ("{", "}")),
 }
-"""How a token's KV came: the terminal's style, and what stands around it without colours."""
+"""Origin of a token's KV -> SGR style, and brackets for output without colours."""
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
@@ -83,13 +83,13 @@ class Told:
 
 
 End = Callable[[Streams | None], Told]
-"""Waits for an answer, whose pieces are streamed meanwhile."""
+"""Wait for an answer while its pieces are streamed."""
 
 
 def show_answer(told: Told, output: Output, *, json: bool, explain: bool, extra: dict[str, Any]) -> None:
-    """After the text has been streamed: what was said of it, or all of it as one JSON object with `extra` before.
+    """Show notes, sources and statistics of an answer whose text was streamed, or all of it as one JSON object after `extra`.
 
-    explain: tell of layers, chunks and tokens, too.
+    explain: also show layers, chunks and tokens.
     """
     answer = told.answer
     if not json:
@@ -144,13 +144,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def changed(answer: Answer) -> ExitCode:
-    """What a command exits with that showed this answer."""
+    """Return the exit code for an answer: CHANGED if --confirm changed it."""
     return ExitCode.CHANGED if answer.confirmation and not answer.confirmation.confirmed else ExitCode.OK
 
 
 def _end_text(answer: Answer, output: Output) -> None:
-    """The end of the answer's line. Of one that was to be confirmed, a pipe gets what was confirmed, and a terminal, which has
-    the draft, what was changed of it, from the word of the first difference on."""
+    """End the answer's line. With --confirm a pipe gets the confirmed answer; a terminal, which has the draft, gets the
+    corrected text from the word of the first difference."""
     found = answer.confirmation
     if found is None or (output.out_tty and found.confirmed):
         output.text("")
@@ -160,16 +160,16 @@ def _end_text(answer: Answer, output: Output) -> None:
         pairs = zip(answer.text, found.blended_answer, strict=False)
         same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         output.text("")
-        output.note(f"a full prefill says otherwise from token {found.first_difference} on:")
+        output.note(f"a full prefill differs from token {found.first_difference} on:")
         output.text("... " * bool(same) + answer.text[same.rfind(" ") + 1 :])
 
 
 def _risk_line(found: Risk) -> str:
     if found.full_prefill_at is None:
-        return f"risk that a full prefill answers otherwise: {found.estimate:.1%}, at most {found.limit:.1%} allowed"
+        return f"estimated risk that a full prefill answers differently: {found.estimate:.1%} (limit {found.limit:.1%})"
     return (
-        f"a full prefill went on at token {found.full_prefill_at}, which would have taken the risk above {found.limit:.1%}; "
-        f"{found.estimate:.1%} before it; {found.seconds * 1000:.0f} ms"
+        f"a full prefill took over at token {found.full_prefill_at}, where the estimated risk ({found.estimate:.1%} before it) "
+        f"would have exceeded {found.limit:.1%}; {found.seconds * 1000:.0f} ms"
     )
 
 
@@ -200,7 +200,7 @@ def by_rank(chunks: Sequence[ChunkUse]) -> list[ChunkUse]:
 
 
 def _show_tokens(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: Output) -> None:
-    """The beginning of each chunk's text on stderr, its tokens marked by how they got their KV; the rest is in --html."""
+    """Show the beginning of each chunk on stderr, its tokens marked by the origin of their KV."""
     legend = [_marked(kind, kind, output) for kind in _MARKS]
     output.styled([piece for one in legend for piece in (one, ("  ", ""))])
     for chunk, used in zip(answer.chunks, tokens, strict=True):
@@ -215,7 +215,7 @@ def _show_tokens(answer: Answer, tokens: Sequence[Sequence[TokenUse]], output: O
 
 
 def _marked(kind: str, text: str, output: Output) -> tuple[str, str]:
-    """The text and its style; brackets tell where there are no colours."""
+    """Return (text, style), with brackets if there are no colours."""
     style, (opening, closing) = _MARKS[kind]
     return (text, style) if output.color else (f"{opening}{text}{closing}", "")
 
@@ -244,7 +244,7 @@ def summary_line(answer: Answer, waited: str | None = None) -> str:
 
 
 def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
-    """`ask --dry-run`: data, so on stdout."""
+    """Show a plan (`ask --dry-run`) on stdout."""
     for note in plan.notes:
         output.warn(note)
     if json:
@@ -292,7 +292,7 @@ def _chunk_words(chunk: ChunkUse) -> str:
 
 
 def layer_lines(answer: Answer) -> list[str]:
-    """What the layers computed, in words: a line for those that did the same."""
+    """Describe what the layers computed, one line for neighbouring layers that did the same."""
     same = [list(group) for _, group in groupby(answer.layers, key=lambda r: (r.status, r.rows, r.fresh))]
     lines = []
     for group, after in zip_longest(same, same[1:]):
@@ -303,11 +303,11 @@ def layer_lines(answer: Answer) -> list[str]:
             what = f"the whole prompt, {first.rows} tokens"
         else:
             some = f"all {doubtful}" if first.fresh == doubtful else f"{first.fresh} of the {doubtful}"
-            again = f"{some} cached tokens that may be wrong here, and " if first.fresh else ""
+            again = f"{some} inexact cached tokens, and " if first.fresh else ""
             what = f"{again}{first.rows - first.fresh} tokens that are not cached"
         if first.status.name == "CHECK":
             kept = after[0].fresh if after else answer.recomputed_tokens
-            what += f"; the {kept} that differ most from what is stored go on"
+            what += f"; the {kept} with the largest deviation from the store go on"
         lines.append(f"{name} {verb} {what}")
     return lines
 
@@ -321,7 +321,7 @@ def _layers(first: int, last: int, count: int) -> str:
 
 
 def _explain_auto(auto: AutoReport, answer: Answer, output: Output) -> None:
-    """The estimate's parts beside what was measured, in milliseconds."""
+    """Show the parts of the estimate next to the measured times."""
     d, t = auto.decision, answer.timing
     why = f"ratio {d.ratio:.2g}, {d.floor:.2g} at least"
     if d.mode == "full":

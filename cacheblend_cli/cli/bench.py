@@ -1,4 +1,4 @@
-"""cacheblend bench: how fast this machine is with this model, beside what the cost model allows."""
+"""cacheblend bench: speed on this machine next to the cost model's ceiling."""
 
 from __future__ import annotations
 
@@ -24,25 +24,22 @@ def bench(
     settings: Settings,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of the chunks together.", show_default="2048, or as many as fit"),
+        typer.Option(min=1, help="Total tokens of the chunks.", show_default="2048, or as many as fit"),
     ] = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks they are cut into.")] = 8,
+    chunks: Annotated[int, typer.Option(min=1, help="Number of chunks.")] = 8,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
-    ratio: Annotated[
-        list[float] | None, typer.Option(help="Ratio of blend (repeatable).", show_default="as ask")
-    ] = None,
+    ratio: Annotated[list[float] | None, typer.Option(help="Ratio (repeatable).", show_default="as ask")] = None,
     selector: Annotated[
-        list[str] | None, typer.Option(help="Selector of blend (repeatable).", show_default="as ask, and hkvd")
+        list[str] | None, typer.Option(help="Selector (repeatable).", show_default="as ask, and hkvd")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting, after one that warms up.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting after a warm-up.")] = 3,
     decode_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 32,
     json: options.Json = False,
 ) -> None:
-    """Measure the time to the first token of full prefill, plain reuse and blending, and decoding, on this machine.
+    """Measure time to the first token by full prefill, plain reuse and blending, and decoding speed.
 
-    The prompt is random text in a store that goes when the run ends. The settings run in turn, in one process; stored KV
-    comes from the page cache, verification included. The ceiling is the cost model's: how many times fewer rows are
-    computed than in a full prefill, with loading hidden and choosing free.
+    The prompt is random text in a temporary store. Settings take turns in one process; stored KV comes from the page cache,
+    including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
     """
     output = Output()
     from cacheblend_cli.blend.selectors import make_selector
@@ -51,7 +48,7 @@ def bench(
     from cacheblend_cli.evaluation.bench import layout_of
     from cacheblend_cli.evaluation.settings import grid
 
-    blend = replace(BlendConfig.of(settings), checks=())  # the ratio is what is named here
+    blend = replace(BlendConfig.of(settings), checks=())  # --ratio decides
     for name in selector or ():
         make_selector(name)
     asked = grid(

@@ -1,4 +1,4 @@
-"""What a shell completes: chunk ids, documents and models. Imports neither torch nor transformers; says nothing when it fails."""
+"""Shell completion of chunk ids, documents and models. Imports neither torch nor transformers; silent on errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST = 200
 
 
 def _quietly(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
-    """A completion that cannot be made is none: a shell's line is no place for an error."""
+    """Return no completions on an error."""
 
     @wraps(complete)
     def run(incomplete: str) -> list[str]:
@@ -27,7 +27,7 @@ def _quietly(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]
 
 @_quietly
 def chunk_ids(incomplete: str) -> list[str]:
-    """Stored chunks by the last of ids with commas between them."""
+    """Complete the last of comma-separated chunk ids."""
     from cacheblend_cli.cli import options
 
     before, comma, last = incomplete.rpartition(",")
@@ -38,7 +38,7 @@ def chunk_ids(incomplete: str) -> list[str]:
 
 @_quietly
 def sources(incomplete: str) -> list[str]:
-    """Stored documents, as a person standing here types them."""
+    """Complete stored documents, relative to the working directory."""
     from cacheblend_cli.cli import options
     from cacheblend_cli.corpus.places import shown
 
@@ -49,7 +49,7 @@ def sources(incomplete: str) -> list[str]:
 
 @_quietly
 def models(incomplete: str) -> list[str]:
-    """Models on this machine."""
+    """Complete models on this machine."""
     from cacheblend_cli.model.on_disk import models_on_disk
 
     return [name for name, _ in models_on_disk(Path()) if name.startswith(incomplete)]

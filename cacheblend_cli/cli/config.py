@@ -1,5 +1,4 @@
-"""cacheblend config: what the settings are, where they come from, and how they are kept in a project's cacheblend.toml or
-the user's config.toml."""
+"""cacheblend config: show settings and edit the project's cacheblend.toml or the user's config.toml."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,22 +16,19 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import PATHS, Settings, parse_setting, resolve
 
-if TYPE_CHECKING:
-    pass
-
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change the settings.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change settings.")
 
 
-Key = Annotated[str, typer.Argument(help="A setting, as config show names it.")]
-User = Annotated[bool, typer.Option("--user", help="The user's file, for every folder, and not the project's.")]
+Key = Annotated[str, typer.Argument(help="Name of a setting (see config show).")]
+User = Annotated[bool, typer.Option("--user", help="Edit the user's file instead of the project's.")]
 
 
 @app.command("show")
 def show(
-    store: Annotated[str | None, typer.Option(help="As any command would take it.")] = None,
+    store: Annotated[str | None, typer.Option(help="Directory of the store, as for other commands.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Show every setting, its value and where that came from: flag, environment, file or default."""
+    """Show every setting, its value, and its origin: flag, environment variable, file or default."""
     output, resolved = Output(), resolve({"store": store})
     values = vars(resolved.settings) | {"store": str(resolved.settings.store_path)}
     if json:
@@ -46,13 +42,13 @@ def show(
 @app.command("init")
 def init(
     user: User = False,
-    force: Annotated[bool, typer.Option("--force", help="Write a file that is there anew.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a cacheblend.toml here, with every setting, its default and what it does, commented out."""
+    """Write a cacheblend.toml here with every setting, its default and its description, commented out."""
     file = settings_file(user=user, new=True)
     if file.exists() and not force:
         raise UsageError(
-            f"{file} is there already", "change it: cacheblend config set KEY VALUE; --force writes it anew"
+            f"{file} already exists", "change a setting: cacheblend config set KEY VALUE; --force overwrites the file"
         )
     write_text(file, "\n".join(_template()))
     Output().note(f"wrote {file}")
@@ -61,10 +57,10 @@ def init(
 @app.command("set")
 def set_(
     key: Key,
-    values: Annotated[list[str], typer.Argument(help="Its value; of template-var, several.", metavar="VALUE...")],
+    values: Annotated[list[str], typer.Argument(help="Its value; template-var takes several.", metavar="VALUE...")],
     user: User = False,
 ) -> None:
-    """Set a setting in the project's cacheblend.toml, or, where there is none, in one made here."""
+    """Set a setting in the project's cacheblend.toml, which is created here if there is none."""
     from tomlkit import dumps
 
     file = settings_file(user=user)
@@ -80,7 +76,7 @@ def set_(
 
 @app.command("unset")
 def unset(key: Key, user: User = False) -> None:
-    """Take a setting out of the project's cacheblend.toml."""
+    """Remove a setting from the project's cacheblend.toml."""
     from tomlkit import dumps
 
     file, name = settings_file(user=user), key.replace("-", "_")
@@ -92,8 +88,8 @@ def unset(key: Key, user: User = False) -> None:
 
 
 def _template() -> Iterator[str]:
-    yield "# Settings of cacheblend for this folder and those below it; flags and CACHEBLEND_* variables are stronger."
-    yield "# Remove the # before a line to set it. A path is meant from this file."
+    yield "# Settings of cacheblend for this folder and its subfolders; flags and CACHEBLEND_* variables override them."
+    yield "# Uncomment a line to set it. Paths are relative to this file."
     for field in fields(Settings):
         yield ""
         if help := field.metadata.get("help"):
@@ -103,14 +99,14 @@ def _template() -> Iterator[str]:
 
 
 def _toml(value: Any) -> str:
-    """A default as TOML; what has none is empty text."""
+    """Return a default as TOML; None is empty text."""
     from tomlkit import item
 
     return item("" if value is None else list(value) if isinstance(value, tuple) else value).as_string()
 
 
 def _from(file: Path, value: str) -> str:
-    """A path that was typed here, as it is meant from the file. A name that is no path here stays."""
+    """Return an existing path relative to the file; other values as they are."""
     path = Path(value).expanduser()
     if path.is_absolute() or not path.exists() or Path.cwd() == file.parent:
         return value

@@ -1,4 +1,4 @@
-"""cacheblend doctor: does everything needed work here?"""
+"""cacheblend doctor: check the installation."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _store(settings: Any) -> dict[str, Any]:
         with options.open_store(settings, write=False) as store:
             return {"path": str(path), **stats(store).totals(), "damaged": len(store.damaged_keys())}
     except StoreNotFound:
-        return {"path": str(path), "state": "not made yet"}
+        return {"path": str(path), "state": "does not exist yet"}
 
 
 def _model(settings: Any) -> dict[str, Any]:

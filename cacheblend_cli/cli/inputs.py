@@ -1,4 +1,4 @@
-"""What `ask` is asked: questions and chunk ids from arguments, files and stdin, checked before a model is loaded."""
+"""Questions and chunk ids from arguments, files and stdin, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ _LINE = 'each line is {"question": "...", "chunks": ["ID", ...]}, chunks being o
 
 @dataclass(frozen=True)
 class Asked:
-    """A question and the ids of its chunks (or unique beginnings of ids), None to search for them."""
+    """A question and its chunk ids (or unique prefixes of ids), None to search."""
 
     question: str
     chunks: tuple[str, ...] | None
 
 
 def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> list[Asked]:
-    """The questions of the command line. Only one of question, --chunks and --batch can be "-", for stdin; the question is
-    read from a pipe without it, too."""
+    """Return the questions of the command line.
+
+    Only one of question, --chunks and --batch can be "-" (stdin). Without a question, it is read from a pipe.
+    Raises UsageError, NotFoundError.
+    """
     if [question, chunks, str(batch) if batch else None].count("-") > 1:
         raise UsageError(
-            "stdin can be read once, and - was given twice", "write the question as an argument, or ids to a file"
+            "- was given twice, and stdin can be read only once", "give the question as an argument, or ids in a file"
         )
     if batch is not None and question is not None:
-        raise UsageError("a question and --batch were both given", "give one of them")
+        raise UsageError("a question and --batch were given together", "give one of them")
     if batch is None and question is None:
         question = read_stdin("the question").strip() if chunks != "-" and _is_piped() else ""
         if not question:
@@ -49,14 +52,14 @@ def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> 
     assert batch is not None
     asked = list(_batch(batch, named))
     if not asked:
-        raise UsageError(f"there is no question in {batch}", "did the command that writes them find anything?")
+        raise UsageError(f"{batch} contains no question", "did the command that wrote it find anything?")
     return asked
 
 
 def read_ids(text: str) -> tuple[str, ...]:
-    """The ids of --chunks: ID,ID, or a file of ids, or "-". A file has an id a line, or JSON lines with "id".
+    """Return the ids of --chunks: ID,ID, or a file of ids or JSON lines with "id", or "-" for stdin.
 
-    "" is no chunk at all; a file or stdin without an id is an error, since then a command before this one failed.
+    "" means no chunks. A file or stdin without ids is a UsageError, since the command that wrote it probably failed.
     """
     if text == "-":
         name, lines = "stdin", read_stdin("chunk ids")
@@ -67,14 +70,14 @@ def read_ids(text: str) -> tuple[str, ...]:
         for part in ids:
             if any(c not in "0123456789abcdefABCDEF" for c in part):
                 raise NotFoundError(
-                    f"{part!r} is no chunk id and no file", "ids are hex; list them: cacheblend chunks ls"
+                    f"{part!r} is neither a chunk id nor a file", "ids are hexadecimal; list them: cacheblend chunks ls"
                 )
         return ids
     ids = tuple(
         found for number, line in enumerate(lines.split("\n"), 1) for found in _ids_of(line, f"{name}:{number}")
     )
     if not ids:
-        raise UsageError(f"there is no chunk id in {name}", "did the command that writes them find anything?")
+        raise UsageError(f"{name} contains no chunk id", "did the command that wrote it find anything?")
     return ids
 
 
@@ -85,7 +88,7 @@ def _ids_of(line: str, place: str) -> list[str]:
     try:
         found = json.loads(line)["id"]
     except (ValueError, KeyError) as error:
-        raise UsageError(f"{place} is JSON without an id", 'each line is an id, or JSON with an "id"') from error
+        raise UsageError(f'{place} is JSON without an "id"', 'each line is an id, or JSON with an "id"') from error
     return [str(found)]
 
 
@@ -96,7 +99,7 @@ def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[Asked]:
             try:
                 row: Any = json.loads(line)
             except ValueError as error:
-                raise UsageError(f"{path}:{number} is no JSON: {error}", _LINE) from error
+                raise UsageError(f"{path}:{number} is not JSON: {error}", _LINE) from error
             yield _row(row, f"{path}:{number}", chunks)
 
 
@@ -109,7 +112,7 @@ def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> Asked:
     if named is None:
         return Asked(question, chunks)
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise UsageError(f"{place} has chunks that are no list of ids", _LINE)
+        raise UsageError(f"{place} has chunks that are not a list of ids", _LINE)
     return Asked(question, tuple(named))
 
 
@@ -118,7 +121,7 @@ def _is_piped() -> bool:
 
 
 def read_stdin(what: str) -> str:
-    """All of stdin as text; a terminal is told what is waited for. Raises UsageError for what is no UTF-8."""
+    """Read all of stdin as text, with a message if it is a terminal. Raises UsageError if it is not UTF-8."""
     if sys.stdin.isatty():
         sys.stderr.write(f"reading {what} from the terminal; end with Ctrl-D\n")
     return decode_text(sys.stdin.buffer.read(), "stdin")

@@ -1,4 +1,4 @@
-"""Where output goes: answer and data on stdout, everything else on stderr; one object that tests can replace."""
+"""Output streams: answers and data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LEAST_WIDTH = 6
 
 
 class Output:
-    """Streams and their TTY flags. Rich is imported only when something is drawn."""
+    """Streams and their TTY flags; tests replace the streams. Rich is imported only to draw a progress bar."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False) -> None:
         self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr, quiet
-        for stream in (self.out, self.err):  # a character the locale lacks is escaped, and ends no command
+        for stream in (self.out, self.err):  # escape characters that the locale cannot encode
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
         self.out_tty, self.err_tty = self.out.isatty(), self.err.isatty()
@@ -30,13 +30,13 @@ class Output:
         self._bar_shown = False
 
     def text(self, text: str, end: str = "\n") -> None:
-        """Data for stdout. On a terminal control characters are made visible; a pipe gets them raw."""
+        """Write data to stdout. Control characters are shown as symbols on a terminal and unchanged in a pipe."""
         self._erase_bar(self.out_tty)
         self.out.write((visible(text) if self.out_tty else text) + end)
         self.out.flush()
 
     def json(self, record: Any) -> None:
-        """One JSON object a line."""
+        """Write a JSON object on one line."""
         self._erase_bar(self.out_tty)
         self.out.write(json.dumps(record, ensure_ascii=not self._unicode) + "\n")
         self.out.flush()
@@ -46,11 +46,11 @@ class Output:
         return (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
 
     def note(self, text: str) -> None:
-        """A message on stderr, not with --quiet."""
+        """Write a message to stderr unless --quiet."""
         self.styled([(text, "2")])
 
     def aside(self, piece: str) -> None:
-        """A piece of text on stderr that others go on, dim on a terminal; not with --quiet."""
+        """Write a piece of streamed text to stderr, dim on a terminal, unless --quiet."""
         if not self.quiet:
             self._erase_bar(True)
             piece = visible(piece) if self.err_tty else piece
@@ -58,7 +58,7 @@ class Output:
             self.err.flush()
 
     def styled(self, pieces: Sequence[tuple[str, str]]) -> None:
-        """A message of pieces, each with an SGR style ("" for none) that a terminal with colours shows."""
+        """Write a message to stderr in pieces of (text, SGR style or ""), unless --quiet."""
         if not self.quiet:
             self._message(pieces)
 
@@ -71,11 +71,11 @@ class Output:
             self._message([(f"hint: {hint}", "2")])
 
     def plain(self, text: str) -> None:
-        """A message on stderr, also with --quiet."""
+        """Write a message to stderr, also with --quiet."""
         self._message([(text, "")])
 
     def line(self, text: str) -> None:
-        """A line of data with names in it: on a terminal their newlines and tabs are made visible, too."""
+        """Write a line of data; newlines and tabs in it are shown as symbols on a terminal."""
         self.text(visible_line(text) if self.out_tty else text)
 
     def table(
@@ -85,8 +85,11 @@ class Output:
         right: Sequence[int] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """An aligned table on stdout. right: indexes of the columns to align right. On a terminal the others
-        but the first are cut so that every column is there; those in `ends`, whose ends say more, at the beginning."""
+        """Write an aligned table to stdout.
+
+        right: indexes of right-aligned columns. On a terminal, other columns except the first are cut to fit the width, those
+        in `ends` at their beginning.
+        """
         show = visible_line if self.out_tty else str
         cells = [[show(str(c)) for c in row] for row in [list(columns), *rows]]
         widths = [max(num_cells(row[i]) for row in cells) for i in range(len(columns))]
@@ -106,7 +109,7 @@ class Output:
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Callable[[int, int, str], None]]:
-        """A progress bar on stderr when that is a terminal; calls are (done, total, text beside the bar)."""
+        """Show a progress bar on stderr if it is a terminal. Yields update(done, total, text beside the bar)."""
         if self.quiet or not self.animated:
             yield lambda done, total, text: None
             return
@@ -117,7 +120,7 @@ class Output:
         columns = (
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
         )  # fmt: skip
-        # No thread redraws it, so that messages and records can be written between two updates.
+        # no redrawing thread, so that messages can be written between updates
         with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
             task, drawn = bar.add_task(description, total=None, note=""), 0.0
 
@@ -147,17 +150,17 @@ class Output:
 
 
 def visible(text: str) -> str:
-    """Control characters but newline and tab as their Unicode pictures, so that text cannot drive the terminal."""
+    """Replace control characters except newline and tab by symbols, so that text cannot control the terminal."""
     return "".join(_picture(c) if _is_control(c) else c for c in text)
 
 
 def visible_line(text: str) -> str:
-    """As `visible`, newlines and tabs too: what is one line stays one."""
+    """Replace control characters, including newline and tab, by symbols."""
     return visible(text).replace("\n", "\u240a").replace("\t", "\u2409")
 
 
 def num_cells(text: str) -> int:
-    """Columns of a terminal that the text takes: two for most characters of Chinese and for emoji, none for accents."""
+    """Return the terminal columns of a text: two for CJK characters and emoji, none for combining accents."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -166,7 +169,7 @@ def num_cells(text: str) -> int:
 
 
 def cut(text: str, width: int, mark: str, *, at_start: bool = False) -> str:
-    """The text, or what of it fits `width` columns with a mark where it was cut."""
+    """Cut a text to `width` columns, with a mark at the cut."""
     if num_cells(text) <= width:
         return text
     part = text
@@ -176,7 +179,7 @@ def cut(text: str, width: int, mark: str, *, at_start: bool = False) -> str:
 
 
 def _narrow(widths: list[int], which: Sequence[int], room: int) -> None:
-    """Take columns off the widest of those named until all fit, or none is wider than `_LEAST_WIDTH`."""
+    """Shrink the widest of the named columns until all fit, or none is wider than `_LEAST_WIDTH`."""
     while which and sum(widths) > room and widths[widest := max(which, key=lambda i: widths[i])] > _LEAST_WIDTH:
         widths[widest] -= 1
 

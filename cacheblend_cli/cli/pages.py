@@ -1,4 +1,4 @@
-"""`ask --html`: an answer and what it was made from as one page, without scripts and with nothing to fetch."""
+"""`ask --html`: an answer and its sources as one page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from cacheblend_cli.engine.answer import ChunkUse, TokenUse
 
 KINDS = {
-    "exact": "from the store, exact here",
-    "reused": "from the store, as it was computed elsewhere",
-    "recomputed": "from the store, computed again",
+    "exact": "from the store, exact",
+    "reused": "from the store, computed in another context",
+    "recomputed": "from the store, recomputed",
     "computed": "not in the store, computed",
 }
-# The colours are of Okabe and Ito's palette, which differ for colour-blind readers; the underline tells without colour.
+# Okabe and Ito's palette, for colour-blind readers; underlines work without colours.
 _STYLE = """
 :root{color-scheme:light dark;--exact:#cfe6f5;--reused:#fbeec2;--recomputed:#f6c9a8;--computed:#e6cfe0;--line:#8884;--soft:#666}
 @media(prefers-color-scheme:dark){:root{--exact:#0b4a6e;--reused:#5c4a05;--recomputed:#7a3500;--computed:#5c2f4d;--soft:#aaa}}
@@ -82,5 +82,5 @@ def _source(chunk: ChunkUse, tokens: Sequence[TokenUse]) -> str:
 
 
 def _text(text: str) -> str:
-    """As a page shows it: nothing in it is markup, and no control character or change of direction takes effect."""
+    """Escape markup, control characters and changes of text direction."""
     return escape(visible(text))

@@ -1,4 +1,4 @@
-"""cacheblend precompute: documents into the store."""
+"""cacheblend precompute: compute and store the KV of documents."""
 
 from __future__ import annotations
 
@@ -143,14 +143,14 @@ def _paths(named: list[str] | None, files_from: str | None, select: dict[str, An
     from cacheblend_cli.corpus.documents import check_paths
 
     if files_from == "-" and "-" in (named or ()):
-        raise UsageError("stdin can be read once, and - was given twice", "write the paths to a file")
+        raise UsageError("- was given twice, and stdin can be read only once", "write the paths to a file")
     found = Paths(named or (), folders.read_list(files_from), select, collection)
     check_paths(found.all)
     return found
 
 
 def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None]:
-    """The store for a dry run, which makes none."""
+    """Open the store for a dry run, which creates none."""
     from cacheblend_store import StoreNotFound
 
     try:
@@ -160,19 +160,17 @@ def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None
 
 
 def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
-    """Say what other settings cost, and ask whether that is meant. Raises UsageError where nobody can be asked."""
+    """Show the cost of other settings and ask for confirmation. Raises UsageError if stdin is not a terminal."""
     for change in _changes(difference):
         output.warn(change)
     amount = format_size(difference.new.bytes + difference.replaced.bytes)
-    told = (
-        f"{difference.computed_tokens:,} tokens are computed for it, {amount} of KV, about {difference.seconds:,.1f} s"
-    )
+    cost = f"{difference.computed_tokens:,} tokens to compute, {amount} of KV, about {difference.seconds:,.1f} s"
     if yes:
-        output.note(told)
+        output.note(cost)
         return True
     if not (sys.stdin.isatty() and output.err_tty):
-        raise UsageError(f"documents are stored with other settings: {told}", "give --yes to go on, or see --dry-run")
-    output.err.write(f"{told}. Go on? [y/N] ")
+        raise UsageError(f"documents are stored with other settings: {cost}", "--yes to go on, --dry-run for details")
+    output.err.write(f"{cost}. Go on? [y/N] ")
     output.err.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -180,11 +178,11 @@ def _confirm(difference: Difference, output: Output, yes: bool) -> bool:
 def _changes(difference: Difference) -> Iterator[str]:
     for (stored, now), count in sorted(difference.changes.items()):
         documents = "1 document is" if count == 1 else f"{count} documents are"
-        yield f"{documents} stored with {stored}, and this run has {now}"
+        yield f"{documents} stored with {stored}; this run has {now}"
 
 
 class _View:
-    """Turns events into lines and a bar: of the text that is cut, then of the tokens that the plan says."""
+    """Show events as messages and a progress bar: first of reading, then of the planned tokens."""
 
     def __init__(self, output: Output, json: bool, quiet: bool, verbose: bool) -> None:
         self.output, self.json, self.quiet = output, json, quiet
@@ -201,7 +199,7 @@ class _View:
         self._stack.close()
 
     def end_bar(self) -> None:
-        """No bar until there is more of it: something may be asked."""
+        """Remove the bar, so that a question can be asked."""
         self._stack.close()
         self._bar_name = ""
 
@@ -248,13 +246,13 @@ def _tell_hidden(names: list[str], output: Output) -> None:
     some = ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")
     one = len(names) == 1
     output.warn(
-        f"{len(names)} document{'' if one else 's'} elsewhere ({some}) {'is' if one else 'are'} stored behind another date: "
-        f"ask does not find {'it until it is' if one else 'them until they are'} precomputed again"
+        f"{len(names)} other document{'' if one else 's'} ({some}) {'is' if one else 'are'} stored with another date in the "
+        f"prompt: ask does not find {'it until it is' if one else 'them until they are'} precomputed again"
     )
 
 
 def _check_named(report: PrecomputeReport) -> None:
-    """A file that was named and could not be read is an error, after everything else was done."""
+    """Raises UsageError for a named file that could not be read, after everything else was stored."""
     bad = [file for file in report.skipped if file.named]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""

@@ -1,4 +1,4 @@
-"""How the measures of settings are shown."""
+"""Tables of `eval` and `bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> None:
-    """A row a setting, or a JSON object a setting with every interval and layer."""
+    """Show a row for each setting, or a JSON object with all intervals and layers."""
     if json:
         for s in summaries:
             output.json(s.to_dict())
@@ -30,7 +30,7 @@ def show_scores(summaries: Sequence[Summary], output: Output, *, json: bool) -> 
 
 
 def show_layers(summaries: Sequence[Summary], output: Output) -> None:
-    """Relative RMSE against full prefill, a column a layer."""
+    """Show the relative RMSE against full prefill, one column per layer."""
     compared = [s for s in summaries if s.k_error]
     if not compared:
         return
@@ -44,7 +44,7 @@ def show_layers(summaries: Sequence[Summary], output: Output) -> None:
 
 
 def auto_line(reports: Sequence[AutoReport]) -> str:
-    """What --ratio auto chose over the questions, and how well it foresaw the prefills."""
+    """Summarise the choices of --ratio auto, and predicted and measured prefill times."""
     from statistics import median
 
     ratios = sorted(r.decision.ratio for r in reports if r.decision.mode == "blend")
@@ -67,7 +67,7 @@ def _row(s: Summary, referenced: bool) -> list[str]:
     else:
         cells += [_number(s.f1_full), _number(s.rouge_full)]
     cells += [_share(s.same_answer), _share(s.top1), f"{s.kl.value:.2g}" if s.kl else ""]
-    if s.label == NOISE_FLOOR.label:  # it is no way to answer
+    if s.label == NOISE_FLOOR.label:  # not a way to answer
         return [*cells, "", "", ""]
     recomputed = f"{s.recomputed:.0%}" if s.setting["mode"] != "full" else "100%"
     return [*cells, recomputed, f"{s.budget:.0%}", f"{s.ttft_s * 1000:.1f} ms"]
@@ -82,7 +82,7 @@ def _number(interval: Interval | None) -> str:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], output: Output, left: int = 1) -> None:
-    """Aligned text. What is too wide for a terminal goes into a further table below, the left columns repeated."""
+    """Show a table; columns too wide for the terminal go into a second table that repeats the left columns."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     limit = shutil.get_terminal_size().columns if output.out_tty else sum(widths) + 2 * len(widths)
     head = list(range(left))

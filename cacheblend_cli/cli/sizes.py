@@ -1,4 +1,4 @@
-"""Sizes and ages as people write them."""
+"""Parse and format sizes and ages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Bytes of "500MB", "1.5 GiB" or "0"; units are powers of 1024."""
+    """Return the bytes of "500MB", "1.5 GiB" or "0"; units are powers of 1024. Raises UsageError."""
     return int(_parse(text, flag, _BYTES, "a size such as 500MB or 20GB"))
 
 
 def parse_age(text: str, flag: str) -> float:
-    """Seconds of "90d", "12h" or "30m"."""
+    """Return the seconds of "90d", "12h" or "30m". Raises UsageError."""
     return _parse(text, flag, _SECONDS, "an age such as 30d or 12h")
 
 
 def format_size(count: int) -> str:
-    """Bytes for people."""
+    """Format bytes with a unit."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:
         if value < 1024:
@@ -32,7 +32,7 @@ def format_size(count: int) -> str:
 
 
 def size_for(count: int) -> str:
-    """A size that `parse_size` reads as at least so many bytes."""
+    """Return a size that `parse_size` reads as at least this many bytes."""
     unit, name = next(
         (u, n) for u, n in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")) if count >= 10 * u or n == "KB"
     )

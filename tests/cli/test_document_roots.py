@@ -68,8 +68,8 @@ def test_another_setting_says_what_it_costs_and_waits_for_a_yes(cli: Cli, docs: 
     first = ids(cli, "docs", "--chunk-tokens", "40")
     refused = cli("precompute", "docs", "--chunk-tokens", "64")
     assert refused.code == 2
-    assert "2 documents are stored with --chunk-tokens 40, and this run has --chunk-tokens 64" in refused.err
-    assert "112 tokens are computed for it, 113.5 KiB of KV, about" in refused.err
+    assert all(fact in refused.err for fact in ("2 documents", "--chunk-tokens 40", "--chunk-tokens 64"))
+    assert all(fact in refused.err for fact in ("112 tokens", "113.5 KiB"))
     assert "hint: give --yes" in refused.err
     assert stored_ids(cli) == first
     assert set(statuses(cli, "docs")) == {"unchanged"}, "what was refused is not remembered"
@@ -194,7 +194,7 @@ def test_a_dry_run_says_what_differs_from_the_store(cli: Cli, docs: Path) -> Non
     assert found["removed"] >= found["replaced"]
     other = cli("precompute", "docs", "--dry-run", "--chunk-tokens", "64")
     assert other.code == 0
-    assert "1 document is stored with --chunk-tokens 40, and this run has --chunk-tokens 64" in other.err
+    assert all(fact in other.err for fact in ("1 document", "--chunk-tokens 40", "--chunk-tokens 64"))
     assert before == (docs.parent / "store/data.mdb").read_bytes()
     done = cli("precompute", "docs", "--json")
     assert [r["status"] for r in done.records].count("new") == found["new"]

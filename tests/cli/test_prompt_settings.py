@@ -49,10 +49,9 @@ def test_another_one_is_said_and_asked_about_before_it_is_computed(cli: Cli, doc
     first = ask(cli)
     refused = cli("precompute", "docs", "--system", "Be terse.")
     assert refused.code == 2
-    assert "2 documents are stored with no --system, and this run has --system 'Be terse.'" in refused.err
-    assert "tokens are computed for it" in refused.err
+    assert all(fact in refused.err for fact in ("2 documents", "no --system", "--system 'Be terse.'"))
     dry = cli("precompute", "docs", "--system", "Be terse.", "--dry-run")
-    assert "2 documents are stored with no --system, and this run has --system 'Be terse.'" in dry.err
+    assert all(fact in dry.err for fact in ("2 documents", "no --system", "--system 'Be terse.'"))
     assert set(statuses(cli, "--system", "Be terse.", "--yes")) == {"new"}
     assert set(statuses(cli, "--system", "Be terse.")) == {"unchanged"}, "what is there is not asked about again"
     assert set(statuses(cli)) == {"unchanged"}, "both stay"

