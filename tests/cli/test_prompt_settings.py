@@ -122,5 +122,5 @@ def test_where_the_settings_are_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resolve({"template_var": ["e=1"]}).settings.template_var == ("e=1",)
     monkeypatch.delenv("CACHEBLEND_TEMPLATE_VAR")
     (tmp_path / "cacheblend.toml").write_text("template_var = 'a=1'\n")
-    with pytest.raises(UsageError, match="a list of text is wanted"):
+    with pytest.raises(UsageError, match="template_var"):
         resolve({})

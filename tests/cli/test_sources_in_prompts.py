@@ -36,10 +36,7 @@ def test_another_line_with_the_source_is_said_before_anything_is_computed(cli: C
     assert cli("precompute", "docs", "--chunk-tokens", "60", "--prompt", "a.txt").code == 0
     refused = cli("precompute", "docs", "--prompt", "b.txt")
     assert refused.code == 2
-    assert (
-        "--prompt's {source} 'From {source}:'"
-        in refused.err
-    )
+    assert "--prompt's {source} 'From {source}:'" in refused.err
     assert cli("precompute", "docs", "--prompt", "b.txt", "--yes").code == 0
 
 
