@@ -51,7 +51,7 @@ def test_ask_json_has_the_keys_of_the_contract(cli: Cli, stored: list[str]) -> N
         "decode_tokens_per_s",
     }
     assert set(answer["verify"]) == {
-        "kl", "top1_agree", "full_ttft_s", "answer_kl", "answer_top1", "answer_tokens", "same_answer",
+        "kl", "top1_agree", "full_ttft_s", "answer_kl", "answer_top1", "answer_tokens", "same_answer", "first_difference",
     }  # fmt: skip
     assert [c["status"] for c in answer["chunks"]] == ["exact", "blended", "blended"]
     assert [c["id"] for c in answer["chunks"]] == stored[:3]
@@ -291,7 +291,7 @@ BAD = [
     (("ask",), 2, "no question"),
     (("ask", "  "), 2, "question is empty"),
     (("ask", "q", "--chunks", "ffffffffff"), 3, "no chunk"),
-    (("ask", "q", "--chunks", "zz"), 3, "no chunk id"),
+    (("ask", "q", "--chunks", "zz"), 3, "'zz'"),
     (("ask", "q", "--selector", "best"), 2, "unknown selector"),
     (("ask", "q", "--mode", "fast"), 2, "unknown mode"),
     (("ask", "q", "--ratio", "2"), 2, "between 0 and 1"),
@@ -309,7 +309,7 @@ BAD = [
     (("precompute", "docs", "--chunk-tokens", "9999"), 2, "context"),
     (("precompute", "docs", "--kv-dtype", "int2"), 2, "unknown KV dtype"),
     (("precompute", "docs", "--context", "moon"), 2, "unknown context"),
-    (("search", "alpha", "-k", "0"), 2, "1 is the least"),
+    (("search", "alpha", "-k", "0"), 2, "--top-k"),
     (("ask", "q", "--seed", "1" + "0" * 20), 2, "--seed"),
     (("ask", "q", "--seed", "-" + "1" * 20), 2, "--seed"),
     (("ask", "q", "--threads", "5000"), 2, "--threads"),
@@ -323,7 +323,7 @@ BAD = [
     (("search", "qqqqzzz"), 3, "no stored chunk matches"),
     (("chunks", "rm"), 2, "say what to remove"),
     (("chunks", "ls", "--store", "nowhere"), 3, "no store"),
-    (("frobnicate",), 2, "no such command 'frobnicate'"),
+    (("frobnicate",), 2, "frobnicate"),
     (("ask", "--frobnicate"), 2, "see: cacheblend ask --help"),
 ]  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_json_without_an_id_is_named_with_its_line(tmp_path: Path, text: str) ->
 
 
 def test_what_is_neither_id_nor_file(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="ids.txt"):
+    with pytest.raises(NotFoundError, match=r"ids\.txt"):
         read_ids("ids.txt")
     path = tmp_path / "ids"
     path.write_bytes(b"\xff\xfe")
