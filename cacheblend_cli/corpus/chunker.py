@@ -1,4 +1,4 @@
-"""Documents to chunks: a lossless cut at paragraphs, else lines, sentences, words, characters."""
+"""Cut documents into chunks, losslessly: at paragraphs, else lines, sentences, words, characters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_cli.corpus.layout import Kind
 
 Encode = Callable[[str], list[int]]
 
-# From coarse to fine. Every level matches all of the text: what separates two pieces belongs to the piece before.
+# From coarse to fine. Every level matches all of the text: a separator belongs to the piece before it.
 _LEVELS = (
     re.compile(r".*?(?:\n[ \t]*\n\s*|\Z)", re.DOTALL),  # paragraphs with the blank lines after them
     re.compile(r".*?(?:\n|\Z)", re.DOTALL),
@@ -21,8 +21,8 @@ _LEVELS = (
     re.compile(r"\s*\S+\s*|\s+", re.DOTALL),
     re.compile(r".", re.DOTALL),
 )
-# Of code: what begins at the margin after a blank line, what begins there little indented, then any blank line. A closing bracket
-# begins nothing.
+# Code: cut before an unindented line after a blank line, then before a slightly indented one, then at any blank line. A closing
+# bracket does not start a piece.
 _CODE_LEVELS = (
     re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=[^\s})\]])|\Z)", re.DOTALL),
     re.compile(r".*?(?:\n(?:[ \t]*\n)+(?=(?: {1,4}|\t)?[^\s})\]])|\Z)", re.DOTALL),
@@ -30,14 +30,16 @@ _CODE_LEVELS = (
     _LEVELS[1],
     *_LEVELS[3:],
 )
-_CHARACTERS = 64  # a token has fewer, in the mean of a whole part
+_CHARACTERS = 64  # upper bound of a token's mean length over a part
 _GUESSES = 4
-_HEADING = re.compile(r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*")  # Markdown's, or a line underlined
+_HEADING = re.compile(
+    r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*"
+)  # Markdown heading or underlined line
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of a document: its text, its token ids, its character range start:end, and where in the file that is."""
+    """A run of a document: text, token ids, character range start:end, and its place in the file."""
 
     index: int
     text: str
@@ -48,12 +50,11 @@ class Chunk:
 
 
 def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") -> Iterator[Chunk]:
-    """Cut `text` into chunks of at most max_tokens tokens; joined, the chunks' texts are the text. They come as they are found: a
-    text of megabytes takes seconds.
+    """Yield chunks of at most max_tokens tokens; their texts joined are `text`. Megabytes of text take seconds.
 
-    Whole paragraphs are packed while they fit, and a heading stays with what follows it; a chunk that is half full ends before a
-    heading rather than somewhere behind it. Of code whole functions and classes are packed. `encode` is called without
-    special tokens. A single character of more than max_tokens tokens is a chunk of its own.
+    Whole paragraphs are packed while they fit, and a heading stays with what follows it; a chunk that is at least half full ends
+    before a heading rather than after it. In code, whole functions and classes are packed. encode: text to token ids, without
+    special tokens. A single character of more than max_tokens tokens becomes its own chunk.
     """
     is_code = kind == "code"
     pieces = _Pieces(_pieces(text, encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
@@ -74,7 +75,7 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
 
 
 class _Pieces:
-    """The pieces of a text, made as they are asked for."""
+    """Pieces of a text, cut lazily."""
 
     def __init__(self, source: Iterator[str]) -> None:
         self._source, self._found = source, list[str]()
@@ -83,7 +84,7 @@ class _Pieces:
         return self._found[number]
 
     def upto(self, stop: int) -> int:
-        """How many there are, `stop` at most."""
+        """Return the number of pieces, at most `stop`."""
         self._found.extend(islice(self._source, max(0, stop - len(self._found))))
         return min(stop, len(self._found))
 
@@ -92,7 +93,7 @@ class _Pieces:
 
 
 def _pieces(text: str, encode: Encode, max_tokens: int, levels: tuple[re.Pattern[str], ...]) -> Iterator[str]:
-    """Parts of the text that fit, cut at the coarsest level at which they do."""
+    """Yield parts that fit, cut at the coarsest level possible."""
     for part in (m.group() for m in levels[0].finditer(text) if m.group()):
         if len(levels) == 1 or _fits(part, encode, max_tokens):
             yield part
@@ -101,21 +102,21 @@ def _pieces(text: str, encode: Encode, max_tokens: int, levels: tuple[re.Pattern
 
 
 def _fits(text: str, encode: Encode, max_tokens: int) -> bool:
-    """Whether the text has at most max_tokens tokens, without encoding what is sure to have fewer (no tokenizer makes two of
-    an ASCII character, though one may put one before the text) or far too long to be worth it."""
+    """Whether the text has at most max_tokens tokens. Short ASCII texts (at most one token a character, plus one before the
+    text) and far too long ones are not encoded."""
     if len(text) < max_tokens and text.isascii():
         return True
     return len(text) <= _CHARACTERS * max_tokens and len(encode(text)) <= max_tokens
 
 
 def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int) -> tuple[int, list[int]]:
-    """The end of the longest run from `first` that fits, and its token ids. At least one piece, whatever its size.
+    """Return the end of the longest run from `first` that fits, and its token ids; at least one piece, whatever its size.
 
-    The run doubles until it is too long; then its end is looked for where its tokens should be, and after a few misses in
-    the middle: a few encodes a chunk, however fine the pieces are.
+    The run doubles until it is too long; then the end is interpolated by token count, and bisected after a few misses. So a
+    chunk takes a few encodes, however fine the pieces are.
     """
     stop, ids = first + 1, encode(pieces[first])
-    over, num_over, misses = 0, 0, 0  # the end of the shortest run that is too long, and its tokens
+    over, num_over, misses = 0, 0, 0  # end and token count of the shortest run that is too long
     while not over or over - stop > 1:
         if not over:
             end = pieces.upto(2 * stop - first)
@@ -136,7 +137,7 @@ def _fill(pieces: _Pieces, first: int, encode: Encode, max_tokens: int) -> tuple
 
 
 def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
-    """Where the headings begin that the run ends with; `stop` when there are none, or nothing else."""
+    """Return where the run's trailing headings begin; `stop` if there are none, or nothing else."""
     end = stop
     while end > first and _HEADING.fullmatch(pieces[end - 1]):
         end -= 1
@@ -144,8 +145,8 @@ def _before_headings(pieces: _Pieces, first: int, stop: int) -> int:
 
 
 def _before_title(pieces: _Pieces, first: int, stop: int, encode: Encode, max_tokens: int) -> int:
-    """Where the run rather ends: before the headings at its end, where what follows has room with them; else, where it ends
-    within a section, before that. `stop` when it is best as it is."""
+    """Return a better end of the run: before its trailing headings if the next piece fits with them, else before the section
+    it would cut. `stop` if there is none."""
     end = _before_headings(pieces, first, stop)
     if end < stop:
         return end if len(encode(pieces.text(end, stop + 1))) <= max_tokens else stop
@@ -157,14 +158,14 @@ def _before_title(pieces: _Pieces, first: int, stop: int, encode: Encode, max_to
 
 
 def _before_code(pieces: _Pieces, first: int, stop: int) -> int:
-    """Where the last definition of the run begins, where the run ends within it; `stop` when it does not."""
+    """Return where the run's last definition begins if the run would cut it, else `stop`."""
     if not pieces[stop][0].isspace():
         return stop
     return next((n for n in _second_half(pieces, first, stop) if not pieces[n][0].isspace()), stop)
 
 
 def _second_half(pieces: _Pieces, first: int, stop: int) -> Iterator[int]:
-    """The numbers of the pieces in the second half of the run, from its end on."""
+    """Yield the indices of the pieces in the second half of the run, last first."""
     half, behind = len(pieces.text(first, stop)) / 2, 0
     for number in range(stop - 1, first, -1):
         behind += len(pieces[number])

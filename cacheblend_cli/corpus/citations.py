@@ -1,4 +1,4 @@
-"""What a stored chunk is called: the document it stands in now, whatever that was called when the chunk was computed."""
+"""Citations: the document a stored chunk stands in now, which can have another name than when the chunk was computed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TITLE = "title"
 """Key in a document record's settings: the title that a document was put with."""
 _Place = tuple[str, DocumentChunk, str]
 """A document's name, the chunk's place in it, and the document's title."""
-_MANY = 256  # chunks: from then on all documents are read at once
+_MANY = 256  # chunks: after these, read all documents at once
 
 
 @dataclass(frozen=True)
 class Citation:
-    """A document's name (see corpus/places.py), the chunk's place in it, where a reader finds that, and the document's title
-    where it was given one."""
+    """A document's name (see corpus/places.py), the chunk's index in it, where a reader finds the chunk, and the document's
+    title, if it was put with one."""
 
     name: str
     index: int
@@ -29,22 +29,22 @@ class Citation:
 
     @property
     def source(self) -> str:
-        """The document as a person standing here types it."""
+        """The document's name relative to the current directory."""
         return shown(self.name)
 
 
 class Citations:
-    """The documents of a store's chunks. Of several documents that share a chunk one of the scope is cited, by default one
-    of the current project, and one that is still on disk before one that is not."""
+    """Documents of a store's chunks. If several documents share a chunk, one in the scope (by default the current project) is
+    cited first, and one on disk before one that is gone."""
 
     def __init__(self, store: ChunkStore, scope: Scope | None = None) -> None:
         self._store, self._scope = store, scope or project_scope(store)
         self._documents: dict[bytes, DocumentRecord | None] = {}
-        self._places: dict[bytes, list[_Place]] | None = None  # of every chunk, once many were asked for
+        self._places: dict[bytes, list[_Place]] | None = None  # of all chunks, read after _MANY look-ups
         self._asked = 0
 
     def all_of(self, manifest: ChunkManifest) -> list[Citation]:
-        """Every document the chunk stands in, the one to cite first. A chunk of no document has the one it came from."""
+        """Return all documents of the chunk, the one to cite first. A chunk of no document has the one it was stored with."""
         found = [Citation(name, chunk.index, chunk.locator, title) for name, chunk, title in self._of(manifest.key)]
         if not found:
             return [Citation(manifest.source, manifest.index)]
@@ -67,7 +67,7 @@ class Citations:
                 names = list(reader.documents_of(key))
                 self._documents |= {name: reader.document(name) for name in names if name not in self._documents}
             return _places(self._documents[name] for name in names).get(key, [])
-        except StoreError:  # what is damaged is told elsewhere; the chunk has a name of its own
+        except StoreError:  # damage is reported elsewhere; the manifest has a name
             return []
 
 

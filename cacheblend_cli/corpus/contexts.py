@@ -1,4 +1,4 @@
-"""What a chunk sees when it is collected: the ids between the prefix and it, its left context.
+"""Left contexts: the token ids between the prefix and a chunk while it is collected.
 
 | context      | left context                                                                                        |
 |--------------|-----------------------------------------------------------------------------------------------------|
@@ -21,16 +21,16 @@ from cacheblend_cli.corpus.similarity import TfIdf
 __all__ = ["CONTEXTS", "Ids", "Neighbours", "Passage", "document_contexts"]
 
 Ids = tuple[int, ...]
-_LOOKED_AT = 4  # times as many candidates as neighbours are wanted, for those that do not fit
+_LOOKED_AT = 4  # candidates per neighbour, since some do not fit
 
 
 def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
-    """The left context of each chunk of one document, in order. A chunk that does not fit the window begins a new one."""
+    """Return the left context of each chunk of one document, in order. A chunk that does not fit the window starts a new one."""
     out: list[Ids] = []
     left: Ids = ()
     for ids in chunks:
         if len(left) + len(ids) > window:
-            left = ()  # the chunks of the window before are no longer in sight
+            left = ()  # start a new window
         out.append(left)
         left += ids
     return out
@@ -38,17 +38,14 @@ def document_contexts(chunks: Iterable[Ids], window: int) -> list[Ids]:
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk that can be a neighbour. What its document is called is no part of it: a renamed one keeps its neighbours."""
+    """A chunk that can be a neighbour. Has no document name: a renamed document keeps its neighbours."""
 
     text: str
     token_ids: Ids
 
 
 class Neighbours:
-    """The left contexts of passages among each other.
-
-    They depend on the set of passages alone: not on the order they are given in, nor on how often one is given.
-    """
+    """Left contexts made of similar passages. They depend on the set of passages alone, not on order or repetition."""
 
     def __init__(self, passages: Iterable[Passage], count: int, window: int) -> None:
         self._count, self._window = count, window
@@ -61,9 +58,9 @@ class Neighbours:
         self._similarity = TfIdf([p.text for p in self._passages])
 
     def left(self, token_ids: Ids) -> Ids:
-        """Ids of up to `count` of the most similar passages, as many as fit the window with the chunk itself.
+        """Return the ids of up to `count` of the most similar passages that fit the window together with the chunk.
 
-        token_ids: of one of the passages. Nothing when no passage is like it.
+        token_ids: one of the passages. Empty if no passage is similar.
         """
         chosen: list[Ids] = []
         room = self._window - len(token_ids)

@@ -1,4 +1,4 @@
-"""What files were converted to, for as long as a process looks at them again and again."""
+"""Cache of converted files, for processes that read them repeatedly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cacheblend_cli.corpus.layout import Converted
 
 
 class Conversions:
-    """Files that are as they were are not converted again. What is text already is not kept."""
+    """Converted texts by file state. Plain text files are not cached."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, ...], Converted]] = {}
 
     def of(self, file: Path, convert: Callable[[], Converted]) -> Converted:
-        """What the file was converted to, else what `convert` makes of it."""
+        """Return the cached conversion if the file is unchanged, else call `convert`."""
         try:
             found = file.stat()
         except OSError:
@@ -24,7 +24,7 @@ class Conversions:
         known = self._known.get(name)
         if known is not None and known[0] == state:
             return known[1]
-        converted = convert()  # a change meanwhile makes the state it is kept under an old one
+        converted = convert()  # a change during conversion makes `state` stale, so the entry is not used
         if not converted.layout.numbered:
             self._known[name] = state, converted
         return converted

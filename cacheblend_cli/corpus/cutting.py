@@ -1,4 +1,4 @@
-"""A document to its chunks: cut, with what of the text before each repeats, and where in the file each is."""
+"""Cut a document into chunks, with overlap, heads and locators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CUT_VERSION = 1
 """Increase this when the same text and settings give other chunks or locators: documents are then cut again."""
 _SENTENCE_ENDS = re.compile(r"[.!?]\s+|\n\s*")
 _WORD_ENDS = re.compile(r"\s+")
-_CHARACTERS = 16  # of a token that repeats: more are not looked at
-_HEAD_SHARE = 4  # a chunk's head takes at most this part of it
+_CHARACTERS = 16  # of an overlap token at most
+_HEAD_SHARE = 4  # a head takes at most 1/4 of a chunk
 
 
 @dataclass(frozen=True)
 class Cut:
-    """chunk_tokens: of a chunk at most, all told. overlap: tokens at most that a chunk repeats of the text before it. head: what
-    stands before each chunk's text, with {source} in it, "" for nothing."""
+    """chunk_tokens: maximum of a chunk, with head and overlap. overlap: maximum number of tokens repeated from the text before.
+    head: text before each chunk, with {source} in it, or ""."""
 
     chunk_tokens: int
     overlap: int = 0
@@ -32,8 +32,8 @@ class Cut:
 
 
 def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk]:
-    """The chunks as they are found. A chunk's start:end is where its text is in the document's, without the head; the parts
-    of a chunk are encoded each by itself, as chunks are in a prompt."""
+    """Yield the chunks. A chunk's start:end is its range in the document's text, without the head. Head, overlap and text are
+    encoded separately, as chunks are in a prompt."""
     locating = Locating(document.text, document.layout)
     heads = _Heads(document, locating.outline, encode, cut) if cut.head else None
     room = cut.chunk_tokens - cut.overlap - (heads.most if heads is not None else 0)
@@ -52,13 +52,13 @@ def cut_document(document: Document, encode: Encode, cut: Cut) -> Iterator[Chunk
 
 
 def _parts(document: Document) -> Iterator[tuple[int, int]]:
-    """What is cut by itself: the parts that are to stay apart, or the whole text."""
+    """Return the ranges to cut separately: the parts of a document that stay apart, or the whole text."""
     starts = [mark.start for mark in document.layout.marks] if document.layout.apart else [0]
     return zip(starts, (*starts[1:], len(document.text)), strict=True)
 
 
 def _tail(text: str, begin: int, start: int, encode: Encode, most: int) -> int:
-    """Where the last sentences, else the last words, begin that end at `start` and have `most` tokens at most."""
+    """Return where the overlap begins: the last whole sentences, else words, before `start` with at most `most` tokens."""
     if not most or start == begin:
         return start
     first = max(begin, start - _CHARACTERS * most)
@@ -73,7 +73,7 @@ def _tail(text: str, begin: int, start: int, encode: Encode, most: int) -> int:
 
 
 def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of these that fits; all after it do."""
+    """Return the first value that fits, by bisection: all after it fit."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -82,8 +82,8 @@ def _first(values: list[int], fits: Callable[[int], bool]) -> int | None:
 
 
 class _Heads:
-    """What stands before the chunks of one document: its title and the headings a chunk stands under. One that takes too much of
-    a chunk loses its outer titles, and in the end is left out."""
+    """Heads of the chunks of one document: its title and the chunk's headings. A head that is too long loses its outer titles,
+    and is left out if that is not enough."""
 
     def __init__(self, document: Document, outline: Outline, encode: Encode, cut: Cut) -> None:
         self._form, self._encode = cut.head, encode

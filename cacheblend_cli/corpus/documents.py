@@ -1,4 +1,4 @@
-"""Files and directories to documents: text with its source name and content digest, or a reason why not."""
+"""Read files and directories as documents: text with name and digest, or the reason to skip a file."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class DocumentFile:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is no document, and why. typed: the path that led to it. unread: it may be one, nobody could look. group:
-    what such files are counted as. named: it was named itself. by_rule: files of its kind are not even opened."""
+    """A skipped file and the reason. typed: its path as given. unread: it could not be read, so it may be a document. group: name
+    to count such files under. named: the user named the file itself. by_rule: files of its kind are not opened."""
 
     source: str
     reason: str
@@ -97,12 +97,12 @@ def read_documents(
     select: Callable[[str], Selection] = lambda path: ALL,
     conversions: Conversions | None = None,
 ) -> Iterator[Document | Skipped]:
-    """The documents under `paths` in sorted order, then the `listed` files. "-" is stdin. Of directories and of
-    what is listed is read what a converter knows; hidden names, ignored ones and what select(path) leaves out of a directory
-    are not. A file that is named is read in any case. conversions: what is known from before.
+    """Yield the documents under `paths` in sorted order, then the `listed` files. "-" is stdin. In directories and lists, files
+    without a converter, hidden and ignored files and those that select(path) leaves out are skipped; a file in `paths` is
+    always read. conversions: cache of converted files.
 
-    A file reached twice is read once. Raises NotFoundError for a path that is not there, before anything is read, and
-    UsageError for a directory that cannot be listed.
+    A file reached twice is read once. Raises NotFoundError for a missing path, before anything is read, and UsageError for a
+    directory that cannot be listed.
     """
     check_paths((*paths, *listed))
     conversions = conversions or Conversions()
@@ -129,7 +129,7 @@ def read_documents(
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Raises NotFoundError for the first path that is not there."""
+    """Raise NotFoundError for the first missing path."""
     for name in paths:
         if name != STDIN and not os.path.lexists(name):
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
@@ -144,8 +144,8 @@ def _convert(file: Path) -> Converted:
 
 
 def _ended(converted: Converted) -> Converted:
-    """With a line end at its end, and in the place of a half of a character, which JSON can hold and no tokenizer takes, the
-    sign for one that is unknown. Raises NoDocument for what has no text."""
+    """End the text with a line end and replace lone surrogates, which JSON can hold and no tokenizer accepts. Raises NoDocument
+    for a file without text."""
     if not converted.text.strip():
         raise NoDocument("empty")
     text = converted.text if converted.text.endswith("\n") else converted.text + "\n"

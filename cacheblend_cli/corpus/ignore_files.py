@@ -1,7 +1,7 @@
-""".gitignore, .ignore and .git/info/exclude: what ripgrep passes over too.
+""".gitignore, .ignore and .git/info/exclude, with ripgrep's precedence.
 
-A rule counts from the folder of its file on. .ignore is stronger than .gitignore, the nearer file than the one above it,
-the later line than the earlier. Unlike ripgrep, .gitignore counts outside of a repository too.
+A rule applies below the folder of its file. .ignore overrides .gitignore, a nearer file one further up, a later line an
+earlier one. Unlike in ripgrep, .gitignore applies outside of a repository too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NAMES = (".ignore", ".gitignore")
 
 @dataclass(frozen=True)
 class IgnoreRules:
-    """The rules of a folder and those above it, by the names of their files; the nearest first."""
+    """Rules of a folder and its parents, by file name, nearest first."""
 
     chains: tuple[tuple[tuple[str, GitIgnoreSpec], ...], ...] = ((),) * (len(_NAMES) + 1)
 
     @classmethod
     def above(cls, folder: Path) -> IgnoreRules:
-        """Those that the folders above have for this one, up to its repository's; none where they leave it out itself, as it
-        was named."""
+        """Return the rules of the parent folders up to the repository; none if they ignore the folder itself, which the user
+        named."""
         parents: list[Path] = []
         here = folder.resolve()
         while not os.path.exists(here / ".git"):  # Path.exists raises in a folder without permission
@@ -39,7 +39,7 @@ class IgnoreRules:
         return cls() if rules.ignore(f"{folder.resolve()}/") else rules
 
     def within(self, folder: Path) -> IgnoreRules:
-        """With those of a folder below."""
+        """Return the rules with those of a subfolder added."""
         base = f"{folder}/"
         found = [_read(folder / name) for name in _NAMES]
         found.append(_read(folder / ".git" / "info" / "exclude"))
@@ -49,7 +49,7 @@ class IgnoreRules:
         return IgnoreRules(tuple(new + old for new, old in zip(own, self.chains, strict=True)))
 
     def ignore(self, path: str) -> bool:
-        """path: real and absolute, with a slash at the end of a folder's."""
+        """Whether to ignore a real absolute path, with a trailing slash for a folder."""
         for chain in self.chains:
             for base, spec in chain:
                 verdict = spec.check_file(path.removeprefix(base)).include
@@ -65,11 +65,11 @@ def _read(file: Path) -> GitIgnoreSpec | None:
         return None
     kept = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of brackets in brackets
+        warnings.simplefilter("ignore", FutureWarning)  # nested brackets
         for line in lines:
             try:
                 GitIgnoreSpec.from_lines([line])
-            except ValueError:  # git passes over what is no pattern
+            except ValueError:  # git skips invalid patterns
                 continue
             kept.append(line)
         return GitIgnoreSpec.from_lines(kept)

@@ -1,4 +1,4 @@
-"""How the text of a document lies in its file: its parts, its lines, and what kind of text it is."""
+"""Layout of a document's text: its parts, lines and kind of text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ Kind = Literal["text", "markdown", "rst", "code"]
 
 @dataclass(frozen=True)
 class Mark:
-    """From this character on the text is of this part ("page 3", "sheet Budget"), and of this line of the file, 0 where
-    lines are not known."""
+    """Start of a part ("page 3", "sheet Budget") at a character, and its line in the file, 0 if unknown."""
 
     start: int
     part: str = ""
@@ -20,9 +19,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Layout:
-    """kind: what headings and definitions look like, and where it is cut. numbered: its lines are the file's lines. marks:
-    the parts of a file that was converted, in order. apart: no chunk runs from one mark into the next. title: what the
-    file says it is called. note: what a reader has to know of the conversion."""
+    """kind: syntax of headings and definitions, which decides where to cut. numbered: the text's lines are the file's lines.
+    marks: parts of a converted file, in order. apart: cut at every mark. title: title in the file. note: warning about the
+    conversion."""
 
     kind: Kind = "text"
     numbered: bool = True
@@ -37,7 +36,7 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class Converted:
-    """The text of a file and how it lies there."""
+    """Text of a file and its layout."""
 
     text: str
     layout: Layout = PLAIN

@@ -1,4 +1,4 @@
-"""Where in its file a run of a document's text is: part, lines, headings."""
+"""Locators: part, lines and headings of a character range of a document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(\w+) (\d+)")
 
 
 class Locating:
-    """Finds the places of one document. text: the document's, laid out so."""
+    """Finds character ranges of one document in its file."""
 
     def __init__(self, text: str, layout: Layout) -> None:
         self._text, self._layout = text, layout
@@ -23,7 +23,7 @@ class Locating:
         self.outline = Outline(text, layout.kind)
 
     def find(self, start: int, end: int) -> Locator:
-        """Where the characters start:end are."""
+        """Return the locator of the characters start:end, without blanks at either end."""
         body = self._text[start:end]
         first, last = start + len(body) - len(body.lstrip()), start + len(body.rstrip()) - 1
         if last < first:
@@ -39,7 +39,7 @@ class Locating:
 
 
 def _joined(first: str, last: str) -> str:
-    """ "page 3" and "page 5" as "pages 3-5"."""
+    """Join part names: "page 3" and "page 5" to "pages 3-5"."""
     if first == last or not (first and last):
         return first or last
     a, b = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)

@@ -1,4 +1,4 @@
-"""The headings of a text, and the definitions of code: under which titles a place of it stands."""
+"""Outline of a document: headings of a text, definitions of code."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Title:
 
 
 class Outline:
-    """Titles in their order. A definition ends where the code goes back to its indentation, a heading where the next one of its
-    level or above begins."""
+    """Titles in order. A definition ends where the code returns to its indentation, a heading at the next one of the same or a
+    higher level."""
 
     def __init__(self, text: str, kind: Kind) -> None:
         self._text, self._is_code = text, kind == "code"
@@ -44,13 +44,13 @@ class Outline:
 
     @property
     def paths(self) -> Iterator[tuple[str, ...]]:
-        """Every path of titles there is."""
+        """All paths of titles."""
         yield ()
         for number in range(len(self._titles)):
             yield tuple(title.text for title in self._chain(number))
 
     def titles(self, start: int) -> tuple[str, ...]:
-        """The titles over the text from `start` on, the outermost first; headings that stand there are among them."""
+        """Return the titles above the text at `start`, outermost first, with headings that begin there."""
         count = bisect_left(self._starts, start)
         while count < len(self._titles) and not self._text[start : self._starts[count]].strip():
             start = self._titles[count].end
@@ -64,7 +64,7 @@ class Outline:
         return tuple(title.text for title in found)
 
     def _chain(self, number: int) -> list[_Title]:
-        """A title, and those over it before it."""
+        """Return a title after its parents."""
         found = []
         while number >= 0:
             found.append(self._titles[number])
@@ -73,7 +73,7 @@ class Outline:
 
 
 def _parents(titles: list[_Title]) -> list[int]:
-    """The number of the title over each, -1 for none."""
+    """Return the index of each title's parent, -1 for none."""
     found, stack = [], list[int]()
     for number, title in enumerate(titles):
         while stack and titles[stack[-1]].level >= title.level:
@@ -84,7 +84,7 @@ def _parents(titles: list[_Title]) -> list[int]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """The beginnings of lines, without their ends, each with the character it begins at."""
+    """Yield (start character, line without line end, up to _LOOKED_AT characters)."""
     start = 0
     for line in text.splitlines(keepends=True):
         yield start, line[:_LOOKED_AT].rstrip("\n")
@@ -92,7 +92,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _markdown(text: str) -> Iterator[_Title]:
-    """Headings with # and underlined ones, but not in fenced code or in front matter."""
+    """Yield # headings and underlined ones outside of fenced code and front matter."""
     fence, above = "---" if text.startswith("---\n") else "", (0, "")
     for start, line in _lines(text):
         if not start and fence:
@@ -112,7 +112,7 @@ def _markdown(text: str) -> Iterator[_Title]:
 
 
 def _underlined(text: str) -> Iterator[_Title]:
-    """Headings of reStructuredText: underlined, the levels in the order in which their characters first come."""
+    """Yield reStructuredText headings; levels follow the order in which underline characters first appear."""
     levels: list[str] = []
     above, over = (0, ""), ""
     for start, line in _lines(text):
@@ -137,7 +137,7 @@ def _definitions(text: str) -> Iterator[_Title]:
 
 
 def _indent_at(text: str, start: int) -> int:
-    """The indentation of the first line with something in it, from here on or around here."""
+    """Return the indentation of the first non-blank line from the one at `start` on."""
     begin = text.rfind("\n", 0, start) + 1
     for _, line in _lines(text[begin : begin + 4096]):
         if line.strip():

@@ -1,4 +1,4 @@
-"""Scopes: which documents a command takes."""
+"""Scopes: the documents that a command works on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MAGIC = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class Scope:
-    """The documents at or below a path, those a pattern matches, or, with neither, all but those that came with a question.
+    """Documents at or below a path, or matching a pattern; with neither, all but those sent with a request.
 
-    path: a real path. pattern: with *, ? and [...], which match slashes too, from a real path on. linked: paths elsewhere
-    that links below the path lead to, which count as if they were there.
+    path: a real path. pattern: a real path with *, ? and [...], which match slashes too. typed: the pattern as the user wrote
+    it. linked: targets of links below the path.
     """
 
     path: str = ""
@@ -36,7 +36,7 @@ class Scope:
 
     @classmethod
     def matching(cls, text: str) -> Scope:
-        """What `--source` means: a document, a directory, or a pattern of them, from here on unless it is absolute."""
+        """Parse `--source`: a document, a directory or a pattern, relative to the current directory."""
         parts = text.split("/")
         plain = next((i for i, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
         if plain == len(parts):
@@ -59,7 +59,7 @@ EVERYTHING = Scope()
 
 
 def collection_scope(store: ChunkStore, name: str) -> Scope:
-    """The paths that were precomputed as that collection. Raises NotFoundError, which names the known ones."""
+    """Return the paths precomputed as that collection. Raises NotFoundError, which lists the known collections."""
     paths, names = set[str](), set[str]()
     for memo in store.memos(ROOTS):
         with suppress(KeyError, TypeError):
@@ -74,7 +74,7 @@ def collection_scope(store: ChunkStore, name: str) -> Scope:
 
 
 def project_scope(store: ChunkStore) -> Scope:
-    """What lies below the current project, links followed; everything where there is no project."""
+    """Return everything below the current project, following links; all documents if there is no project."""
     folder = project_folder()
     if folder is None:
         return EVERYTHING
@@ -89,8 +89,8 @@ def project_scope(store: ChunkStore) -> Scope:
 
 
 def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
-    """What a command takes of these documents when nothing was said: those below the current project, where there are
-    any, else all; and a sentence that says so."""
+    """Return the default scope of a command and a sentence that describes it: the documents below the current project, or all
+    documents if there are none."""
     everything, scope = list(names), project_scope(store)
     if not scope.path:
         why = "there is no cacheblend.toml or .git here or above"
@@ -98,5 +98,5 @@ def scope_here(store: ChunkStore, names: Iterable[str]) -> tuple[Scope, str]:
     count = sum(map(scope.holds, everything))
     if not count:
         return EVERYTHING, f"searching all {len(everything)} documents: none of them is below {scope.path}"
-    told = f"searching the {count} of {len(everything)} documents below {scope.path}; --all takes the others too"
-    return scope, told
+    message = f"searching the {count} of {len(everything)} documents below {scope.path}; --all takes the others too"
+    return scope, message

@@ -1,4 +1,4 @@
-"""Which files of a folder are taken."""
+"""Selection of the files of a folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_FILE_SIZE = 20 << 20
 
 @dataclass(frozen=True)
 class Selection:
-    """What is taken of the folders that are named; files that are named are always. include, exclude: patterns as in .gitignore,
-    of paths from the folder that was named on; with `include`, only what one of them matches, whatever its suffix. no_ignore:
-    .gitignore and .ignore do not count. follow: links to folders are followed. max_file_size: bytes of a file at most."""
+    """Rules for files found in a folder; files named by the user are always read. include, exclude: .gitignore patterns, relative
+    to the named folder; with `include`, read matching files only, whatever their suffix. no_ignore: disregard .gitignore and
+    .ignore. follow: follow links to folders. max_file_size: in bytes."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Selection:
         return GitIgnoreSpec.from_lines(self.exclude)
 
     def excludes(self, path: str) -> bool:
-        """path: from the folder that was named on, with a slash at its end for a folder."""
+        """Whether to leave out a path, relative to the named folder, with a trailing slash for a folder."""
         if self._excluded.match_file(path):
             return True
         return self._included is not None and not path.endswith("/") and not self._included.match_file(path)

@@ -1,4 +1,4 @@
-"""Sentence embeddings: a directory that sentence-transformers saved, read with transformers alone. Nothing of it is run as code."""
+"""Sentence embeddings: a sentence-transformers directory, read with transformers alone. No code of it is run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _MODES = {
 
 
 class SentenceModel:
-    """An encoder whose hidden states are pooled to a vector a text. prompts: what stands before a question, and before a text
-    that may answer one, by the names that sentence-transformers gives them."""
+    """An encoder with pooled hidden states, one vector a text. prompts: texts to put before a query and before a document."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises NotFoundError for modules that are not done here, and for weights that are not in safetensors."""
+        """Raises NotFoundError for unsupported modules and for weights that are not in safetensors."""
         kinds = [kind for kind, _ in _modules(folder)]
         if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Normalize"}:
             known = "known are Transformer, Pooling and Normalize, in this order"
-            raise NotFoundError(f"{folder} is made of {', '.join(kinds)}; {known}", "take another model of embeddings")
+            raise NotFoundError(f"{folder} is made of {', '.join(kinds)}; {known}", "use another embedding model")
         [encoder, pooling] = [folder / path for _, path in _modules(folder)[:2]]
         if not any(encoder.glob("*.safetensors")):
-            raise NotFoundError(f"{encoder} has no weights in safetensors", "others may hold code, and are not read")
+            raise NotFoundError(
+                f"{encoder} has no weights in safetensors", "other formats can hold code and are not read"
+            )
         self._folder, self._mode = folder, _pooling(pooling / "config.json")
         from transformers import AutoModel, AutoTokenizer
 
@@ -51,7 +52,7 @@ class SentenceModel:
         }
 
     def encode(self, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
-        """[num_texts, dim] fp32. max_length: tokens of each that are read, where the model reads so many."""
+        """Return [num_texts, dim] fp32. max_length: tokens to read of each text, within the model's own limit."""
         import torch
 
         found = []
@@ -71,7 +72,7 @@ class SentenceModel:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that a vector depends on."""
+        """Digest of weights and configuration."""
         import xxhash
 
         digest = xxhash.xxh3_128()
@@ -81,12 +82,12 @@ class SentenceModel:
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """Whether sentence-transformers saved an encoder there. model2vec's directories have a modules.json, too."""
+    """Whether sentence-transformers saved an encoder there (model2vec's directories have a modules.json, too)."""
     return any(kind == "Transformer" for kind, _ in _modules(folder))
 
 
 def pooled(hidden: Tensor, mask: Tensor, mode: str) -> Tensor:
-    """[num_texts, dim] of hidden: [num_texts, num_tokens, dim], and mask: [num_texts, num_tokens], 1 for tokens, 0 for padding."""
+    """Pool hidden [num_texts, num_tokens, dim] to [num_texts, dim]. mask: [num_texts, num_tokens], 0 for padding."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     match mode:
         case "mean":
@@ -101,13 +102,13 @@ def pooled(hidden: Tensor, mask: Tensor, mode: str) -> Tensor:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The name of each module's class without its package, and its folder."""
+    """Return class name (without package) and folder of each module."""
     found = _json(folder / "modules.json")
     return [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in found] if isinstance(found, list) else []
 
 
 def _pooling(path: Path) -> str:
-    """Raises NotFoundError for a way to pool that is not done here."""
+    """Return the pooling mode. Raises NotFoundError for an unsupported one."""
     config = _json(path)
     modes = [_MODES.get(name, name) for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     if isinstance(config.get("pooling_mode"), str):
@@ -115,13 +116,13 @@ def _pooling(path: Path) -> str:
     if len(modes) != 1 or modes[0] not in _MODES.values() or config.get("include_prompt") is False:
         told = ", ".join(modes) if config.get("include_prompt") is not False else "tokens without the prompt's"
         raise NotFoundError(
-            f"{path} pools {told or 'in no way'}", f"known, one at a time: {', '.join(_MODES.values())}"
+            f"{path} has unsupported pooling: {told or 'none'}", f"known, one at a time: {', '.join(_MODES.values())}"
         )
     return modes[0]
 
 
 def _json(path: Path) -> Any:
-    """{} for a file that is not there, or is none."""
+    """Return the parsed file, {} if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

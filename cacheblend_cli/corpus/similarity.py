@@ -1,4 +1,4 @@
-"""Which texts are alike: cosine over TF-IDF, with postings in numpy. Depends on the texts and their order alone."""
+"""Text similarity: cosine over TF-IDF, with postings in numpy. Deterministic in the texts and their order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from cacheblend_cli.corpus.normalise import spaced
 
 _WORD = re.compile(r"[^\W_]+")
-_MOST_TERMS = 32  # of a text that are compared, the weightiest: the rest are words that nearly every text has
+_MOST_TERMS = 32  # highest-weighted terms of a text that are compared
 _DIGITS = 9  # scores that differ by less are equal, so that rounding cannot reorder equal texts
 
 
 class TfIdf:
-    """Texts to compare. A term weighs (1 + log tf) * log((1 + N) / df) (Salton and Buckley, 1988), vectors have length 1."""
+    """TF-IDF vectors of length 1; weight (1 + log tf) * log((1 + N) / df) (Salton and Buckley, 1988)."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         counts = [Counter(w.lower() for w in _WORD.findall(spaced(text))) for text in texts]
@@ -42,7 +42,7 @@ class TfIdf:
         self._size = len(texts)
 
     def nearest(self, number: int, most: int) -> list[int]:
-        """Up to `most` other texts that share a telling word with this one, the most similar first; ties in order."""
+        """Return up to `most` other texts that share a weighted term with this one, most similar first; ties in order."""
         own: list[tuple[float, str]] = []
         for term in self._terms[number]:
             index, weight = self._postings[term]

@@ -1,4 +1,4 @@
-"""The files of a folder that may be documents, in sorted order."""
+"""Walk a folder for files that can be documents, in sorted order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.errors import UsageError
 
 Found = tuple[Path, NoDocument | None]
-"""A file, and why it is passed over, if it is."""
+"""A file, and the reason to skip it or None."""
 
 
 def walk(folder: Path, selection: Selection) -> Iterator[Found]:
-    """What is hidden, ignored or excluded is not spoken of. Raises UsageError for a folder that cannot be listed: to go on
-    would be to take the documents in it for deleted ones."""
+    """Yield files without hidden, ignored and excluded ones. Raises UsageError for a folder that cannot be listed: otherwise its
+    documents would count as deleted."""
     rules = IgnoreRules() if selection.no_ignore else IgnoreRules.above(folder)
     yield from _walk(folder, folder.resolve(), "", rules, (), selection)
 
@@ -26,7 +26,7 @@ def walk(folder: Path, selection: Selection) -> Iterator[Found]:
 def _walk(
     folder: Path, real: Path, below: str, rules: IgnoreRules, parents: tuple[Path, ...], selection: Selection
 ) -> Iterator[Found]:
-    """below: the path from the folder that was named on, with a slash at its end. parents: real paths, against circles."""
+    """below: path relative to the named folder, with a trailing slash. parents: real paths, to stop at cycles of links."""
     if real in parents:
         return
     if not selection.no_ignore:
@@ -36,7 +36,7 @@ def _walk(
     except OSError as error:
         raise UsageError(f"cannot list {folder}: {error.strerror}", "check its permissions") from error
     for entry in entries:
-        is_folder = os.path.isdir(entry)  # Path.is_dir raises where this user may not look
+        is_folder = os.path.isdir(entry)  # Path.is_dir raises without permission
         end = "/" if is_folder else ""
         if entry.name.startswith(".") or rules.ignore(f"{real / entry.name}{end}"):
             continue
@@ -52,7 +52,7 @@ def _walk(
 
 
 def unwanted(file: Path, selection: Selection) -> NoDocument | None:
-    """Why a file that nobody named is not even opened."""
+    """Return the reason not to open a file that the user did not name, or None."""
     if not selection.include and converter_of(file.name) is None:
         suffix = file.suffix.lower()
         told = f"{suffix or 'a name without a suffix'} is not read; name the file, or --include it"
@@ -64,7 +64,7 @@ def too_large(file: Path, most: int) -> NoDocument | None:
     try:
         size = file.stat().st_size
     except OSError:
-        return None  # which reading tells
+        return None  # reported when the file is read
     if size <= most:
         return None
     shown = f"{most / 2**20:.3g} MB"
