@@ -1,7 +1,7 @@
-"""Where documents are: the one name a document has, and how it is shown.
+"""Document names, and how they are shown.
 
-A document is known by its real path: absolute, links resolved, whatever was typed. What was read from stdin is known by
-the project it was read in, or the directory where there is none: that path and `//-`, which ends no real path.
+A document's name is its real path: absolute, with links resolved, whatever was typed. Stdin is named after the current project,
+or the directory if there is none: that path and `//-`, which no real path ends with.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from cacheblend_cli.settings import FILE
 STDIN = "-"
 _STDIN = "//-"
 SENT, PUT = "(sent)/", "(put)/"
-"""What the names of documents begin with that came over the wire: with a question, and to be kept and searched."""
+"""Prefixes of names of documents that came over HTTP: sent with a request, and put to be kept and searched."""
 
 
 def place_of(path: str) -> str:
-    """The name of the document or directory at a path as it was typed; "-" is stdin."""
+    """Return the name of the document or directory at a path as typed; "-" is stdin."""
     if path == STDIN:
         return _stdin_of(Path.cwd())
     try:
         return text_of(os.path.realpath(path))
-    except ValueError:  # no system has such a path; a name it can be all the same
+    except ValueError:  # not a valid path, but usable as a name
         return os.path.normpath(os.path.join(text_of(os.getcwd()), path))
 
 
 def text_of(path: str) -> str:
-    """A path as text: bytes of a name that are no UTF-8 become \\xNN, so that it can be stored and printed."""
+    """Return a path as text that can be stored and printed: bytes that are not UTF-8 become \\xNN."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def is_file(name: str) -> bool:
-    """Whether it is the path of a file, or of stdin, and did not come over the wire."""
+    """Whether the document is a file or stdin, and did not come over HTTP."""
     return name.startswith("/")
 
 
@@ -45,14 +45,14 @@ def is_stdin(name: str) -> bool:
 
 
 def on_disk(name: str) -> str | None:
-    """The path of a document or directory of that name, None where there is nothing."""
+    """Return the path of the document or directory with that name, None if there is none."""
     with suppress(ValueError):
         return next(filter(os.path.lexists, (name, os.fsdecode(_unescaped(name)))), None)
     return None
 
 
 def is_on_disk(name: str) -> bool:
-    """Whether there is anything at the document's path."""
+    """Whether the document's path exists."""
     return on_disk(name) is not None
 
 
@@ -66,14 +66,14 @@ def is_within(name: str, path: str) -> bool:
 
 
 def with_parents(name: str) -> Iterator[str]:
-    """The path, and every one above it."""
+    """Yield the path and its parents."""
     while name:
         yield name
         name = name.rpartition("/")[0]
 
 
 def linked_from(path: str) -> str | None:
-    """The current project, where the path as it was typed is below it, and by a link leads out of it."""
+    """Return the current project if the path as typed is below it and a link leads out of it, else None."""
     folder = project_folder()
     if folder is None or path == STDIN or is_within(place_of(path), folder):
         return None
@@ -81,7 +81,7 @@ def linked_from(path: str) -> str | None:
 
 
 def shown(name: str) -> str:
-    """The name as a person standing here types it: relative where that is no longer than the whole path."""
+    """Return the name relative to the current directory, unless that is longer than the whole path."""
     if not name.startswith("/"):
         return name
     if is_stdin(name):
@@ -93,20 +93,20 @@ def shown(name: str) -> str:
 
 
 def portable(name: str) -> str:
-    """The name in an archive: relative to this directory where the document is below it."""
+    """Return the name in an archive: relative to the current directory for a document below it."""
     here = text_of(os.getcwd())
     return name.removeprefix(here.rstrip("/") + "/").lstrip("/") if is_below(name, here) else name
 
 
 def landed(source: str) -> str:
-    """The name in a store of what an archive calls so: what is relative there is relative to this directory here."""
+    """Return the name in a store for a name in an archive: relative names are relative to the current directory."""
     if source.startswith(("/", "(")):
         return source
     return place_of(source.removesuffix(_STDIN)) + _STDIN if is_stdin(source) else place_of(source)
 
 
 def project_folder(here: Path | None = None) -> str | None:
-    """The nearest directory from here up that holds a cacheblend.toml or a .git."""
+    """Return the nearest directory from here up that holds a cacheblend.toml or a .git, None if there is none."""
     here = here or Path.cwd()
     found = (f for f in (here, *here.parents) if (f / FILE).is_file() or (f / ".git").exists())
     folder = next(found, None)
@@ -118,6 +118,6 @@ def _stdin_of(here: Path) -> str:
 
 
 def _unescaped(name: str) -> bytes:
-    """The bytes of a path that `text_of` made text of."""
+    """Undo `text_of`."""
     pieces = re.split(r"\\x([89a-f][0-9a-f])", name)
     return b"".join(bytes.fromhex(p) if i % 2 else os.fsencode(p) for i, p in enumerate(pieces))

@@ -1,4 +1,4 @@
-"""What the key of a stored chunk is made of: chunks of one collection can stand in one prompt."""
+"""Collections: what the key of a stored chunk is made of. Chunks of one collection can share a prompt."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from cacheblend_cli.prompt.wording import Wording
 
 
 def check_kv_dtype(name: str) -> None:
-    """Raises UsageError for a name that is no codec of the store."""
+    """Raise UsageError for an unknown codec."""
     if name != "auto" and name not in CODECS:
         raise UsageError(f"unknown KV dtype {name!r}", f"known: auto, {', '.join(CODECS)}")
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Everything a chunk's key depends on but the chunk: chunks of one collection can stand in one prompt.
+    """Everything a chunk's key depends on except the chunk: chunks of one collection can share a prompt.
 
-    template: of it, what stands before the chunks counts. computed_in: the dtype the chunks were computed in, "" for the
-    model's own.
+    template: only its prefix is part of the key. computed_in: dtype the chunks were computed in, "" for the model's own.
     """
 
     model: LoadedModel
@@ -44,20 +43,20 @@ class Collection:
         return cls(model, template, codec, salt)
 
     def in_codec(self, kv_dtype: str) -> Collection:
-        """The same prompts' collection in another codec; auto is what is computed."""
+        """Return the collection in another codec; auto is the compute dtype."""
         return Collection.of(self.model, self.template, kv_dtype, self.salt)
 
     def in_other_dtypes(self) -> list[Collection]:
-        """The same prompts' collections of KV that this model computed in another dtype: near to its own, and usable."""
+        """Return the collections whose KV this model computed in another dtype, which is close to its own and usable."""
         own = self.model.fingerprint
         return [replace(self, computed_in=name) for name, there in self.model.fingerprints.items() if there != own]
 
     def on(self, day: date) -> Collection:
-        """The collection behind the same template with another date."""
+        """Return the collection with another date in the template."""
         return replace(self, template=self.template.on(day))
 
     def worded(self, wording: Wording) -> Collection:
-        """The collection behind another wording. Raises UsageError where the chat template cannot render it."""
+        """Return the collection with another wording. Raises UsageError if the chat template cannot render it."""
         return replace(self, template=split_template(self.model.tokenizer, wording, self.day))
 
     @property
@@ -66,16 +65,16 @@ class Collection:
 
     @property
     def day(self) -> date | None:
-        """The date that the prefix says, None where it says none."""
+        """Date in the prefix, None if it has none."""
         return self.template.day
 
     @property
     def salt_digest(self) -> str:
-        """Tells salts apart without writing them down; "" without one."""
+        """Digest that identifies the salt without storing it; "" without a salt."""
         return hashlib.blake2b(self.salt.encode(), digest_size=16, person=b"salt").hexdigest() if self.salt else ""
 
     def check_chunk_tokens(self, chunk_tokens: int) -> None:
-        """Raises UsageError for chunks that do not fit the model's context behind the prompt's prefix."""
+        """Raise UsageError for chunks that do not fit the model's context after the prefix."""
         room = self.model.spec.max_context - len(self.prefix_ids)
         if chunk_tokens > room:
             raise UsageError(
@@ -92,8 +91,8 @@ class Collection:
         return chunk_key(self._parts(self.prefix_ids, left), token_ids)
 
     def window(self, wanted: int) -> int:
-        """Tokens of a chunk and its left context at most: as wanted, within the model's context, and below the length at
-        which RoPE changes its frequencies: chunks of one window are collected together, and get one set of them."""
+        """Return the maximum number of tokens of a chunk and its left context: `wanted`, within the model's context and below the
+        length at which RoPE changes its frequencies, since chunks of one window are collected together."""
         rope, limit = self.model.decoder.rope, self.model.spec.max_context
         if rope.switches_at is not None:
             limit = min(limit, rope.switches_at)
@@ -104,11 +103,11 @@ class Collection:
         return chunk_key(self._parts((), ()), self.prefix_ids)
 
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
-        """Bytes of KV of a chunk in this codec or another."""
+        """Return the KV bytes of a chunk in this codec or another."""
         return self.model.spec.num_layers * sum(t.num_bytes for t in self._layer(num_tokens, codec).values())
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Bytes of a chunk's blobs, which is what the store counts."""
+        """Return the bytes of a chunk's blobs, as the store counts them."""
         return self.model.spec.num_layers * blob_size(self._layer(num_tokens))
 
     def _layer(self, num_tokens: int, codec: str = "") -> BlobSpec:

@@ -1,5 +1,5 @@
-"""The date that some chat templates print. It stands in the prefix, so it is part of every key: it is taken once, and kept in
-the store for the model and the salt until another one is asked for."""
+"""Dates of chat templates that print one. The date is in the prefix and so in every key: the store keeps it for each model and
+salt until the user asks for another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EARLIER = 16
 
 @dataclass(frozen=True)
 class KeptDates:
-    """day: what the prefix says now. earlier: what it said before, the latest last; chunks of theirs may still be stored."""
+    """day: date in the prefix now. earlier: previous dates, latest last, whose chunks may still be stored."""
 
     day: date
     earlier: tuple[date, ...] = ()
@@ -33,15 +33,15 @@ def today() -> date:
 
 
 def parse_day(text: str) -> date:
-    """`today` or YYYY-MM-DD. Raises UsageError."""
+    """Parse `today` or YYYY-MM-DD. Raises UsageError."""
     with suppress(ValueError):
         return today() if text == "today" else date.fromisoformat(text)
-    raise UsageError(f"--date {text} is no date", "today, or a day as 2026-01-31")
+    raise UsageError(f"--date {text} is not a date", "today, or a day as 2026-01-31")
 
 
 def kept_dates(store: ChunkStore, collection: Collection) -> KeptDates | None:
-    """What the store keeps for the collection's model and salt; else, as an archive does not carry it, the latest day whose
-    prefix is stored. None when the template prints none, or nothing is there."""
+    """Return the dates kept for the collection's model and salt; without any (archives do not contain them), the latest day
+    whose prefix is stored. None if the template prints no date or nothing is stored."""
     if collection.day is None:
         return None
     memo = store.memo(_KIND, _name(collection))
@@ -59,7 +59,7 @@ def kept_dates(store: ChunkStore, collection: Collection) -> KeptDates | None:
 
 
 def keep_date(store: ChunkStore, collection: Collection) -> None:
-    """From now on the collection's date is the one of its model and salt."""
+    """Keep the collection's date for its model and salt."""
     if collection.day is None:
         return
     kept = kept_dates(store, collection)
@@ -72,7 +72,7 @@ def keep_date(store: ChunkStore, collection: Collection) -> None:
 
 
 def age_note(day: date) -> list[str]:
-    """What is to be said of a prompt with this date: something where it is more than a day old."""
+    """Return a note for a date that is more than a day old, else nothing."""
     age = (today() - day).days
     if age <= 1:
         return []

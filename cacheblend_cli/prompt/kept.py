@@ -1,4 +1,4 @@
-"""The wordings that a store has chunks behind, so that it can be said in what another one differs."""
+"""Wordings of the stored chunks, to tell how the wording of a question differs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOKED_AT = 16
 
 
 def keep_wording(store: ChunkStore, collection: Collection) -> None:
-    """Note how the prompts of the collection's chunks are worded."""
+    """Store the collection's wording."""
     value = collection.template.wording.to_dict()
     name = hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
     if store.memo(_KIND, name) is None:
@@ -28,7 +28,7 @@ def keep_wording(store: ChunkStore, collection: Collection) -> None:
 
 
 def kept_wordings(store: ChunkStore) -> list[Wording]:
-    """The latest first."""
+    """Return the stored wordings, latest first."""
     found = []
     for memo in sorted(store.memos(_KIND), key=lambda m: m.updated, reverse=True)[:_LOOKED_AT]:
         with suppress(ValueError, UsageError):
@@ -37,10 +37,10 @@ def kept_wordings(store: ChunkStore) -> list[Wording]:
 
 
 def other_wordings(store: ChunkStore, collection: Collection) -> list[tuple[Collection, Wording]]:
-    """The same model's collections behind other wordings that were stored, where these change what stands before the chunks."""
+    """Return the model's collections with other stored wordings that change the prefix."""
     found = []
     for wording in kept_wordings(store):
-        with suppress(UsageError):  # the chat template is another one now
+        with suppress(UsageError):  # the chat template has changed
             other = collection.worded(wording)
             if other.prefix_ids != collection.prefix_ids:
                 found.append((other, wording))
@@ -48,6 +48,6 @@ def other_wordings(store: ChunkStore, collection: Collection) -> list[tuple[Coll
 
 
 def ids_of_wordings(store: ChunkStore, collection: Collection) -> dict[str, Wording]:
-    """By the ids of those collections, in every codec."""
+    """Return wording by collection id, for the collections of `other_wordings` in every codec."""
     others = other_wordings(store, collection)
     return {replace(of, codec=codec).id: wording for of, wording in others for codec in CODECS}

@@ -1,4 +1,4 @@
-"""Why nothing that is stored serves a question: in what the nearest stored collection differs from the one that is asked."""
+"""Errors for a question without usable chunks: how the nearest stored collection differs from the requested one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PRECOMPUTE = "precompute the documents as you ask for them"
 
 @dataclass
 class _Stored:
-    """A collection in the store: one of its chunks, how many there are, and the ids of its prefix where they are stored."""
+    """A collection in the store: one of its chunks, their number, and the ids of its prefix if they are stored."""
 
     sample: ChunkManifest
     chunks: int = 0
@@ -30,7 +30,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Difference:
-    """stored, asked: what both are, to be said after "for MODEL". to_do: what to ask with to get what is stored."""
+    """stored, asked: both values, worded to follow "for MODEL". to_do: flag to use the stored chunks."""
 
     stored: str
     asked: str
@@ -38,7 +38,7 @@ class _Difference:
 
 
 def nothing_found(store: ChunkStore, collection: Collection, usable: Ids[str]) -> NotFoundError:
-    """What to tell who asked and got nothing. usable: ids of the collections that would have served."""
+    """Return the error for a question without results. usable: ids of the collections that could be used."""
     groups = _stored(store)
     own = sum(group.chunks for name, group in groups.items() if name in usable)
     model = collection.model.name
@@ -91,8 +91,8 @@ def _differences(
     usable: Ids[str],
     worded: Mapping[tuple[int, ...], Wording],
 ) -> list[_Difference]:
-    """Of another model everything is another, and that it is says enough. prefix_ids: of the sample's collection; None: not
-    known. worded: prefixes that other wordings make."""
+    """Compare a stored collection with the requested one; for another model, return only that. prefix_ids: of the sample's
+    collection, None if unknown. worded: prefixes of other wordings."""
     model, found = collection.model, []
     if sample.model != model.fingerprint and not (found := _model_differences(model, sample.model)):
         if sample.model_name != model.name:
@@ -107,8 +107,7 @@ def _differences(
 
 
 def _model_differences(model: LoadedModel, stored: str) -> list[_Difference]:
-    """Between a model and the one of a fingerprint, where that is the same in another dtype, with weights of another or
-    without its adapter."""
+    """Compare a model with a stored fingerprint: the same model in another dtype, weight dtype or without its adapter."""
     ours = str(model.decoder.dtype).removeprefix("torch.")
     loras = dict.fromkeys((model.lora_digest, ""))
     for (name, dtype), lora, weights in product(DTYPES.items(), loras, WEIGHT_DTYPES):
@@ -130,7 +129,7 @@ def _prompt_differences(
     prefix_ids: tuple[int, ...] | None,
     worded: Mapping[tuple[int, ...], Wording],
 ) -> list[_Difference]:
-    """Prefix and salt are known by the digest that is the collection's id alone: what would explain it is tried."""
+    """Find the prefix and salt of a collection by trying candidates: its id is a digest of them."""
 
     def explained(prefix: tuple[int, ...], salt: str) -> bool:
         parts = KeyParts(sample.model, sample.tokenizer, prefix, (), sample.codec, salt)
@@ -157,5 +156,5 @@ def _prompt_differences(
 
 
 def _to_ask_with(flag: str) -> str:
-    """A prompt is a file, of which only the text is known."""
+    """Return the flag to ask with; of a prompt file only the text is known."""
     return "the --prompt they were stored with" if flag.startswith("--prompt") else flag

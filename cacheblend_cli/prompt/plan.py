@@ -1,4 +1,4 @@
-"""The prompt plan: which tokens stand where, and for which of them the store has KV that is exact or needs repair."""
+"""Prompt plan: the layout of a prompt, and which tokens have stored KV that is exact or needs repair."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SegmentStatus = Literal["exact", "blended", "computed", "hot"]
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """A chunk as the prompt gets it. `left_context_ids`: what stood between the prefix and it when it was collected.
+    """A chunk of a prompt. left_context_ids: tokens between the prefix and the chunk when it was collected.
 
-    cached: the store has its KV. same_regime: it was collected under the RoPE frequencies this prompt uses. codec: of the
-    stored KV, "" for the prompt's own. computed_in: the dtype that KV was computed in, "" for the model's.
+    cached: the store has its KV. same_regime: it was collected with the RoPE frequencies of this prompt. codec: of the
+    stored KV, "" for the prompt's own. computed_in: dtype in which the KV was computed, "" for the model's.
     """
 
     key: bytes
@@ -32,8 +32,8 @@ class ChunkInput:
 class Segment:
     """A run of the prompt, positions start:end.
 
-    status: "exact" (cached, its KV is right here), "blended" (cached, its KV needs repair), "computed" (fresh), "hot" (in
-    the pool already). codec: as in ChunkInput.
+    status: "exact" (stored KV, correct here), "blended" (stored KV, needs repair), "computed" (fresh), "hot" (already in the
+    pool). codec: as in ChunkInput.
     """
 
     kind: SegmentKind
@@ -56,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Segments in order; together they are the prompt."""
+    """Segments of a prompt, in order."""
 
     segments: tuple[Segment, ...]
 
@@ -74,7 +74,7 @@ class PromptPlan:
 
     @property
     def cached_tokens(self) -> int:
-        """Chunk tokens whose KV comes from the store: the reusable ones."""
+        """Number of chunk tokens whose KV comes from the store."""
         return sum(len(s.token_ids) for s in self.chunks if s.cached)
 
     @property
@@ -87,35 +87,35 @@ class PromptPlan:
 
     @property
     def fresh_tokens(self) -> int:
-        """Tokens that are computed whatever the ratio: suffix, holes, an uncached prefix."""
+        """Number of tokens computed at any ratio: suffix, missing chunks, an uncached prefix."""
         return sum(len(s.token_ids) for s in self.segments if s.status == "computed")
 
     @property
     def exact_until(self) -> int:
-        """The positions before it hold the KV a full prefill would give them, once the prompt is filled."""
+        """Position up to which the filled prompt has the KV of a full prefill."""
         return next((s.start for s in self.segments if s.status == "blended"), self.num_tokens)
 
     def with_exact(self, num_tokens: int) -> PromptPlan:
-        """The plan where the first tokens hold the KV of a full prefill."""
+        """Return the plan with exact KV in the first tokens."""
         parts = (
             replace(s, status="exact") if s.status == "blended" and s.end <= num_tokens else s for s in self.segments
         )
         return PromptPlan(tuple(parts))
 
     def filled_until(self, position: int) -> PromptPlan:
-        """The plan where what was to be computed before the position is in the pool."""
+        """Return the plan with computed segments before the position in the pool."""
         parts = (replace(s, status="hot") if s.status == "computed" and s.end <= position else s for s in self.segments)
         return PromptPlan(tuple(parts))
 
     def cut_for(self, num_tokens: int) -> int:
-        """The most of the first num_tokens that can be hot: stored KV is loaded a segment at a time, and the last token is
-        computed, since what comes behind it is wanted."""
+        """Return how many of the first num_tokens can be hot: stored KV is loaded by segment, and the last token is always
+        computed for its logits."""
         num_tokens = min(num_tokens, self.num_tokens - 1)
         at = next((s for s in self.segments if s.start < num_tokens < s.end), None)
         return at.start if at is not None and at.cached else num_tokens
 
     def with_hot(self, num_tokens: int) -> PromptPlan:
-        """The plan with its first tokens, as many as `cut_for` allows, in the pool already."""
+        """Return the plan with its first tokens, as many as `cut_for` allows, in the pool."""
         parts: list[Segment] = []
         for s in self.segments:
             own = min(max(num_tokens - s.start, 0), len(s.token_ids))
@@ -134,11 +134,11 @@ def plan_prompt(
     prefix_key: bytes | None = None,
     reuse: bool = True,
 ) -> PromptPlan:
-    """Lay prefix, chunks and suffix out and say of each whether its KV is exact.
+    """Lay out prefix, chunks and suffix, and determine the status of each.
 
-    A cached chunk is exact when everything before it is right and is what it was collected behind: the prefix,
-    then its left context. A hole keeps what follows exact, since its own KV is computed in the true context.
-    prefix_key: the store has the prefix's KV under this key. reuse False: nothing is taken from the store.
+    A cached chunk is exact if the text before it is the same as at precompute time (prefix, then left context) and has
+    correct KV. A missing chunk does not end the exact span, since its KV is computed in its true context. prefix_key: key of
+    the prefix's stored KV, None if it is not stored. reuse: False to take nothing from the store.
     """
     prefix_cached = reuse and prefix_key is not None
     segments: list[Segment] = []
@@ -146,7 +146,7 @@ def plan_prompt(
         head: SegmentStatus = "exact" if prefix_cached else "computed"
         segments.append(Segment("prefix", 0, tuple(prefix_ids), head, prefix_key if prefix_cached else None))
     position = len(prefix_ids)
-    right = True  # every position so far holds the KV a full prefill would give it
+    right = True  # all positions so far have the KV of a full prefill
     behind: list[int] = []  # chunk ids so far
     status: SegmentStatus
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The chat template split into what stands before the chunks and what stands after them."""
+"""Chat template, split into the text before and after the chunks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cacheblend_cli.errors import TemplateFailed, UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.prompt.wording import Wording
 
-_ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # what JSON, HTML and others would write otherwise
+_ESCAPED = "\"5d1f\\n\n\n\t'<b>\u00e9</b>&"  # characters that JSON, HTML and others escape
 THINK, THOUGHT = "<think>", "</think>"
-CHANNEL = "<|channel|>"  # what a gpt-oss has in their place: see `runtime.speech.Channels`
+CHANNEL = "<|channel|>"  # gpt-oss uses channels instead: see `runtime.speech.Channels`
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """`prefix_ids` stand before the chunks; `suffix_ids(question)` after them. Special tokens come from the template alone.
+    """Prefix ids before the chunks, and `suffix_ids(question)` after them. Special tokens come from the template alone.
 
-    day: the date it prints, None for a template that prints none.
+    day: date it prints, None for a template without a date.
     """
 
     tokenizer: Tokenizer
@@ -33,24 +33,24 @@ class PromptTemplate:
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the answer begins within think tags, which the template has opened."""
+        """Whether the template ends with an open think tag."""
         return self.after_question.rstrip().endswith(THINK)
 
     @property
     def may_reason(self) -> bool:
-        """Whether the model may reason: think tags are known to it, and the template has not closed them already."""
+        """Whether the model can reason: its tokenizer has think tags and the template has not closed them."""
         closed = self.after_question.rstrip().endswith(THOUGHT)
         return self.opens_reasoning or (any(map(self.tokenizer.knows, (THINK, THOUGHT, CHANNEL))) and not closed)
 
     def on(self, day: date) -> PromptTemplate:
-        """With another date."""
+        """Return the template with another date."""
         return split_template(self.tokenizer, self.wording, day)
 
     def suffix_ids(self, question: str, history: Sequence[str] = ()) -> tuple[int, ...]:
-        """Ids of all behind the chunks: the question, with what stands around it. Control tokens written in it stay plain text.
+        """Return the ids after the chunks: the question with the template around it. Control tokens in it stay plain text.
 
-        history: what was said before it, by the user and the model in turn. The chunks then stand in the first message.
-        Raises UsageError when the question is empty, and where the chat template takes no such history.
+        history: earlier messages of user and model in turn; the chunks are then in the first message. Raises UsageError for an
+        empty question and for a chat template that cannot render the history.
         """
         texts = [text if self.wording.raw else text.strip() for text in (*history, question)]
         if not texts[-1]:
@@ -64,7 +64,7 @@ class PromptTemplate:
         return tuple(chain(*parts))
 
     def _around(self, count: int) -> list[str]:
-        """What the template writes before, between and behind so many turns, from the chunks on."""
+        """Return the template's text before, between and after `count` turns, from the chunks on."""
         marks = Marks.of(self.wording)
         turns = [marks.turn(i) for i in range(count)]
         day = self.day or date.today()
@@ -84,8 +84,8 @@ class PromptTemplate:
         return [*around, rest]
 
     def differences(self, chunks: Sequence[str], question: str, prompt_ids: Sequence[int]) -> list[str]:
-        """Where the prompt's ids decode to other text than the template renders with these chunks in it: in words, the first
-        place where the tokenizer reads its own text otherwise, and the first where that comes from encoding it in parts."""
+        """Describe where the prompt's ids decode to other text than the template renders: the first place where the tokenizer does
+        not round-trip, and the first that is due to encoding in parts."""
         rendered = self.before_chunks + "".join(chunks) + self.before_question + question.strip() + self.after_question
         decoded = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
         if decoded == rendered:
@@ -104,17 +104,17 @@ class PromptTemplate:
 
 
 def _first_difference(a: str, b: str) -> tuple[str, str]:
-    """What stands around the first difference, in each."""
+    """Return the text around the first difference, of both."""
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     around = slice(max(0, at - 12), at + 12)
     return a[around], b[around]
 
 
 def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: date | None = None) -> PromptTemplate:
-    """Render the chat template around sentinels and split it there. wording: None for the default one. day: the date to
-    print, today's by default; the time is midnight.
+    """Render the chat template around sentinels and split it there. wording: None for the default. day: date to print, by
+    default today; the time is midnight.
 
-    Raises UsageError when the template drops, repeats or escapes the user's message or the system prompt, or does not know a
+    Raises UsageError if the template drops, repeats or escapes the user's message or the system prompt, or does not know a
     variable.
     """
     wording = wording or Wording()
@@ -142,9 +142,8 @@ def split_template(tokenizer: Tokenizer, wording: Wording | None = None, day: da
 
 @dataclass(frozen=True)
 class Marks:
-    """Sentinels that stand for texts while the chat template is rendered: words that survive templates that trim. Those of
-    chunks and turns also hold characters that a template which escapes or rewrites messages changes. number: makes them differ
-    from everything that the wording says."""
+    """Sentinels for texts in the chat template: words that survive trimming. Those of chunks and turns also hold characters that
+    escaping changes. number: makes them differ from the texts of the wording."""
 
     number: int = 0
 
@@ -166,16 +165,16 @@ class Marks:
         return f"System{self._ending}"
 
     def turn(self, index: int) -> str:
-        """index: of a turn of the conversation, the only question's is 0."""
+        """Return the sentinel of a turn of the conversation; a single question has index 0."""
         return f"Turn{index:04}{_ESCAPED}{self._ending}"
 
 
 def _render(
     tokenizer: Tokenizer, wording: Wording, strftime_now: Callable[[str], str], marks: Marks, turns: Sequence[str]
 ) -> str:
-    """Render a conversation. turns: texts of the user and the model in turn; the chunks' mark is put into the first.
+    """Render a conversation. turns: texts of user and model in turn; the chunks' sentinel is put into the first.
 
-    Raises UsageError where the template repeats or drops the system prompt, or a text has a control token.
+    Raises UsageError if the template repeats or drops the system prompt, or a text has a control token.
     """
     if wording.raw:
         return tokenizer.beginning + marks.chunks + "".join(turns)

@@ -1,4 +1,4 @@
-"""How a prompt is worded: the system prompt, what is said around chunks and question, what the chat template is told."""
+"""Wording of a prompt: system prompt, text around chunks and question, variables of the chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.model.model_files import read_text
 
 OWN_FILE = "cacheblend_prompt.txt"
-"""In a model's directory: the prompt it was trained with, its default."""
+"""File in a model's directory with the prompt it was trained with, its default."""
 DEFAULT = (
     "Answer the question at the end from these documents alone, in one or two sentences. "
     "If they do not say it, answer: not in the documents.\n\n"
@@ -29,10 +29,9 @@ _SHOWN = 48  # characters
 
 @dataclass(frozen=True)
 class Wording:
-    """prompt: the user's message, with {chunks} and {question} in it once each, in this order, and maybe {source} before them: its
-    line and all between it and the chunks stands before every chunk, and is a part of it. system: "" for no system
-    prompt. variables: of the chat template. given: somebody asked for this prompt, and it is not a default. raw: chunks and
-    question alone are the prompt, without the chat template."""
+    """prompt: the user's message, with {chunks} and {question} once each, in this order, and optionally {source} before them: the
+    text from its line to the chunks becomes the head of every chunk. system: "" for no system prompt. variables: of the chat
+    template. given: the user chose this prompt. raw: the prompt is chunks and question alone, without the chat template."""
 
     prompt: str = DEFAULT
     system: str = ""
@@ -45,25 +44,25 @@ class Wording:
 
     @classmethod
     def of(cls, model_dir: Path, prompt: str = "", system: str = "", template_var: Sequence[str] = ()) -> Wording:
-        """What was asked for, over the model's own prompt, over the default. template_var: NAME=VALUE each."""
+        """Return the wording of the settings; the prompt defaults to the model's own, then to DEFAULT. template_var: NAME=VALUE each."""
         own = model_dir / OWN_FILE
         text = prompt or (read_text(own).strip() if own.is_file() else DEFAULT)
         return cls(text, system.strip(), parse_variables(template_var), given=bool(prompt))
 
     @property
     def head(self) -> str:
-        """What stands before each chunk, with {source} in it; "" for nothing."""
+        """Text before each chunk, with {source} in it; "" for none."""
         before = self.prompt.split(CHUNKS)[0]
         return before[before.rfind("\n", 0, before.index(SOURCE)) + 1 :] if SOURCE in before else ""
 
     def message(self, chunks: str, question: str) -> str:
-        """The user's message with these in it."""
+        """Return the user's message with chunks and question filled in."""
         before, rest = self.prompt.split(CHUNKS)
         between, after = rest.split(QUESTION)
         return before.removesuffix(self.head) + chunks + between + question + after
 
     def source(self, model_dir: Path) -> str:
-        """Where the prompt is from, in words."""
+        """Return where the prompt comes from, in words."""
         return (
             "--prompt" if self.given else f"the model's {OWN_FILE}" if (model_dir / OWN_FILE).is_file() else "default"
         )
@@ -74,11 +73,11 @@ class Wording:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Wording:
-        """Raises UsageError or ValueError for what no version wrote."""
+        """Parse `to_dict`'s result. Raises UsageError or ValueError."""
         return convert(value, cls)
 
     def differences(self, other: Wording) -> list[tuple[str, str]]:
-        """In what two differ: how this one and how the other is asked for, as flags."""
+        """Return the flags of this wording and of the other, for each difference."""
         found = []
         if self.prompt != other.prompt:
             found.append((self._prompt_flag(other), other._prompt_flag(self)))
@@ -95,7 +94,7 @@ class Wording:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises UsageError for a prompt that has not both places, in their order, or others."""
+    """Raise UsageError for a prompt without both places in order, or with unknown ones."""
     unknown = sorted(set(_PLACE.findall(prompt)) - {CHUNKS, QUESTION, SOURCE})
     if unknown:
         raise UsageError(f"the prompt has the place {unknown[0]}", f"known: {CHUNKS}, {QUESTION}, {SOURCE}")
@@ -106,17 +105,17 @@ def check_prompt(prompt: str) -> None:
     if prompt.count(SOURCE) > 1 or prompt.find(SOURCE) > prompt.index(CHUNKS):
         raise UsageError(
             f"the prompt has {SOURCE} twice, or behind {CHUNKS}",
-            f"it stands once, right before {CHUNKS}: what is from its line to there is said before every chunk",
+            f"use it once, right before {CHUNKS}: the text from its line to there is repeated before every chunk",
         )
     if prompt.index(QUESTION) < prompt.index(CHUNKS):
         raise UsageError(
             f"the prompt has {QUESTION} before {CHUNKS}",
-            "what stands before the chunks is computed once for all questions: move the question behind them",
+            "the text before the chunks is computed once for all questions: move the question after them",
         )
 
 
 def read_prompt(path: str) -> str:
-    """The text of a prompt file, without blank lines at its ends. Raises NotFoundError or UsageError."""
+    """Read a prompt file, without blank lines at its ends. Raises NotFoundError or UsageError."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise NotFoundError(f"no prompt file {path}", f"--prompt takes a file of text with {CHUNKS} and {QUESTION}")
@@ -129,7 +128,7 @@ def read_prompt(path: str) -> str:
 
 
 def parse_variables(items: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE each; a value is JSON where it can be (true, 3, "3"), else text. Raises UsageError."""
+    """Parse NAME=VALUE items; a value is JSON if it parses (true, 3, "3"), else text. Raises UsageError."""
     found: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import files
@@ -12,6 +13,7 @@ from cacheblend_cli.corpus.converters import converter_of, office
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.layout import Converted
 from cacheblend_cli.corpus.locating import Locating
+from cacheblend_cli.extras import install_hint
 
 
 def convert(name: str, data: bytes | str) -> Converted:
@@ -158,6 +160,6 @@ def test_without_its_library_a_file_names_what_to_install(
     suffix: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(NoDocument, match=r"pip install 'cacheblend\[documents\]'") as refused:
+    with pytest.raises(NoDocument, match=re.escape(install_hint("documents"))) as refused:
         convert(f"a{suffix}", b"x")
     assert refused.value.unread, "what was stored of it stays"

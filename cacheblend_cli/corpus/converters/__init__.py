@@ -1,4 +1,4 @@
-"""Converters: files to text, one file a kind. To add one, write it and name it here."""
+"""Converters from files to text, one module for each kind of file. A new one is registered here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONVERTERS: dict[Converter, str] = {
     from_xlsx: ".xlsx .xlsm",
     from_epub: ".epub",
 }
-"""Each with the suffixes of its files' names, in lower case."""
+"""Converter -> lower-case file suffixes."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
 _WITHOUT_SUFFIX = {
     **dict.fromkeys("readme license licence copying notice changelog authors contributing".split(), from_plain),
@@ -44,6 +44,6 @@ _WITHOUT_SUFFIX = {
 
 
 def converter_of(name: str) -> Converter | None:
-    """What converts a file of that name; None when its suffix, or name without one, is not known."""
+    """Return the converter for a file name, None for an unknown suffix, or an unknown name without one."""
     path = PurePath(name)
     return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower())

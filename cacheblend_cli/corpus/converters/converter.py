@@ -1,4 +1,4 @@
-"""What a converter is: bytes of a file to its text, or a reason why it has none."""
+"""Interface of converters: bytes of a file to text, or the reason to skip the file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cacheblend_cli.corpus.layout import Converted, Kind, Layout, Mark
 from cacheblend_cli.extras import install_hint
 
 Converter = Callable[[bytes], Converted]
-"""Of the bytes of a file. Raises NoDocument for what has no text, or cannot be read."""
+"""Converts the bytes of a file. Raises NoDocument for a file without text, or one that cannot be read."""
 
 
 class NoDocument(Exception):
-    """Why a file is no document. reason: in words. group: what such files are counted as, the reason by default. unread: it may
-    be a document, nobody could look. by_rule: files of its kind are not even opened."""
+    """A file that is skipped. reason: in words. group: name to count such files under, by default the reason. unread: it could
+    not be read, so it may be a document. by_rule: files of its kind are not opened."""
 
     def __init__(self, reason: str, group: str = "", *, unread: bool = False, by_rule: bool = False) -> None:
         super().__init__(reason)
@@ -22,7 +22,7 @@ class NoDocument(Exception):
 
 
 def decoded(data: bytes) -> str:
-    """UTF-8 with "\\n" line ends. Raises NoDocument for other encodings and binary data."""
+    """Decode UTF-8, with "\\n" as line end. Raises NoDocument for other encodings and binary data."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise NoDocument("UTF-16, not UTF-8", "not UTF-8")
     if b"\0" in data:
@@ -37,7 +37,7 @@ def decoded(data: bytes) -> str:
 def joined(
     parts: Iterable[tuple[str, Mark]], kind: Kind = "text", *, apart: bool = False, title: str = "", note: str = ""
 ) -> Converted:
-    """A text of parts, an empty line between; the marks' starts are set here. Parts without text are left out."""
+    """Join parts with an empty line between, and set the marks' starts. Parts without text are dropped."""
     texts, marks, start = list[str](), list[Mark](), 0
     for text, mark in parts:
         if text := text.strip("\n"):
@@ -50,7 +50,7 @@ def joined(
 
 @contextmanager
 def parsing(package: str, what: str) -> Iterator[None]:
-    """While a library reads a file: that it is not installed, and whatever its parser trips over, is a NoDocument."""
+    """Turn a missing library and any error of its parser into NoDocument."""
     try:
         yield
     except ImportError:

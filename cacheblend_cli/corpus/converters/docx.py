@@ -1,4 +1,4 @@
-"""Word documents, through mammoth: headings, lists, tables, no pictures. A .docx does not say where its pages end."""
+"""Word documents, by mammoth: headings, lists and tables, without pictures. A .docx has no page ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EPUB: the chapters of a book in their order, each a page of HTML."""
+"""EPUB: the chapters of a book in reading order, each a page of HTML."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """HTML to Markdown: the main text of a page, without menus, headers, footers and scripts.
 
-selectolax parses; what is main text is said here: the page's <main> or <article> where it has one with much of the text,
-else the body, in both without what HTML itself says is not of it.
+selectolax parses. The main text is the page's <main> or <article> if that has much of the text, else the body, without elements
+such as <nav> and <footer>.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def from_html(data: bytes) -> Converted:
 
 
 def html_text(page: str) -> Converted:
-    """The main text of a page as Markdown; its title is the page's."""
+    """Convert the main text of a page to Markdown; the title is the page's."""
     from selectolax.lexbor import LexborHTMLParser
 
     tree = LexborHTMLParser(page)
@@ -56,7 +56,7 @@ def html_text(page: str) -> Converted:
 
 
 def _decoded(data: bytes) -> str:
-    """By its byte order mark, as UTF-8, by what it says of itself, or as browsers do."""
+    """Decode by byte order mark, as UTF-8, by the declared charset, or as browsers do."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return data.decode("utf-16", "replace")
     try:
@@ -70,7 +70,7 @@ def _decoded(data: bytes) -> str:
 
 
 def _blocks(node: LexborNode, depth: int) -> Iterator[str]:
-    """The Markdown of what is inside an element; blocks end with an empty line."""
+    """Convert an element's content to Markdown; blocks end with an empty line."""
     inline: list[str] = []
     for child in node.iter(include_text=True):
         tag = child.tag or ""
@@ -116,7 +116,7 @@ def _rows(table: LexborNode) -> Iterator[str]:
 
 
 def _has_block(node: LexborNode) -> bool:
-    """Whether an element that is none holds blocks, as <a> and <span> do at times."""
+    """Whether an inline element such as <a> or <span> contains blocks."""
     return any((inner.tag or "") in _BLOCKS for inner in node.css("*"))
 
 
@@ -132,5 +132,5 @@ def _inline(parts: list[str]) -> str:
 
 
 def _collapsed(parts: list[str]) -> str:
-    """The line ends of the source are blanks; those of <br> are marked."""
+    """Join inline parts: line ends of the source become blanks, those of <br> are marked."""
     return "".join("\0" if part == "\n" else part.replace("\n", " ").replace("\0", " ") for part in parts)

@@ -1,6 +1,6 @@
-"""JSON and JSON lines: records with `text`, and `id` and `title` where they have them. Each is cut alone.
+"""JSON and JSON lines: records with `text`, and optionally `id` and `title`. Each record is cut separately.
 
-JSON that holds no such records is text as it is.
+JSON without such records is read as plain text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def from_json_records(data: bytes) -> Converted:
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:
-    """The records of a list, of an object that holds one list of them, or of the object itself; [] when they have no text."""
+    """Return the records of a list, of an object with a single list, or the object itself; [] if they have no text."""
     if isinstance(value, Mapping) and not _field(value, _TEXT):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
         value = lists[0] if len(lists) == 1 else None
@@ -57,7 +57,7 @@ def _records(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _record_text(record: Mapping[str, Any]) -> str:
-    """The title as a heading and the text; all fields of a record without text."""
+    """Return the title as a heading and the text; all fields for a record without text."""
     text, title = _field(record, _TEXT), _field(record, _TITLE)
     if not text:
         return "\n".join(f"{name}: {_plain(value)}" for name, value in record.items())
@@ -70,7 +70,7 @@ def _part(record: Mapping[str, Any]) -> str:
 
 
 def _field(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The first of these fields that is text with something in it."""
+    """Return the first non-blank text field of these names, else ""."""
     return next((record[n] for n in names if isinstance(record.get(n), str) and record[n].strip()), "")
 
 

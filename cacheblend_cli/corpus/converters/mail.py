@@ -1,4 +1,4 @@
-"""E-mail: who wrote to whom, when, what about, and the body. Attachments are named, not read."""
+"""E-mail: sender, recipients, date, subject and body. Attachments are listed, not read."""
 
 from __future__ import annotations
 

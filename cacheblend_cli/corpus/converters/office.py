@@ -1,4 +1,4 @@
-"""What Word, PowerPoint, Excel and EPUB files have in common: they are ZIP archives, which can be made to be huge."""
+"""ZIP archives of Word, PowerPoint, Excel and EPUB files, with a limit on the unpacked size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 512 << 20  # bytes unpacked
 
 
 def opened(data: bytes, what: str) -> zipfile.ZipFile:
-    """The archive. Raises NoDocument for what is none, and for one that unpacks to too much."""
+    """Open the archive. Raises NoDocument if it is not a ZIP archive or unpacks to too much."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except (zipfile.BadZipFile, ValueError, OSError) as error:

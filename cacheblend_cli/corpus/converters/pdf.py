@@ -1,4 +1,4 @@
-"""PDF, through pypdf, page by page. A page that was scanned has no text, which is said."""
+"""PDF, by pypdf, page by page. Pages without text (scans) are reported."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def from_pdf(data: bytes) -> Converted:
 
 
 def _text(page: Any) -> str:
-    """The text of a page, with words that were cut at a line's end whole."""
+    """Return the text of a page, with hyphenated words joined."""
     text = page.extract_text().replace("\0", "").encode("utf-8", "replace").decode()
     return _HYPHEN.sub("", "\n".join(line.rstrip() for line in text.split("\n")))

@@ -1,4 +1,4 @@
-"""PowerPoint, through python-pptx: the text, tables and notes of each slide."""
+"""PowerPoint, by python-pptx: text, tables and notes of each slide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables to text: a line a row, each value behind the name of its column, so that a row tells by itself what it says."""
+"""Tables: one line for each row, with column names before the values, so that a row can be read on its own."""
 
 from __future__ import annotations
 
