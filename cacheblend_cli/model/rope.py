@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec
+from cacheblend_cli.model.spec import LENGTH_DEPENDENT, ModelSpec, rotated_dim
 
 CosSin = tuple[Tensor, Tensor]
 Rope = Mapping[str, Any]
@@ -65,9 +65,10 @@ class RotaryEmbedding:
         """inv_freq [at most head_dim / 2] fp32 and the factor on cos and sin."""
         if self.rope is None:
             return torch.empty(0), 1.0
-        rotated = int(self.head_dim * (self.rope.get("partial_rotary_factor") or 1))
         try:
-            inv_freq, scaling = inverse_frequencies(self.rope, rotated, self.max_positions, seq_len)
+            inv_freq, scaling = inverse_frequencies(
+                self.rope, rotated_dim(self.rope, self.head_dim), self.max_positions, seq_len
+            )
         except (ArithmeticError, ValueError) as error:
             raise UsageError(
                 f"RoPE of type {self.rope_type!r} cannot be computed from config.json: {error}", "check config.json"
@@ -129,6 +130,9 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, seq_len: 
         return plain / rope["factor"], 1.0
     if kind == "llama3":
         return _llama3(rope, plain), 1.0
+    if kind == "proportional":  # the last frequencies are 0: those channels keep no position
+        plain[int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2) :] = 0
+        return plain / (rope.get("factor") or 1.0), 1.0
     if kind == "yarn":
         return _yarn(rope, plain, max_positions)
     if kind == "longrope":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,12 @@ from typing import Any
 LENGTHENED = ("linear", "dynamic", "yarn")
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # their frequencies depend on the length of the prompt
 QUERY_GROWTH = "llama_4_scaling_beta"  # among RoPE's parameters
+
+
+def rotated_dim(rope: Mapping[str, Any], head_dim: int) -> int:
+    """Channels of a head that this RoPE covers: of proportional RoPE all, though some do not turn."""
+    share = None if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor")
+    return int(head_dim * (share or 1))
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class ModelSpec:
     @property
     def rotated_dim(self) -> int:
         """Channels of a head that RoPE rotates."""
-        return int(self.head_dim * (self.rope.get("partial_rotary_factor") or 1))
+        return rotated_dim(self.rope, self.head_dim)
 
     @property
     def q_size(self) -> int:

@@ -31,6 +31,7 @@ def parameters(kind: str, head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
         },
         "longrope": {"factor": FACTOR, "original_max_position_embeddings": LENGTH, "attention_factor": st.floats(0.5, 2)},
         "llama3": {"original_max_position_embeddings": LENGTH},
+        "proportional": {"partial_rotary_factor": st.floats(0.1, 1), "factor": FACTOR},
     }.get(kind, {})  # fmt: skip
     needed: dict[str, st.SearchStrategy[Any]] = {
         "linear": {"factor": FACTOR},
@@ -38,6 +39,7 @@ def parameters(kind: str, head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
         "yarn": {"factor": FACTOR | st.none()},
         "longrope": {"short_factor": factors, "long_factor": factors},
         "llama3": {"factor": FACTOR, "low_freq_factor": turns, "high_freq_factor": turns.map(lambda t: 4 * t)},
+        "proportional": {},
     }[kind]
     theta = st.sampled_from([10000.0, 500000, 1e6, 100.0])
     return st.fixed_dictionaries({"rope_type": st.just(kind), "rope_theta": theta, **needed}, optional=optional)

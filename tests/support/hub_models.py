@@ -193,6 +193,7 @@ RUN = [
     HubModel("dynamic", edit=old(type="dynamic", factor=4.0) | {"max_position_embeddings": 64}),
     HubModel("dynamic new", edit=new("dynamic", factor=8.0) | {"max_position_embeddings": 64}),
     HubModel("dynamic, short prompt", edit=new("dynamic", factor=2.0)),
+    HubModel("proportional", edit=new("proportional", partial_rotary_factor=0.5, factor=2.0)),
     HubModel("yarn-llama-2", edit=old(**YARN, finetuned=True) | {"max_position_embeddings": 256}),
     HubModel("yarn not yet in the length", edit=old(**YARN) | {"max_position_embeddings": 64}),
     HubModel("yarn new", edit=new("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=16.0, beta_slow=2.0,

@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.families.values import is_number, shown, wrong_value
 
-# The types of transformers that rotate the whole head, and what each cannot do without.
+# RoPE types of transformers, and the parameters that each requires.
 NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -17,6 +17,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
 }
 WITH_ORIGINAL = ("yarn", "longrope", "llama3")
 NUMBERS = (
@@ -91,8 +92,15 @@ def rope_by_kind(
 
 
 def _set_partial(parameters: dict[str, Any], config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
-    """How many channels of a head RoPE turns; what turns a part of it is written into the parameters. default: None of a
-    family that rotates all of it."""
+    """Return the number of channels of a head that RoPE covers, and write a part of it into the parameters. Proportional RoPE
+    covers the whole head, in every family: the factor is the share of its frequencies that are not 0. default: None for a
+    family that rotates the whole head."""
+    if parameters["rope_type"] == "proportional":
+        if (share := config.get("partial_rotary_factor")) is not None:
+            parameters.setdefault("partial_rotary_factor", share)
+        if _number("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0)) > 1:
+            raise wrong_value("partial_rotary_factor", parameters["partial_rotary_factor"], "at most 1")
+        return head_dim
     if default is None:
         for where in (parameters, config):
             partial = where.get("partial_rotary_factor")
