@@ -59,11 +59,11 @@ def ls(
     if last is None:
         output.note("no chunk is stored" if source is None and after is None else "no such chunk, or no more of them")
     if rows:
-        rows.sort(key=lambda row: (row.source, row.index))
+        rows.sort(key=lambda row: (row.source, row.position))
         names = models.names()
         several = len(names) > 1  # the name of the only model says nothing
         table = [
-            (row.id, *[names[row.model]] * several, row.num_tokens, row.size, f"{row.source}#{row.index}", row.text)
+            (row.id, *[names[row.model]] * several, row.num_tokens, row.size, f"{row.source}#{row.position}", row.text)
             for row in rows
         ]
         columns = ("id", *["model"] * several, "tokens", "size", "source", "text")
@@ -175,7 +175,7 @@ class _Row(NamedTuple):
     """What the table shows of a chunk: a store has many. model: fingerprint. size: as text. text: its beginning."""
 
     source: str
-    index: int
+    position: int
     id: str
     model: str
     num_tokens: int
