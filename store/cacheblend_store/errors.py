@@ -1,10 +1,10 @@
-"""What can go wrong with a store: what happened (`message`) and what to do (`hint`)."""
+"""Errors of the store. Each says what happened (`message`) and what to do (`hint`)."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """exit_code: what a command that ends with it exits with."""
+    """Base class. exit_code: exit status of a command that fails with it."""
 
     exit_code = 4
 
@@ -21,11 +21,11 @@ class StoreNotFound(StoreError):
 
 
 class StoreFormat(StoreError):
-    """Not a store of ours, or one of another format version."""
+    """The directory is not a cacheblend store, or has another format version."""
 
 
 class StoreCorrupt(StoreError):
-    """The file is damaged: truncated, or a page or record does not read."""
+    """The file is damaged: truncated, or a page or record cannot be read."""
 
 
 class StoreLocked(StoreError):
@@ -45,13 +45,13 @@ class StoreIOError(StoreError):
 
 
 class StorePermission(StoreError):
-    """The store may not be read or written by this user, or is not private."""
+    """This user may not read or write the store, or the store is not private."""
 
 
 class BadBlob(StoreError):
-    """One blob or manifest does not match its digest or shape. The chunk is a miss.
+    """A blob or manifest does not match its digest or shape. The chunk is a cache miss.
 
-    key and layer say which, where that is known (layer None: the manifest); reason says why, without naming it.
+    key, layer: the record, if known (layer None = the manifest). reason: the cause, without the record's name.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class BadBlob(StoreError):
 
 
 class CodecError(StoreError):
-    """KV with values that its codec cannot hold. Nothing of it is stored."""
+    """KV has values that its codec cannot represent. Nothing of it is stored."""
 
 
 class ArchiveError(StoreError):
-    """An export that is not taken in: damaged, hostile, unsigned where a signature is asked for, or too big."""
+    """An archive is refused: damaged, hostile, too big, or without the required signature."""
 
 
 class ChunkNotFound(StoreError):
@@ -76,7 +76,7 @@ class ChunkNotFound(StoreError):
 
 
 class AmbiguousId(StoreError):
-    """More than one chunk id begins with the prefix; candidates are some of them."""
+    """More than one chunk id begins with the prefix. candidates: some of these ids."""
 
     exit_code = 3
 

@@ -1,8 +1,8 @@
-"""How long work says how far it is."""
+"""Progress of long operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total): chunks, or steps where there are none to count."""
+"""Called with (done, total), in chunks or steps."""

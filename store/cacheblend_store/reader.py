@@ -1,4 +1,4 @@
-"""Reading: one snapshot, every page of it checked before it is followed, every value against its digest."""
+"""Read one snapshot of a store. Every page is checked before it is followed, every value against its digest."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ from cacheblend_store.state import State, read_state
 
 
 class StoreReader:
-    """What one commit left, whatever is written meanwhile. What it gives are copies, which outlive it.
+    """A snapshot of the store as one commit left it. Values are copies and stay valid after the reader is closed.
 
-    A reader belongs to one thread: threads that load in parallel open one each (it costs microseconds). xxhash and
-    the reads from the file release the GIL, so such threads do run at once.
+    Not thread-safe: threads that load in parallel open one reader each, which takes microseconds. xxhash and file reads
+    release the GIL, so such threads run in parallel.
     """
 
     def __init__(self, pages: PageReader) -> None:
         self.pages = pages
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
-        """Raises BadBlob when the record is damaged."""
+        """Return a chunk's manifest, or None if it is not stored. Raises BadBlob if the record is damaged."""
         value = self.get("chunks", key)
         return None if value is None else decode_manifest(key, value)
 
     def has_kv(self, key: bytes) -> bool:
-        """Whether the chunk is there and has KV, by its undamaged record. Its blobs are not looked at."""
+        """Return whether an undamaged record says that the chunk has KV. Blobs are not checked."""
         with suppress(BadBlob):
             manifest = self.manifest(key)
             return manifest is not None and manifest.has_kv
         return False
 
     def manifests(self) -> Iterator[ChunkManifest]:
-        """All that are not damaged, in order of their keys."""
+        """Yield all undamaged manifests in key order."""
         return filter(None, map(self.undamaged, self.keys_from(b"")))
 
     def undamaged(self, key: bytes) -> ChunkManifest | None:
-        """The manifest, None when there is none or it is damaged."""
+        """Return the manifest, or None if it is missing or damaged."""
         try:
             return self.manifest(key)
         except StoreError:
             return None
 
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
-        """The tensors of one layer's blob. Raises BadBlob when it is missing, damaged or of another shape."""
-        self._blob_node(manifest, layer)  # so that no more room is made than there are bytes
+        """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of another shape."""
+        self._blob_node(manifest, layer)  # before memory is allocated for it
         parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in _spec(manifest).items()}
         self.copy_layer(manifest, layer, parts)
         return parts
 
     def copy_layer(self, manifest: ChunkManifest, layer: int, targets: Mapping[str, memoryview]) -> None:
-        """Copy the tensors of one layer's blob to `targets`, each of just its size. Raises BadBlob as `layer` does.
+        """Copy the tensors of a layer's blob to `targets`, each of exactly its size. Raises BadBlob as `layer` does.
 
-        What is checked is the copy. One read and one digest a tensor: each lets go of the GIL, which others want meanwhile.
+        The digest is checked over the copy. One read and one digest update per tensor, each without the GIL.
         """
         node, spec = self._blob_node(manifest, layer), _spec(manifest)
         prefix = blob_prefix(spec)
         parts = [memoryview(bytearray(len(prefix))), *(targets[name].cast("B") for name in spec)]
         self.pages.read_into(node, parts)
         if parts[0] != prefix:
-            raise bad_blob(manifest, layer, "has a header that is not that of the tensors it should hold")
+            raise bad_blob(manifest, layer, "has a header that does not match its tensors")
         digest = blob_hasher(manifest.key, layer, manifest.num_tokens)
         for part in parts:
             digest.update(part)
@@ -83,12 +83,12 @@ class StoreReader:
             raise bad_blob(manifest, layer, "does not match its digest")
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
-        """One layer's bytes as they are stored. Raises BadBlob as `layer` does."""
+        """Return a layer's blob as it is stored. Raises BadBlob as `layer` does."""
         return encode_blob(_spec(manifest), self.layer(manifest, layer))
 
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
         if not manifest.has_kv:
-            raise bad_blob(manifest, layer, "is not there: the chunk has no KV now")
+            raise bad_blob(manifest, layer, "is missing: the chunk has no KV now")
         node = self.pages.get("blobs", blob_key(manifest.key, layer))
         if node is None:
             raise bad_blob(manifest, layer, "is missing")
@@ -98,21 +98,21 @@ class StoreReader:
         return node
 
     def get(self, database: str, key: bytes) -> memoryview | None:
-        """A value. Raises StoreCorrupt when a page on the way to it is damaged."""
+        """Return a value, or None. Raises StoreCorrupt if a page on the path to it is damaged."""
         node = self.pages.get(database, key)
         return None if node is None else self.pages.value(node)
 
     def keys_from(self, start: bytes, database: str = "chunks") -> Iterator[bytes]:
-        """Keys of a database from `start` on, in order."""
+        """Yield the keys of a database from `start` on, in order."""
         for node in self.pages.nodes(database, start):
             yield node.key
 
     def keys_with(self, prefix: bytes, database: str) -> Iterator[bytes]:
-        """Keys of a database that begin with `prefix`, in order."""
+        """Yield the keys of a database that begin with `prefix`, in order."""
         return takewhile(lambda key: key.startswith(prefix), self.keys_from(prefix, database))
 
     def document(self, key: bytes) -> DocumentRecord | None:
-        """None when there is none or it is damaged."""
+        """Return a document record, or None if it is missing or damaged."""
         value = self.get("documents", key)
         try:
             return None if value is None else decode_document(key, value)
@@ -120,16 +120,16 @@ class StoreReader:
             return None
 
     def documents(self) -> Iterator[DocumentRecord]:
-        """All that are not damaged."""
+        """Yield all undamaged document records."""
         return filter(None, map(self.document, self.keys_from(b"", "documents")))
 
     def documents_of(self, key: bytes) -> Iterator[bytes]:
-        """Keys of the records of the documents that a chunk stands in."""
+        """Yield the keys of the document records that refer to a chunk."""
         for name in self.keys_with(key, "refs"):
             yield name[KEY_BYTES:]
 
     def memo(self, key: bytes) -> Memo | None:
-        """None when there is none, it is damaged, or of a version that is not known."""
+        """Return a memo, or None if it is missing, damaged or of an unknown version."""
         with suppress(BadBlob):
             return decode_memo(key, self.get("meta", key) or b"")
         return None

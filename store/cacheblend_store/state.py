@@ -1,4 +1,4 @@
-"""What the store knows about itself: identity, format version, counters and settings, in the database `meta`."""
+"""State of the store: identity, format version, counters and settings, in the database `meta`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def write_identity(transaction: Any, dbs: Mapping[str, Any]) -> None:
 
 
 def read_identity(get: Get, where: str) -> str:
-    """The store's identity, a random hex number. Raises StoreFormat for a foreign store or format, StoreCorrupt."""
+    """Return the store's identity, a random hex number. Raises StoreFormat for a foreign store or format, StoreCorrupt."""
     check_format(get, where)
     identity = get("meta", _IDENTITY)
     if identity is None or get("meta", _VERSION) is None:
-        raise StoreFormat(f"{where} has no identity record: it is no cacheblend store", "name another --store")
+        raise StoreFormat(f"{where} has no identity record: it is not a cacheblend store", "name another --store")
     try:
         return unseal(_IDENTITY, identity).decode()
     except (BadBlob, ValueError) as error:
@@ -57,7 +57,7 @@ def read_identity(get: Get, where: str) -> str:
 
 
 def check_format(get: Get, where: str) -> None:
-    """Raises StoreFormat for a store that says that it is of another format."""
+    """Raise StoreFormat for a store of another format version."""
     version = get("meta", _VERSION)
     if version is not None and version != str(FORMAT_VERSION).encode():
         raise StoreFormat(

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class ChunkStore:
-    """Chunk KV on disk. Every method is its own short transaction; what a method returned from is durable.
+    """Chunk KV on disk. Each method is one short transaction, durable on return.
 
     Use as a context manager, from any number of threads. Opening twice in a process shares the environment; a forked
     child opens the store for itself. Raises StoreErrors, each with a message and a hint.
@@ -77,9 +77,9 @@ class ChunkStore:
     ) -> ChunkStore:
         """Open a store.
 
-        create: make it when it is not there; by default when mode == "write". max_bytes: the quota of KV from now on, kept
+        create: make it when it is not there; by default when mode == "write". max_bytes: the new quota of KV and text in bytes, kept
         in the store (0: none; None: as it was); what is over it is evicted. lock_timeout: seconds to wait for the writer
-        lock. force: a network filesystem, or a directory of somebody else's, is accepted.
+        lock. force: accept a network filesystem or a directory of another user.
         """
         write = mode == "write"
         store = cls(Path(path), write, write if create is None else create, lock_timeout, force)
@@ -133,22 +133,22 @@ class ChunkStore:
 
     @contextmanager
     def read(self) -> Iterator[StoreReader]:
-        """One read transaction. The reader belongs to the thread that opened it."""
+        """Open a read transaction. The reader belongs to the thread that opened it."""
         with self._environment().reading() as pages:
             yield StoreReader(pages)
 
     def get_chunk(self, key: bytes) -> ChunkManifest | None:
-        """The manifest, None when the chunk is not there. Raises BadBlob when its record is damaged."""
+        """Return the manifest, or None if the chunk is not stored. Raises BadBlob if its record is damaged."""
         with self.read() as reader:
             return reader.manifest(key)
 
     def has_chunk(self, key: bytes) -> bool:
-        """Whether the chunk is there, with KV or without, its manifest undamaged."""
+        """Return whether the chunk is stored undamaged, with or without KV."""
         with self.read() as reader:
             return reader.undamaged(key) is not None
 
     def has_kv(self, key: bytes) -> bool:
-        """Whether the chunk is there and has KV, by its undamaged manifest. Its blobs are not looked at."""
+        """Return whether an undamaged manifest says that the chunk has KV. Blobs are not checked."""
         with self.read() as reader:
             return reader.has_kv(key)
 
@@ -162,7 +162,7 @@ class ChunkStore:
             return [key for key in near if key.hex().startswith(text)]
 
     def resolve(self, prefix: str) -> bytes:
-        """The key whose hex id begins with `prefix`. Raises ChunkNotFound, AmbiguousId."""
+        """Return the key whose hex id begins with `prefix`. Raises ChunkNotFound, AmbiguousId."""
         text = prefix.strip().lower()
         found = [key.hex() for key in self.matching(prefix)]
         if not found:
@@ -176,9 +176,9 @@ class ChunkStore:
         return bytes.fromhex(found[0])
 
     def chunks(self, *, start_after: bytes | None = None, prefixes: bool = False) -> Iterator[ChunkManifest]:
-        """Chunks in key order, some of them a transaction. Damaged records are passed over (`damaged_keys` lists them).
+        """Yield chunks in key order, PAGE_OF_CHUNKS per transaction. Damaged records are skipped (see `damaged_keys`).
 
-        start_after: a key. prefixes: also the KV of prompts' prefixes.
+        start_after: key of the chunk before the first. prefixes: include prompts' prefixes.
         """
         start = b"" if start_after is None else start_after + b"\0"
         while True:
@@ -191,17 +191,17 @@ class ChunkStore:
             start = keys[-1] + b"\0"
 
     def damaged_keys(self) -> list[bytes]:
-        """Keys whose manifest does not read."""
+        """Return the keys of chunks with a damaged manifest."""
         with self.read() as reader:
             return [key for key in reader.keys_from(b"") if reader.undamaged(key) is None]
 
     def get_document(self, collection: str, source: str, context: str = "sink") -> DocumentRecord | None:
-        """The record; None when there is none or it is damaged (the document is then precomputed again)."""
+        """Return a document record, or None if it is missing or damaged (then the document is precomputed again)."""
         with self.read() as reader:
             return reader.document(document_key(collection, source, context))
 
     def documents(self, collection: str | None = None) -> list[DocumentRecord]:
-        """All document records, of one collection or of all, by source."""
+        """Return the document records of one collection, or of all, sorted by source."""
         with self.read() as reader:
             found = list(reader.documents())
         wanted = (d for d in found if collection in (None, d.collection))
@@ -282,22 +282,22 @@ class ChunkStore:
         return self.transact(put) if records or removed or texts else []
 
     def evict_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove the KV of chunks and keep their records, in one transaction; how many had KV."""
+        """Remove the KV of chunks and keep their records, in one transaction. Returns how many had KV."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.evict(key) for key in wanted))
 
     def memos(self, kind: str) -> list[Memo]:
-        """The memos of a kind, by name. Damaged ones are passed over."""
+        """Return the memos of a kind, sorted by name. Damaged ones are skipped."""
         with self.read() as reader:
             return sorted((m for m in reader.memos() if m.kind == kind), key=lambda m: m.name)
 
     def memo(self, kind: str, name: str) -> Memo | None:
-        """None when there is none, or it is damaged."""
+        """Return a memo, or None if it is missing or damaged."""
         with self.read() as reader:
             return reader.memo(memo_key(kind, name))
 
     def put_memos(self, memos: Sequence[Memo]) -> None:
-        """Store memos, each in place of the one of its kind and name, in one transaction."""
+        """Store memos in one transaction, each replacing the one of its kind and name."""
 
         def put(writer: StoreWriter) -> None:
             for memo in memos:
@@ -307,14 +307,14 @@ class ChunkStore:
             self.transact(put)
 
     def remove_chunks(self, keys: Iterable[bytes]) -> int:
-        """Remove chunks in one transaction; how many were there. Documents that had them are precomputed again."""
+        """Remove chunks in one transaction. Returns how many were stored. Their documents are precomputed again."""
         wanted = list(keys)
         return self.transact(lambda writer: sum(writer.delete_chunk(key) for key in wanted))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that chunks were used now. Held in memory until `flush_touches`, which leaving the store does.
+        """Record that chunks were used now, in memory until `flush_touches`, which closing the store calls.
 
-        Nothing is noted in a store that is open for reading only.
+        Does nothing in a store that is open for reading only.
         """
         if not self.writable:
             return
@@ -326,10 +326,9 @@ class ChunkStore:
             self.flush_touches()
 
     def flush_touches(self) -> bool:
-        """Write the noted uses, in one transaction; whether none are left.
+        """Write the recorded uses in one transaction. Returns whether none are left.
 
-        They are hints about what to evict, so nobody waits or fails for them: while another writes, or when the write
-        fails, they are kept for the next time.
+        Uses only guide eviction. If another process is writing, or the write fails, they are kept for the next call.
         """
         with self._touch_lock:
             uses, self._touched = self._touched, {}

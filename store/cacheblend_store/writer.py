@@ -1,4 +1,4 @@
-"""Writing: what happens inside one write transaction. The counters change with the records, in the same commit."""
+"""Write transactions. Counters change in the same commit as the records they count."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class StoreWriter:
             self._checked.add(record)
 
     def manifest(self, key: bytes) -> ChunkManifest | None:
-        """None when there is none or it is damaged."""
+        """Return a chunk's manifest, or None if it is missing or damaged."""
         value = self.get("chunks", key)
         try:
             return None if value is None else decode_manifest(key, value)
@@ -185,7 +185,7 @@ class StoreWriter:
         return bool(found)
 
     def _holds(self, manifest: ChunkManifest) -> bool:
-        """Whether the blobs on disk are these: a record whose digests match can stand over a damaged blob."""
+        """Return whether the stored blobs match these digests: a sound record can belong to a damaged blob."""
         for layer, digest in enumerate(manifest.blob_digests):
             key = blob_key(manifest.key, layer)
             self._pages.get("blobs", key)
@@ -235,7 +235,7 @@ class StoreWriter:
         yield from sorted({node.key[:KEY_BYTES] for node in self._pages.nodes("blobs")} - used.keys())
 
     def touch(self, uses: Mapping[bytes, float]) -> None:
-        """Record last uses (seconds since the epoch) of chunks that have KV, unless a later one is known."""
+        """Record last uses (seconds since the epoch) of chunks that have KV, unless a later use is recorded."""
         for key, moment in uses.items():
             manifest = self.manifest(key)
             if manifest is not None and manifest.has_kv and moment > used_at(key, self.get("lru", key) or b""):
@@ -244,8 +244,10 @@ class StoreWriter:
     # documents
 
     def put_documents(self, records: Sequence[DocumentRecord], removed: Collection[bytes] = ()) -> list[bytes]:
-        """Replace the records, and remove those whose keys are in `removed`; the chunks that went with the old ones. A chunk
-        that moved from one of these documents to another stays."""
+        """Replace document records and remove those in `removed`. Returns the keys of the chunks removed with them.
+
+        A chunk that moved from one of these documents to another stays.
+        """
         dropped = list[bytes]()
         for record in records:
             key = record.key
@@ -261,7 +263,7 @@ class StoreWriter:
         return [key for key in dropped if not self.is_referred(key) and self.delete_chunk(key)]
 
     def _unrefer(self, document: bytes, keep: set[bytes]) -> list[bytes]:
-        """Drop a document's references; the chunks that no other document refers to and `keep` does not name."""
+        """Remove a document's references. Returns the chunks that no other document refers to, except those in `keep`."""
         value = self.get("documents", document)
         if value is None:
             return []
@@ -277,14 +279,14 @@ class StoreWriter:
         return orphans
 
     def is_referred(self, key: bytes) -> bool:
-        """Whether a document refers to the chunk."""
+        """Return whether a document refers to the chunk."""
         self._pages.check_beside("refs", key)  # a cursor goes on to the next leaf
         self._pages.check_beside("refs", key + b"\xff" * 16)
         cursor = self._txn.cursor(db=self._dbs["refs"])
         return bool(cursor.set_range(key)) and bytes(cursor.key()[:KEY_BYTES]) == key
 
     def rebuild_references(self) -> None:
-        """The references from the document records, as they are in this transaction; damaged records give none."""
+        """Rebuild the references from the document records of this transaction. Damaged records give none."""
         wanted = set()
         for name, value in self._txn.cursor(db=self._dbs["documents"]):
             try:
@@ -303,7 +305,7 @@ class StoreWriter:
 
 
 def with_digests(manifest: ChunkManifest, blobs: Sequence[Blob]) -> ChunkManifest:
-    """The manifest with sizes and digests of its blobs."""
+    """Return the manifest with sizes and digests of its blobs."""
     assert len(blobs) == manifest.num_layers
     digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
     return replace(manifest, blob_sizes=tuple(memoryview(blob).nbytes for blob in blobs), blob_digests=digests)

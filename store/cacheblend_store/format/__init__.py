@@ -1,1 +1,1 @@
-"""What a key, a record and a blob are, byte for byte."""
+"""Byte formats of keys, records and blobs."""

@@ -1,5 +1,8 @@
-"""A blob: one layer of one chunk as a safetensors container, and what it holds in each codec. There is one way to write a
-blob, so that any other is damage. No torch here, so that records can be checked without it."""
+"""Blobs: one layer of one chunk as a safetensors container, by codec.
+
+A blob has exactly one encoding; any other is damage. This module does not import torch, so that records can be checked
+without it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """dtype as safetensors names it."""
+    """dtype: safetensors' name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,15 +36,15 @@ class TensorSpec:
 
 
 BlobSpec = Mapping[str, TensorSpec]
-"""Tensor name -> what it must be, in the order of the data."""
+"""Tensor name -> dtype and shape, in the order of the data."""
 
 
 @lru_cache(maxsize=1024)  # a loader asks hundreds of times for a few shapes
 def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> BlobSpec:
-    """The tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8_e4m3 adds a scale a head.
+    """Return the tensors of one layer. Plain codecs: k and v [tokens, num_kv_heads, head_dim]. float8_e4m3 adds a scale per head.
 
     int8, int4 (KIVI, arXiv 2402.02750): K per channel in groups of GROUP tokens, V per token, asymmetric (scale and
-    zero point in float32); int4 packs two channels a byte.
+    zero point in float32); int4 packs two channels into a byte.
     """
     shape = (num_tokens, num_kv_heads, head_dim)
     if codec in PLAIN:
@@ -62,7 +65,7 @@ def blob_spec(codec: str, num_tokens: int, num_kv_heads: int, head_dim: int) -> 
 
 
 def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes:
-    """The container; the header is padded so that the data starts at a multiple of ALIGNMENT."""
+    """Return the container. The header is padded so that the data starts at a multiple of ALIGNMENT."""
     for name, tensor in spec.items():
         if memoryview(data[name]).nbytes != tensor.num_bytes:
             raise ValueError(f"tensor {name} has {memoryview(data[name]).nbytes} bytes, its spec {tensor.num_bytes}")
@@ -70,7 +73,7 @@ def encode_blob(spec: BlobSpec, data: Mapping[str, bytes | memoryview]) -> bytes
 
 
 def blob_prefix(spec: BlobSpec) -> bytes:
-    """What the container begins with: the header's length and its JSON, padded with spaces. The tensors' bytes follow."""
+    """Return the beginning of the container: header length and JSON, padded with spaces. The tensors' bytes follow."""
     return _prefix_of(tuple(spec.items()))
 
 

@@ -1,4 +1,4 @@
-"""The change log: which chunks and documents the last commits added or removed. Data derived from the store follows it."""
+"""Change log: chunks and documents that the last commits added or removed, for data derived from the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 64 << 10
 
 
 class Entry(NamedTuple):
-    """What one commit changed. before, after: generations of the store. chunks, documents: keys."""
+    """Changes of one commit. before, after: generations of the store. chunks, documents: keys."""
 
     before: int
     after: int
@@ -66,7 +66,7 @@ def changes_between(value: bytes | memoryview | None, before: int, after: int) -
 
 
 def _entries(value: bytes | memoryview | None) -> list[Entry]:
-    """The entries, oldest first; none for a record that is missing or damaged."""
+    """Return the entries, oldest first; none for a record that is missing or damaged."""
     try:
         return msgspec.msgpack.decode(unseal(LOG, value or b""), type=list[Entry])
     except (BadBlob, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""K and V to bytes and back: exact dtypes, float8, and KIVI-style int8 and int4."""
+"""Encode and decode K and V: exact dtypes, float8, and KIVI-style int8 and int4."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ _FLOAT8_MAX = 448.0
 
 
 def is_lossless(codec: str, dtype: torch.dtype) -> bool:
-    """Whether KV computed in `dtype` comes back from the codec unchanged."""
+    """Return whether the codec stores KV of `dtype` without loss."""
     return codec == "float32" or str(dtype) == f"torch.{codec}"
 
 
 def encode_kv(k: Tensor, v: Tensor, codec: str) -> bytes:
-    """A blob of k and v, see `coded`."""
+    """Return a blob of k and v, see `coded`."""
     spec, tensors = blob_spec(codec, *k.shape), coded(k, v, codec)
     return encode_blob(spec, {name: _bytes(tensors[name]) for name in spec})
 
 
 def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
-    """What the blob of k and v holds, both [tokens, num_kv_heads, head_dim] of any float dtype on any device.
+    """Return the tensors of a blob of k and v, both [tokens, num_kv_heads, head_dim], any float dtype, any device.
 
-    Raises CodecError for values beyond the codec's range; a codec that scales has none for infinities and NaNs, which
-    would spoil a whole group of values.
+    Raises CodecError for values beyond the codec's range, and in codecs that scale for infinities and NaNs.
     """
     k, v = k.detach().cpu(), v.detach().cpu()
     if codec in PLAIN:
@@ -55,13 +54,13 @@ def coded(k: Tensor, v: Tensor, codec: str) -> dict[str, Tensor]:
 def view_kv(
     parts: Mapping[str, memoryview], codec: str, num_tokens: int, num_kv_heads: int, head_dim: int
 ) -> dict[str, Tensor]:
-    """Zero-copy tensors over a blob's parts, as `blobs.blob_spec` describes them. Valid as long as the bytes are."""
+    """Return zero-copy tensors over a blob's parts, as described by `blobs.blob_spec`. Valid as long as the bytes are."""
     spec = blob_spec(codec, num_tokens, num_kv_heads, head_dim)
     return {n: torch.frombuffer(parts[n], dtype=DTYPES[t.dtype]).view(t.shape) for n, t in spec.items()}
 
 
 def decode_kv(tensors: Mapping[str, Tensor], codec: str) -> tuple[Tensor, Tensor]:
-    """k and v [tokens, num_kv_heads, head_dim] fp32, copies, of what `coded` gives or `view_kv` finds."""
+    """Return k and v [tokens, num_kv_heads, head_dim] in fp32, copies, from the tensors of `coded` or `view_kv`."""
     k, v = tensors["k"], tensors["v"]
     if codec in PLAIN:
         return k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
@@ -75,7 +74,7 @@ def decode_kv(tensors: Mapping[str, Tensor], codec: str) -> tuple[Tensor, Tensor
 
 
 def _converted(x: Tensor, codec: str) -> Tensor:
-    """x in a plain codec's dtype: what is not finite stays so, and what is finite must."""
+    """Return x in a plain codec's dtype. Raises CodecError if a finite value overflows."""
     out = x.to(DTYPES[PLAIN[codec]])
     if out.dtype != x.dtype and bool((out.isinf() & x.isfinite()).any()):
         raise CodecError(
@@ -88,7 +87,7 @@ def _converted(x: Tensor, codec: str) -> Tensor:
 def _scale(scale: Tensor, codec: str) -> Tensor:
     if not bool(scale.isfinite().all()):
         raise CodecError(
-            f"the KV has values that are no finite numbers, which {codec} cannot hold",
+            f"the KV has values that are not finite, which {codec} cannot store",
             "check the model and its --dtype; --kv-dtype float32 stores anything",
         )
     return scale.clamp_min(1e-12)

@@ -1,4 +1,4 @@
-"""Keys: a cryptographic digest of everything a chunk's KV depends on."""
+"""Chunk keys: a cryptographic digest of everything that the KV depends on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KeyParts:
 
 
 def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
-    """blake2b-160 of the format version, the parts and the token ids, each with its length before it."""
+    """Return the blake2b-160 digest of format version, parts and token ids, each preceded by its length."""
     digest = _digest_of(b"chunk", parts)
     for ids in (parts.left_context_ids, token_ids):
         _add(digest, pack_ids(ids))
@@ -33,17 +33,17 @@ def chunk_key(parts: KeyParts, token_ids: Sequence[int]) -> bytes:
 
 
 def blob_key(key: bytes, layer: int) -> bytes:
-    """Under which a chunk's blob of one layer is stored: a chunk's blobs lie side by side, in order."""
+    """Return the key of a layer's blob. The blobs of a chunk are adjacent and in order."""
     return key + layer.to_bytes(4, "big")
 
 
 def collection_id(parts: KeyParts) -> str:
-    """Hex digest of the parts without the left context: chunks that can stand in one prompt share it."""
+    """Return the hex digest of the parts without the left context. Chunks that can be in one prompt share it."""
     return _digest_of(b"collection", parts).hexdigest()
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32."""
+    """Return token ids as little-endian uint32."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

@@ -1,4 +1,4 @@
-"""JSON of records that anybody may have written: bounded before it is parsed, and of the types that are expected after."""
+"""JSON of untrusted records: size-limited before parsing, type-checked after."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 def load_object(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in `data`. Raises ValueError, whatever else is there."""
+    """Return the JSON object in `data`. Raises ValueError for anything else."""
     if len(data) > max_bytes or data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:
-        raise ValueError("the record is longer than any record")
+        raise ValueError("the record is too long")
     try:
         found = decode(data)
     except (DecodeError, UnicodeDecodeError, RecursionError):
         found = _loads(data)  # msgspec refuses lone surrogates, which texts may contain
     if not isinstance(found, dict):
-        raise ValueError("the record is no object")
+        raise ValueError("the record is not an object")
     return found
 
 
@@ -36,7 +36,7 @@ def _loads(data: bytes) -> Any:
     try:
         return json.loads(data)
     except RecursionError as error:
-        raise ValueError("the record is deeper than any record") from error
+        raise ValueError("the record is nested too deeply") from error
 
 
 def dump_object(record: Mapping[str, Any]) -> bytes:
@@ -50,7 +50,7 @@ def dump_object(record: Mapping[str, Any]) -> bytes:
 
 
 def typed(record: Mapping[str, Any], of: type[T]) -> T:
-    """The record as a dataclass, each field of its type and range. Raises ValueError when it is not, and for other fields."""
+    """Return the record as a dataclass. Raises ValueError for unknown fields and for values of the wrong type or range."""
     if not record.keys() <= _names(of):  # type: ignore[arg-type]
         raise ValueError("it has an unknown field")
     return convert(record, of)

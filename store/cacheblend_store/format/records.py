@@ -27,15 +27,14 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 
 @dataclass(frozen=True)
 class ChunkManifest:
-    """What a stored chunk is. One blob a layer; blob_sizes in bytes, blob_digests as `blob_digest` makes them.
+    """A stored chunk. It has one blob per layer; blob_sizes in bytes, blob_digests as returned by `blob_digest`.
 
-    source, index, span: the first document it was found in, its place there, and its character range.
+    source, index, span: first document it was found in, its number there, and its character range.
     context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
     created: seconds since the epoch.
 
-    A chunk can be without KV: evicted, or not computed yet. Its record then has sizes of 0, which no blob has, and no blobs
-    are stored. Its digests are those of the KV that was evicted, or zeros. Its text, tokens and places stay known, and whoever
-    needs its KV computes it.
+    A chunk has no KV if it was evicted or is not computed yet. Then its blob_sizes are 0, no blobs are stored, and its digests
+    are those of the evicted KV, or zeros. Its text, tokens and places stay known; its KV is computed when it is needed.
     """
 
     key: Key
@@ -77,23 +76,25 @@ class ChunkManifest:
 
     @property
     def evicted(self) -> bool:
-        """Whether it had KV and was let go of."""
+        """Whether the chunk had KV that was evicted."""
         return not self.has_kv and any(map(any, self.blob_digests))
 
     def without_kv(self) -> ChunkManifest:
-        """The record of this chunk when its KV is gone, or is not there yet."""
+        """Return the record of this chunk without KV."""
         digests = self.blob_digests or (bytes(DIGEST_BYTES),) * self.num_layers
         return replace(self, blob_sizes=(0,) * self.num_layers, blob_digests=digests)
 
     def is_of_model(self, model: str) -> bool:
-        """Whether that is the model's name, or its fingerprint or the first four digits or more of it."""
+        """Return whether `model` is the model's name, or at least the first four digits of its fingerprint."""
         return self.model_name == model or (len(model) >= 4 and self.model.startswith(model))
 
 
 class Locator(NamedTuple):
-    """Where a reader finds a chunk in its file. part: of files that have parts, such as "page 3", "pages 3-5" or "sheet
-    Budget", "" for others. lines: the first and the last, from 1, (0, 0) where the file has none. headings: the titles it
-    stands under, the outermost first."""
+    """Place of a chunk in its file.
+
+    part: "page 3", "pages 3-5", "sheet Budget", or "" for files without parts. lines: first and last, from 1; (0, 0) for files
+    without lines. headings: titles above the chunk, outermost first.
+    """
 
     part: str = ""
     lines: tuple[Count, Count] = (0, 0)
@@ -101,7 +102,7 @@ class Locator(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For people: "page 3", "lines 10-42", or "" when nothing is known."""
+        """The place for people: "page 3", "lines 10-42", or "" if unknown."""
         first, last = self.lines
         lines = "" if not first else f"line {first}" if first == last else f"lines {first}-{last}"
         return ", ".join(filter(None, (self.part, lines)))
@@ -111,7 +112,7 @@ NOWHERE = Locator()
 
 
 class DocumentChunk(NamedTuple):
-    """One chunk of a document: which, and where in it (characters start:end), and where in its file a reader looks."""
+    """One chunk of a document: key, number, character range start:end, and place in the file."""
 
     key: Key
     index: Count  # type: ignore[assignment]  # in the place of a tuple's method
@@ -122,8 +123,10 @@ class DocumentChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """A document as it was last precomputed into a collection, in one context (see ChunkManifest). settings: what the
-    cut and the left contexts depended on."""
+    """A document as last precomputed into a collection, in one context (see ChunkManifest).
+
+    settings: those that its chunks and left contexts depend on.
+    """
 
     source: str
     collection: str
@@ -135,7 +138,7 @@ class DocumentRecord:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What there is one record of."""
+        """Identity of the record: collection, source, context."""
         return self.collection, self.source, self.context
 
     @property
@@ -145,8 +148,10 @@ class DocumentRecord:
 
 @dataclass(frozen=True)
 class Memo:
-    """A small fact that the store keeps for whoever uses it, and does not read. kind and name are whose it is, and there is
-    one of them. value: a JSON object. updated: seconds since the epoch."""
+    """A small record that the store keeps for its users and does not interpret, unique by kind and name.
+
+    value: a JSON object. updated: seconds since the epoch.
+    """
 
     kind: str
     name: str
@@ -167,7 +172,7 @@ def encode_manifest(manifest: ChunkManifest) -> bytes:
 
 
 def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
-    """Raises BadBlob when the record is not what was written under this key."""
+    """Return the manifest. Raises BadBlob if the record is not what was written under this key."""
     name = f"manifest of chunk {key.hex()[:12]}"
     with readable(name):
         data = load_object(unseal(key, value), MAX_MANIFEST_BYTES)
@@ -192,7 +197,7 @@ def decode_document(key: bytes, value: bytes | memoryview) -> DocumentRecord:
 
 
 def document_key(collection: str, source: str, context: str = "sink") -> bytes:
-    """Key of a document's record: sources can be longer than LMDB's keys, so a digest of them all."""
+    """Return the key of a document record: a digest, because sources can be longer than LMDB's keys."""
     return xxhash.xxh3_128_digest(f"{collection}\0{source}\0{context}".encode("utf-8", "surrogatepass"))
 
 
@@ -207,29 +212,29 @@ def decode_memo(key: bytes, value: bytes | memoryview) -> Memo:
 
 
 def memo_key(kind: str, name: str) -> bytes:
-    """Under which the database `meta` has a memo."""
+    """Return the key of a memo in the database `meta`."""
     return MEMO_KEYS + xxhash.xxh3_128_digest(f"{kind}\0{name}".encode("utf-8", "surrogatepass"))
 
 
 def blob_digest(key: bytes, layer: int, num_tokens: int, blob: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 of the blob, bound to its chunk, layer and token count."""
+    """Return the xxh3-128 digest of a blob, bound to its chunk, layer and token count."""
     digest = blob_hasher(key, layer, num_tokens)
     digest.update(blob)
     return digest.digest()
 
 
 def blob_hasher(key: bytes, layer: int, num_tokens: int) -> Any:
-    """An xxhash object that wants the blob's bytes, in any pieces, and then gives `blob_digest`."""
+    """Return an xxhash object; updated with the blob's bytes in any pieces, its digest is `blob_digest`."""
     return xxhash.xxh3_128(blob_key(key, layer) + num_tokens.to_bytes(4, "big"))
 
 
 def use_record(key: bytes, moment: float) -> bytes:
-    """A chunk's last use, in seconds since the epoch."""
+    """Return the record of a chunk's last use, in seconds since the epoch."""
     return seal(key, struct.pack("<d", moment))
 
 
 def used_at(key: bytes, value: bytes | memoryview) -> float:
-    """The last use; 0 when the record is damaged, and the chunk counts as unused."""
+    """Return the last use in seconds since the epoch, 0 if the record is damaged."""
     try:
         moment: float = struct.unpack("<d", unseal(key, value))[0]
     except (BadBlob, struct.error):
@@ -238,17 +243,17 @@ def used_at(key: bytes, value: bytes | memoryview) -> float:
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
-    """payload with a digest before it that binds it to its key."""
+    """Return the payload behind a digest that binds it to its key."""
     return xxhash.xxh3_128_digest(key + payload) + payload
 
 
 def seal_json(key: bytes, record: Mapping[str, Any]) -> bytes:
-    """The record as JSON, bytes in it as base64."""
+    """Return the sealed record as JSON, bytes in it as base64."""
     return seal(key, dump_object(record))
 
 
 def unseal(key: bytes, value: bytes | memoryview) -> bytes:
-    """Raises BadBlob when the digest does not match."""
+    """Return the payload. Raises BadBlob if the digest does not match."""
     digest, payload = bytes(value[:DIGEST_BYTES]), bytes(value[DIGEST_BYTES:])
     if xxhash.xxh3_128_digest(key + payload) != digest:
         raise BadBlob(f"record {key.hex()[:12]} does not match its digest")
@@ -257,7 +262,7 @@ def unseal(key: bytes, value: bytes | memoryview) -> bytes:
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Whatever is wrong with a record of that name is a BadBlob."""
+    """Turn errors of decoding a record into BadBlob."""
     try:
         yield
     except (ValueError, KeyError, TypeError, struct.error) as error:

@@ -1,4 +1,4 @@
-"""Letting go of KV that is not used, and of chunks that nobody wants."""
+"""Evict unused KV and remove unwanted chunks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _BATCH = 512  # chunks a transaction
 
 @dataclass(frozen=True)
 class PruneReport:
-    """keys: of chunks that were (or, in a dry run, would be) removed; evicted: of those whose text stays. bytes: of the
-    blobs of both."""
+    """Result of a prune or its dry run. keys: chunks removed. evicted: chunks that keep their text. bytes: blobs of both."""
 
     keys: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -25,7 +24,7 @@ class PruneReport:
 
 
 class _Chunk(NamedTuple):
-    """used: seconds since the epoch, or when it was made. size: of its blobs."""
+    """used: last use, or creation, in seconds since the epoch. size: bytes of its blobs."""
 
     used: float
     key: bytes
@@ -42,12 +41,12 @@ def prune(
     model: str | None = None,
     dry_run: bool = False,
 ) -> PruneReport:
-    """Remove the chunks that nobody wants, and the KV of those that are not used, whose text is still found and cited.
+    """Remove unwanted chunks, and evict KV of unused chunks, whose text is still found and cited.
 
-    orphans: chunks that no document refers to (the KV of a prompt's prefix is none). model: those of a model, by its name
-    or a beginning of its fingerprint. older_than: the KV of what was not used for so many seconds. to_bytes: after all
-    that, the KV of the least recently used until no more bytes of it than this are left. Damaged records are left to
-    `verify`. Several short transactions: what an interruption leaves is consistent.
+    orphans: remove chunks that no document refers to (prompt prefixes stay). model: remove chunks of a model, given by name or
+    beginning of its fingerprint. older_than: evict KV not used for so many seconds. to_bytes: then evict least recently used KV
+    until at most so many bytes are left. Damaged records are left to `verify`. Runs several short transactions; an interruption
+    leaves a consistent store.
     """
     now = time.time()
     with store.read() as reader:

@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def compact(store: ChunkStore) -> tuple[int, int]:
-    """Copy what is live into a new file and rename it over the old one; (bytes before, bytes after).
+    """Copy live pages into a new file and rename it over the old one. Returns (bytes before, bytes after).
 
-    Needs room for the copy beside the original, and nobody else who has the store open. Killed or out of power
-    anywhere, the store is the old one or the new one, whole. The copy is opened, and so checked, before the rename.
+    Needs disk space for the copy, and no other process may have the store open. If it is interrupted anywhere, the store is
+    the old one or the new one, whole. The copy is opened, and so checked, before the rename.
     """
     store.require_writable()
     data = store.path / DATA
@@ -39,8 +39,7 @@ def compact(store: ChunkStore) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """chunks, documents: whose records were kept. lost: chunks that are named and lack what they had, their KV at the least.
-    sources: where they stand, which is to be precomputed again."""
+    """chunks, documents: records kept. lost: chunks that lost their KV or more. sources: their documents, to be precomputed again."""
 
     chunks: int
     documents: int
@@ -49,10 +48,11 @@ class SalvageReport:
 
 
 def salvage(path: Path, lock_timeout: float = 30.0, progress: Progress | None = None) -> SalvageReport:
-    """Rebuild a store that does not open any more (StoreCorrupt). Needs room for a copy, and nobody who has it open. KV is
-    derived data: what does not read, or is not what its digest says, is dropped, and computed again.
+    """Rebuild a store that does not open any more (StoreCorrupt).
 
-    Raises StoreCorrupt when nothing says what the file is, StoreFormat, StoreLocked, StoreNoSpace, StorePermission.
+    Needs disk space for a copy, and no other process may have the store open. Records that cannot be read or do not match their
+    digests are dropped; they are computed again. Raises StoreCorrupt if the file cannot be identified, StoreFormat,
+    StoreLocked, StoreNoSpace, StorePermission.
     """
     try:
         file = (path / DATA).open("rb", buffering=0)
@@ -93,7 +93,7 @@ def _copy(source: StoreReader, target: ChunkStore, progress: Progress | None) ->
 
 
 def _readable(source: StoreReader, database: str, read: Callable[[bytes], T | None]) -> Iterator[T]:
-    """What is read under the keys of a database, without what does not read and those of pages that do not."""
+    """Yield the records of a database that can be read; damaged pages and records are skipped."""
     with suppress(StoreCorrupt):
         for node in source.pages.nodes(database, skip_damaged=True):
             with suppress(BadBlob, StoreCorrupt):

@@ -1,4 +1,4 @@
-"""What is in a store, in numbers."""
+"""Statistics of a store."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cacheblend_store.store import ChunkStore
 
 @dataclass
 class Amount:
-    """So many chunks. bytes: of their blobs."""
+    """A number of chunks, their tokens, and the bytes of their blobs."""
 
     chunks: int = 0
     tokens: int = 0
     bytes: int = 0
 
     def add(self, tokens: int, num_bytes: int) -> None:
-        """One more chunk."""
+        """Add one chunk."""
         self.chunks += 1
         self.tokens += tokens
         self.bytes += num_bytes
@@ -47,13 +47,13 @@ class StoreStats:
     prefixes: Amount = field(default_factory=Amount)
 
     def totals(self) -> dict[str, int]:
-        """The plain numbers; chunks: without the prefixes."""
+        """Return the plain numbers; chunks without the prefixes."""
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int) and k not in ("damaged", "without_kv")}
         return numbers | {"chunks": self.chunks - self.prefixes.chunks}
 
 
 def stats(store: ChunkStore) -> StoreStats:
-    """The numbers of one snapshot, for which every manifest is read."""
+    """Return the statistics of one snapshot. Reads every manifest."""
     with store.read() as reader:
         state, num_read = reader.state(), 0
         found = StoreStats(

@@ -1,4 +1,4 @@
-"""The audit of a store, both ways: every record has what it names, and everything there is named by a record."""
+"""Audit a store both ways: every record has the data it names, and all data is named by a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cacheblend_store.upkeep.rewriting import salvage
 from cacheblend_store.writer import StoreWriter
 
 _DATABASE = {"document": "documents", "memo": "meta", "use": "lru"}
-"""Where a record of a finding's kind is that goes whole."""
+"""Finding kind -> database from which the record is deleted."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,11 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """What an audit found. repaired: findings that repair removed or mended. without_kv: chunks that are not computed
-    or were evicted. missing: chunks documents name that are not there (no damage, the next precompute brings them back)."""
+    """Result of an audit.
+
+    repaired: findings that were repaired. without_kv: chunks that are not computed or were evicted. missing: chunks that documents
+    name and that are not stored (not damage: the next precompute stores them).
+    """
 
     chunks: int = 0
     blobs: int = 0
@@ -54,11 +57,11 @@ class VerifyReport:
 def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = False) -> VerifyReport:
     """Audit the store. With `repair`, damaged KV and records are removed, references and counters rebuilt.
 
-    A chunk without KV is a hole: it is computed again when it is needed. Damaged pages cannot be mended in place:
-    what reads is copied into a new file, which takes the old one's place (see `salvage`).
+    A chunk without KV is a missing chunk: it is computed when it is needed. Damaged pages cannot be repaired in place: records
+    that can be read are copied into a new file, which replaces the old one (see `salvage`).
     """
     report = VerifyReport()
-    with store.read():  # a store that is closed has no findings
+    with store.read():  # raises for a store that was closed
         pass
     _check_pages(store, report)
     if not report.findings:
@@ -78,7 +81,7 @@ def verify(store: ChunkStore, progress: Progress | None = None, repair: bool = F
 
 
 def _check_pages(store: ChunkStore, report: VerifyReport) -> None:
-    """py-lmdb's own structural audit, of a file that no writer changes meanwhile where this user can hold them off."""
+    """Run py-lmdb's structural audit, with the writer lock held if this user may take it."""
     held = locks.writer_lock(store.path, store.lock_timeout) if store.writable else nullcontext()
     with held:
         try:
