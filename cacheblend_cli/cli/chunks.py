@@ -1,4 +1,4 @@
-"""cacheblend chunks: what is in the store; the commands that keep it in order, and that take chunks out and in, beside it."""
+"""cacheblend chunks: list, show and remove stored chunks; upkeep, export and import."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ls(
             else:
                 rows.append(_Row.of(manifest, citation, models))
     if last is None:
-        output.note("no chunk is stored" if source is None and after is None else "no such chunk, or no more of them")
+        output.note("no chunk is stored" if source is None and after is None else "no more chunks match")
     if rows:
         rows.sort(key=lambda row: (row.source, row.position))
         names = models.names()
@@ -126,7 +126,7 @@ def rm(
 
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
-        raise UsageError("say what to remove, in one way", "chunk ids, --source PATH or --all")
+        raise UsageError("name what to remove, in one way", "chunk ids, --source PATH or --all")
     with options.open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
         scope = EVERYTHING if source is None else Scope.matching(source)
@@ -134,16 +134,16 @@ def rm(
         found = [d for d in documents if scope.holds(d.source)]
         if source is not None and not found:
             raise NotFoundError(f"no stored document matches {source}", "list them: cacheblend chunks ls")
-        told = set(keys)
+        listed = set(keys)
         if not chunks:
-            told.update((m.key for m in reading.chunks()), reading.damaged_keys())
+            listed.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
-            keys = list(told.union(m.key for m in reading.chunks(prefixes=True)))  # told is what ls lists: no prefix
+            keys = list(listed.union(m.key for m in reading.chunks(prefixes=True)))
     with options.open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
         keys += kv_store.put_documents((), [d.key for d in found])
-    ids = [key.hex() for key in dict.fromkeys(keys) if key in told]
+    ids = [key.hex() for key in dict.fromkeys(keys) if key in listed]
     if json:
         output.json({"removed": len(ids), "ids": ids})
     elif quiet:
@@ -172,7 +172,7 @@ class _Models:
 
 
 class _Row(NamedTuple):
-    """What the table shows of a chunk: a store has many. model: fingerprint. size: as text. text: its beginning."""
+    """A row of the table. model: fingerprint. size: as text. text: beginning of the chunk's text."""
 
     source: str
     position: int

@@ -24,10 +24,10 @@ _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 @options.with_settings("store")
 def stats(
     settings: Settings,
-    sources: Annotated[bool, typer.Option("--sources", help="Also what each source takes.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="Also show the share of each source.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Say what the store holds: chunks and bytes by model, the file's size and what of it is free."""
+    """Show statistics of the store: chunks and bytes by model, size and free space of the file."""
     output = Output()
     import cacheblend_store
 
@@ -61,7 +61,7 @@ def stats(
     )
     output.text(f"file {format_size(found.file_bytes)}, {format_size(found.free_bytes)} of it free")
     if found.without_kv:
-        output.text(f"{found.without_kv} chunks have no KV now: they are computed when they are asked for")
+        output.text(f"{found.without_kv} chunks have no KV; they are computed when a question needs them")
     if found.damaged:
         output.warn(f"{found.damaged} damaged records; see: cacheblend chunks verify")
     columns = ("chunks", "tokens", "KV")
@@ -81,7 +81,7 @@ def stats(
 
 
 def _by_source(store: ChunkStore) -> dict[str, Amount]:
-    """What each document takes; a chunk that several share is counted with the one that is cited."""
+    """Return each document's share of the store. A chunk of several documents counts for the one that is cited."""
     from cacheblend_store import Amount
 
     from cacheblend_cli.corpus.citations import Citations
@@ -96,7 +96,7 @@ def _by_source(store: ChunkStore) -> dict[str, Amount]:
 def verify(
     settings: Settings,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove what is damaged; it is computed again when needed.")
+        bool, typer.Option("--repair", help="Remove damaged records; they are computed again when needed.")
     ] = False,
     recheck: Annotated[
         int, typer.Option(min=0, help="Also compute this many random chunks again, with the model, and compare.")
@@ -104,10 +104,10 @@ def verify(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Check everything in the store, both ways: digests of all blobs, records without blobs, blobs without records.
+    """Check the whole store: digests of all blobs, records without blobs, blobs without records.
 
-    Exits with 4 when something is damaged and was not repaired, which "ok" of --json says, too. With -q only the ids of damaged chunks. A store that
-    does not open any more is rebuilt by --repair from what of it still reads.
+    Exits with 4 if damage was found and not repaired ("ok" in --json). With -q prints only the ids of damaged chunks. --repair
+    rebuilds a store that does not open any more from the records that can still be read.
     """
     output = Output(quiet=quiet)
     import cacheblend_store
@@ -167,7 +167,7 @@ def _recheck(settings: Settings, output: Output, store: ChunkStore, count: int, 
 
 
 def _found(report: VerifyReport, checked: RecheckReport | None) -> list[tuple[str, str, bytes]]:
-    """(kind, message, key) of what the audit and the recheck found."""
+    """Return (kind, message, key) of the findings of audit and recheck."""
     found = [(f.kind, f.message, f.key) for f in report.findings]
     return found + [("recheck", m.message, m.key) for m in (checked.mismatches if checked else ())]
 
@@ -192,32 +192,30 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
         if report.missing:
             output.note(f"{report.missing} chunks of documents are not stored; cacheblend precompute brings them back")
         if report.without_kv:
-            output.note(f"{report.without_kv} chunks have no KV now; they are computed when they are asked for")
+            output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
 
 
 @options.with_settings("store", "lock_timeout")
 def prune(
     settings: Settings,
-    older_than: Annotated[
-        str | None, typer.Option(help="Free the KV of chunks not used for so long: 30d, 12h.")
-    ] = None,
+    older_than: Annotated[str | None, typer.Option(help="Evict KV not used for so long: 30d, 12h.")] = None,
     to_size: Annotated[
         str | None,
-        typer.Option(help="Free the least recently used KV, until so much is left: 20GB."),
+        typer.Option(help="Evict the least recently used KV until so much is left: 20GB."),
     ] = None,
     orphans: Annotated[bool, typer.Option("--orphans", help="Remove chunks that no document refers to.")] = False,
     model: Annotated[str | None, typer.Option(help="Remove chunks of this model, by name or fingerprint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Let go of what is no longer wanted: what any of the conditions names.
+    """Evict unused KV and remove unwanted chunks: all that match one of the conditions.
 
-    A chunk whose KV is freed is still found and cited, and computed when it is asked for.
+    A chunk whose KV is evicted is still found and cited, and computed when a question needs it.
     """
     output = Output(quiet=quiet)
     if older_than is None and to_size is None and not orphans and model is None:
-        raise UsageError("say what to remove", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
+        raise UsageError("no condition was given", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     size = None if to_size is None else parse_size(to_size, "--to-size")
     import cacheblend_store
@@ -247,7 +245,7 @@ def compact(
     settings: Settings,
     json: options.Json = False,
 ) -> None:
-    """Give the free pages of the store's file back to the disk."""
+    """Return the free pages of the store's file to the disk."""
     output = Output()
     import cacheblend_store
 

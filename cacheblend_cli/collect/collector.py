@@ -1,4 +1,4 @@
-"""Prefix -> collect -> encode -> store: how the KV of chunks gets into the store, wherever it is asked for."""
+"""Collect chunks behind the prefix, encode their KV and store it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _TEXTS = 1024  # records a transaction
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk to collect or found in the store. source: its document's name, see corpus/places.py. left: token ids between
-    the prefix and it."""
+    """A chunk to collect, or one found in the store.
+
+    source: its document's name, see corpus/places.py. left: token ids between the prefix and the chunk.
+    """
 
     key: bytes
     source: str
@@ -34,9 +36,9 @@ class PlannedChunk:
 
 
 class Collector:
-    """Collects chunks of one collection, behind one prefix whose KV is computed when it is first needed.
+    """Collects chunks of one collection behind its prefix, whose KV is computed when it is first needed.
 
-    keep: keys of chunks that are not evicted for what is stored.
+    keep: keys of chunks that are not evicted to make room.
     """
 
     def __init__(self, collection: Collection, store: ChunkStore | None = None, keep: Set[bytes] = frozenset()) -> None:
@@ -48,11 +50,11 @@ class Collector:
         return collect_prefix(collection.model.decoder, collection.prefix_ids, collection.prefix_key)
 
     def collect(self, chunks: Sequence[PlannedChunk]) -> Iterator[ChunkKV]:
-        """The KV of every chunk, in order. Raises DeviceError when the device has no room for one."""
+        """Yield the KV of every chunk, in order. Raises DeviceError if the device has too little memory for one."""
         yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
 
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Collect the chunks and commit them as they come, several at once: keys, and what the store did; all is durable."""
+        """Collect the chunks and commit them in groups. Yields the key and status of each once it is durable."""
         assert self._store is not None, "a collector that stores has a store"
         collected = zip(chunks, self.collect(chunks), strict=True)
         yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
@@ -71,7 +73,7 @@ class Collector:
         self._store.put_chunks([self._whole(planned, kv)], self._keep)
 
     def store_texts(self, chunks: Sequence[PlannedChunk]) -> None:
-        """Store the chunks without KV, as far as they are not there: they are listed, found and cited from now on."""
+        """Store chunks that are missing without KV, so that they are listed, found and cited."""
         assert self._store is not None, "a collector that stores has a store"
         for start in range(0, len(chunks), _TEXTS):
             texts = [chunk_manifest(self.collection, planned) for planned in chunks[start : start + _TEXTS]]
@@ -133,7 +135,7 @@ def record_bytes_with_kv(collection: Collection, manifest: ChunkManifest, num_by
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:
-    """The sequences to prefill. Chunks that follow each other in one window share one: each sees those before it."""
+    """Return the sequences to prefill. Consecutive chunks of one window share a sequence: each sees those before it."""
     out: list[CollectSequence] = []
     for planned in chunks:
         ids = (*planned.left, *planned.chunk.token_ids)

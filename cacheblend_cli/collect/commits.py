@@ -1,4 +1,4 @@
-"""Collected chunks into the store, several in one transaction where they come faster than the disk syncs."""
+"""Commit collected chunks, several in one transaction if they come faster than the disk syncs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from cacheblend_store.store import PutStatus
 GROUP_BYTES = 128 << 20
 GROUP_SECONDS = 1.0
 Whole = tuple[ChunkManifest, Sequence[bytes]]
-"""A chunk with its blobs, one a layer."""
+"""A chunk with its blobs, one per layer."""
 
 
 def commit(
     store: ChunkStore, chunks: Iterable[Whole], keep: Set[bytes] = frozenset()
 ) -> Iterator[tuple[bytes, PutStatus]]:
-    """Store the chunks; the key of each and what the store did, once it is durable. keep: keys of chunks that are not evicted
-    for these. Raises as `ChunkStore.put_chunks`.
+    """Store the chunks. Yields the key and status of each once it is durable.
 
-    Chunks wait for company until the last commit is GROUP_SECONDS old or GROUP_BYTES wait: a slow computation commits
-    every chunk at once, and a fast one does not wait for the disk with each.
+    keep: keys of chunks that are not evicted to make room. Raises as `ChunkStore.put_chunks` does. Chunks are held until the
+    last commit is GROUP_SECONDS old or they take GROUP_BYTES: a slow computation commits every chunk at once, a fast one does
+    not wait for the disk after each.
     """
     waiting, num_bytes, committed_at = list[Whole](), 0, time.monotonic()
     for chunk in chunks:
@@ -40,7 +40,7 @@ def _put(store: ChunkStore, group: Sequence[Whole], keep: Set[bytes]) -> Iterato
     except (StoreFull, StoreNoSpace):
         if len(group) == 1:
             raise
-        for one in group:  # no room for all of them at once: as many as there is room for, which evict one another
+        for one in group:  # no room for all at once: one by one, each evicting others
             yield from _put(store, [one], keep)
     else:
         yield from zip((manifest.key for manifest, _ in group), statuses, strict=True)

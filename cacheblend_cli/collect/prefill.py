@@ -25,7 +25,7 @@ BLOCK_SIZE = 64  # of the pool a launch has to itself
 
 
 def pack_tokens(device: torch.device) -> int:
-    """Rows of one launch: a CPU's matrix products are at full speed from some 300 rows, a GPU wants more."""
+    """Return the rows of one launch: matrix products reach full speed at some 300 rows on a CPU, at more on a GPU."""
     return PACK_TOKENS.get(device.type, OTHER_PACK_TOKENS)
 
 
@@ -40,7 +40,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class CollectSequence:
-    """Tokens that are prefilled together behind the prefix, and the runs of them to keep."""
+    """Tokens prefilled together behind the prefix, and the runs of them to keep."""
 
     token_ids: tuple[int, ...]
     kept: tuple[Kept, ...]
@@ -48,7 +48,7 @@ class CollectSequence:
 
 @dataclass
 class ChunkKV:
-    """K before RoPE and V of one chunk: a tensor [num_tokens, num_kv_heads, head_dim] a layer, compute dtype."""
+    """K before RoPE and V of one chunk: one tensor [num_tokens, num_kv_heads, head_dim] per layer, compute dtype."""
 
     key: bytes
     k: list[Tensor] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ChunkKV:
 
 @dataclass(frozen=True)
 class PrefixKV:
-    """The shared prefix's KV, computed once. kv.k and kv.v: [prefix_len, num_kv_heads, head_dim] a layer, unrotated."""
+    """The shared prefix's KV, computed once. kv.k and kv.v: [prefix_len, num_kv_heads, head_dim] per layer, before RoPE."""
 
     token_ids: tuple[int, ...]
     kv: ChunkKV
@@ -76,7 +76,7 @@ def collect_prefix(decoder: Decoder, prefix_ids: Sequence[int], key: bytes = b""
 
 @torch.inference_mode()
 def collect(decoder: Decoder, prefix: PrefixKV, sequences: Sequence[CollectSequence]) -> Iterator[ChunkKV]:
-    """The KV of every run that is kept, in order. Raises DeviceError when the device has no room for a sequence even alone."""
+    """Yield the KV of every kept run, in order. Raises DeviceError if the device has too little memory for one sequence."""
     prefix_len = len(prefix.token_ids)
     regimes = [decoder.rope.regime(prefix_len + len(s.token_ids)) for s in sequences]
     for pack in packs(sequences, regimes, pack_tokens(decoder.device)):
@@ -101,21 +101,20 @@ def packs(sequences: Sequence[CollectSequence], regimes: Sequence[int], most: in
 
 
 def _collect_what_fits(decoder: Decoder, prefix: PrefixKV, pack: Sequence[CollectSequence]) -> list[ChunkKV]:
-    """The whole pack at once, or in halves where the device has too little memory for it."""
+    """Collect the whole pack at once, or in halves if the device has too little memory."""
     if len(pack) == 1:
         return list(_collect_alone(decoder, prefix, pack[0]))
     try:
         place = _Place(decoder, prefix, pack)
         return place.collect([(0, len(s.token_ids)) for s in pack])
     except torch.OutOfMemoryError:
-        pass  # what its frames held is given back before the halves are tried
+        pass  # memory held by its frames is released before the halves are tried
     halves = pack[: len(pack) // 2], pack[len(pack) // 2 :]
     return [kv for half in halves for kv in _collect_what_fits(decoder, prefix, half)]
 
 
 def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence) -> Iterator[ChunkKV]:
-    """One sequence in pieces of some `pack_tokens` rows: its chunks come as they are done, and a long window takes no more
-    memory in a launch than a short one."""
+    """Collect one sequence in pieces of about `pack_tokens` rows, so that a long window takes no more memory per launch."""
     try:
         place = _Place(decoder, prefix, [sequence])
         for piece in _pieces(sequence, pack_tokens(decoder.device)):
@@ -123,13 +122,13 @@ def _collect_alone(decoder: Decoder, prefix: PrefixKV, sequence: CollectSequence
     except torch.OutOfMemoryError as error:
         count = len(prefix.token_ids) + len(sequence.token_ids)
         raise DeviceError(
-            f"{decoder.device} ran out of memory computing the KV of {count} tokens that stand together",
+            f"{decoder.device} ran out of memory computing the KV of {count} tokens in one sequence",
             "use a smaller --chunk-tokens (or --window), end what else uses the GPU, or use --device cpu",
         ) from error
 
 
 def _pieces(sequence: CollectSequence, most: int) -> Iterator[tuple[int, int]]:
-    """Runs start:end that make up the sequence, each ending where a kept run does and as long as fits `most`."""
+    """Yield runs start:end that cover the sequence, each ending where a kept run ends and as long as `most` allows."""
     ends = sorted({kept.end for kept in sequence.kept})
     start = 0
     for end, following in zip(ends, [*ends[1:], None], strict=True):
@@ -151,7 +150,7 @@ class _Place:
             _place_prefix(decoder, pool, sequence, prefix, self._rope_len)
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
-        """Prefill tokens start:end of each sequence, all before them being there; what is kept of them, in order."""
+        """Prefill tokens start:end of each sequence, after all tokens before them. Returns the kept KV, in order."""
         parts, kept, ids, base = [], list[tuple[bytes, slice]](), list[int](), 0
         for sequence, held, (start, end) in zip(self._pack, self._held, pieces, strict=True):
             positions = torch.arange(self._first + start, self._first + end, device=self._decoder.device)
@@ -169,7 +168,7 @@ class _Place:
 
 
 class _Keeper(Observer):
-    """Keeps what is wanted of every layer's K and V. rows: of each chunk, in the launch."""
+    """Keeps each chunk's rows of every layer's K and V. rows: of each chunk, in the launch."""
 
     def __init__(self, chunks: list[ChunkKV], rows: list[slice]) -> None:
         self.chunks, self._rows = chunks, rows

@@ -1,4 +1,4 @@
-"""Recheck: compute stored chunks again and compare. Digests say that KV is what was written; this says that it is right."""
+"""Compute stored chunks again and compare: digests show that KV is what was written, this shows that it is right."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
 
 NOISE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""How far the same tokens' KV may be apart when other kernels or batch shapes computed them, by compute dtype."""
+"""Compute dtype -> relative error allowed between KV of the same tokens computed by other kernels or in other batch shapes."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A chunk whose stored KV is not what the model computes. error: of its worst token, relative; allowed: the most
-    that codec and rounding explain. part: "k" or "v"."""
+    """A chunk whose stored KV is not what the model computes.
+
+    part: "k" or "v". error: relative error of its worst token. allowed: error explained by codec and rounding.
+    """
 
     key: bytes
     layer: int
@@ -41,7 +43,7 @@ class Mismatch:
 
 @dataclass
 class RecheckReport:
-    """checked: chunks that were computed again. foreign: those of other models, salts or prompts, which were not."""
+    """checked: chunks computed again. foreign: chunks of other models, salts or prompts, which are not checked."""
 
     checked: int = 0
     foreign: int = 0
@@ -61,7 +63,7 @@ def recheck(
 
     A token's error is |stored - computed| over the root mean square of the computed tokens' norms. Allowed is twice
     what the codec itself does to the computed KV, and the noise of the compute dtype. Damaged blobs are passed over:
-    `verify` reports those. repair: what is wrong is replaced by what was computed.
+    `verify` reports those. repair: replace wrong KV by the computed KV.
     """
     report = RecheckReport()
     manifests = [m for m in store.chunks(prefixes=True) if m.has_kv]
@@ -77,7 +79,7 @@ def recheck(
         try:
             mismatch = _compare(store, manifest, fresh, NOISE[collection.model.decoder.dtype])
         except BadBlob:
-            pass  # which is for `verify` to tell
+            pass  # `verify` reports it
         else:
             report.checked += 1
             if mismatch is not None:
@@ -103,7 +105,7 @@ def _planned(manifest: ChunkManifest) -> PlannedChunk:
 
 
 def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:
-    """The worst place of the first layer that differs; None when none does. Raises BadBlob."""
+    """Return the mismatch of the first layer that differs, None if none does. Raises BadBlob."""
     shape = manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim
     for layer, computed in enumerate(zip(fresh.k, fresh.v, strict=True)):
         with store.read() as reader:
@@ -119,7 +121,7 @@ def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: 
 
 
 def _worst_token(a: Tensor, b: Tensor) -> float:
-    """a, b: [tokens, num_kv_heads, head_dim] fp32; b is what a is measured by."""
+    """Return the error of the worst token of a relative to b, both [tokens, num_kv_heads, head_dim] in fp32."""
     norms = b.flatten(1).norm(dim=1)
     scale = norms.square().mean().sqrt().clamp_min(1e-12)
     return float(((a - b).flatten(1).norm(dim=1) / scale).max())

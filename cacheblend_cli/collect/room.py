@@ -1,4 +1,4 @@
-"""Which chunks of a run have KV when the store's quota has no room for all of it."""
+"""Choose the chunks of a run that have KV when the store's quota has no room for all of it."""
 
 from __future__ import annotations
 

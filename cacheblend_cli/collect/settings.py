@@ -1,4 +1,4 @@
-"""How documents are cut and collected."""
+"""Settings for cutting and collecting documents."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from cacheblend_cli.prompt.collection import check_kv_dtype
 
 @dataclass(frozen=True)
 class CollectSettings:
-    """context: what a chunk is collected behind, see corpus/contexts.py. window: tokens of a chunk and its left context
-    at most. neighbours: how many similar chunks `neighbours` takes. kv_dtype: a codec, or auto for what is computed. overlap: tokens at most that
-    a chunk repeats of the text before it."""
+    """Settings of a document or root.
+
+    chunk_tokens: most tokens of a chunk. context: left context of a chunk, see corpus/contexts.py. window: most tokens of a chunk
+    and its left context. neighbours: number of similar chunks for context `neighbours`. kv_dtype: a codec, or "auto" for the
+    compute dtype. overlap: most tokens of the preceding text that a chunk repeats.
+    """
 
     chunk_tokens: int = 512
     context: str = "document"
@@ -40,7 +43,7 @@ class CollectSettings:
         check_kv_dtype(self.kv_dtype)
 
     def of_record(self) -> dict[str, int]:
-        """What of this the chunks of a document depend on beside its text, its context and its codec."""
+        """Return the settings that a document's chunks depend on, beside text, context and codec."""
         found = {"chunk_tokens": self.chunk_tokens}
         if self.overlap:
             found["overlap"] = self.overlap
@@ -52,8 +55,7 @@ class CollectSettings:
 
     @classmethod
     def of_document(cls, record: DocumentRecord, kv_dtype: str) -> CollectSettings | None:
-        """How the document of that record was cut and collected; None when it makes no sense here: a later version may know
-        more contexts."""
+        """Return the settings of a document's record, or None if they are not valid in this version."""
         try:
             return convert({**record.settings, "context": record.context, "kv_dtype": kv_dtype}, cls)
         except (ValueError, UsageError):

@@ -1,4 +1,4 @@
-"""Document roots: what the store remembers of the paths that were given to precompute."""
+"""Settings that the store remembers for the paths given to precompute."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from cacheblend_cli.prompt.collection import Collection
 
 @dataclass(frozen=True)
 class DocumentRoot:
-    """A path that was given to precompute, for one model and salt, and how what is below it is cut and collected.
+    """A path given to precompute, with its settings for one model and salt.
 
-    selection: what is taken of it where it is a folder. collections: names of the collections it is of. path: its name, see corpus/places.py. linked: names of documents elsewhere that links below it lead to. projects: those
-    that a link below them leads to it.
+    path: its name, see corpus/places.py. model: fingerprint. salt: digest. linked: documents elsewhere that links below the path
+    lead to. projects: projects from which a link leads to the path. updated: seconds since the epoch. selection: files taken from
+    a folder. collections: names of collections the path belongs to.
     """
 
     path: str
@@ -42,7 +43,7 @@ class DocumentRoot:
 
     @classmethod
     def of_memo(cls, memo: Memo) -> DocumentRoot | None:
-        """None for one that makes no sense here: a later version may know more contexts."""
+        """Return the root of a memo, or None if its settings are not valid in this version."""
         try:
             return replace(convert(memo.value, cls), updated=memo.updated)
         except (ValueError, UsageError):
@@ -50,7 +51,7 @@ class DocumentRoot:
 
 
 class SourceSettings:
-    """The roots a store remembers for a salt. A model for which a path was never given takes what another model has."""
+    """Roots that a store remembers for a salt. Where a model has none for a path, those of other models apply."""
 
     def __init__(self, collection: Collection, store: ChunkStore | None) -> None:
         self._model, self._salt = collection.model.fingerprint, collection.salt_digest
@@ -59,25 +60,26 @@ class SourceSettings:
 
     @property
     def paths(self) -> list[str]:
-        """The paths that were given for this model."""
+        """Paths that were given for this model, sorted."""
         own = {r.path for r in self._known if r.model == self._model and not is_stdin(r.path)}
         return sorted(own)
 
     def nearest(self, name: str) -> DocumentRoot | None:
-        """The root that a document, or another root, is at or below."""
+        """Return the nearest root at or above a document or root."""
         above = [r for r in self._known if is_within(name, r.path)]
         own = [r for r in above if r.model == self._model]
         return max(own or above, key=lambda r: (len(r.path), r.updated), default=None)
 
     def selection_of(self, name: str) -> Selection:
-        """What was taken of a folder when that was last said, or of the nearest one above."""
+        """Return the remembered selection of a folder, or of the nearest root above it."""
         known = self.nearest(name)
         return ALL if known is None else known.selection
 
     def unlinked(self, paths: Iterable[str], kept: Set[str]) -> set[str]:
-        """Names of documents that a link below one of the paths led to and none does now, nor is any other root's.
+        """Return the documents that a link below one of the paths led to, and that no link or root leads to now.
 
-        kept: names of the documents that were found below the paths."""
+        kept: names of the documents that were found below the paths.
+        """
         looked_at = set(paths)
         own = [r for r in self._known if r.model == self._model]
         lost = {name for r in own if r.path in looked_at for name in r.linked} - kept
@@ -90,8 +92,11 @@ class SourceSettings:
     def remember(
         self, store: ChunkStore, roots: Iterable[DocumentRoot], given: Mapping[str, Any], *, done: bool
     ) -> None:
-        """Write down how these are collected from now on. given: the settings that were asked for, which count for roots
-        below them, too. done: the run is at its end; before it, documents that it may yet remove stay linked."""
+        """Store the roots' settings.
+
+        given: settings that were asked for, which apply to roots below these, too. done: the run is complete; before that,
+        documents that it may still remove stay linked.
+        """
         now = time.time()
         known = {r.path: r for r in self._known if r.model == self._model}
         after, wanted = dict(known), {root.path: root for root in roots}

@@ -77,7 +77,7 @@ def test_an_lmdb_file_of_another_program_is_no_store(tmp_path: Path, mode: str) 
     foreign.chmod(0o700)
     (foreign / "data.mdb").chmod(0o600)
     before = (foreign / "data.mdb").read_bytes()
-    with pytest.raises(StoreFormat, match="no cacheblend store"):
+    with pytest.raises(StoreFormat):
         ChunkStore.open(foreign, mode=mode)  # type: ignore[arg-type]
     assert (foreign / "data.mdb").read_bytes() == before
     with lmdb.open(str(foreign), max_dbs=8, lib_version=0) as env:  # not even with databases of our names

@@ -1,4 +1,4 @@
-"""data.mdb as LMDB opens it, and how a new one takes its place: made aside, whole, then renamed."""
+"""Open data.mdb with LMDB, and replace it: the new file is written beside it, then renamed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from cacheblend_store.lmdb_file.translation import MAX_READERS, system_errors, t
 MAP_SIZE = 16 << 40  # at most; sparse: address space, not disk
 _LEAST_MAP = 64 << 20
 Fill = Callable[[Any, dict[str, Any]], None]
-"""Writes a new store's first records: (py-lmdb's transaction, database handles by name)."""
+"""Writes the first records of a new store, given py-lmdb's transaction and database handles by name."""
 
 
 def open_lmdb(store: Path) -> Any:
-    """lmdb.open with the settings the store's promises rest on: sync on, no writemap, LMDB 0.9's format. What is made aside
-    (`made_aside`) is synced once, before it is renamed.
+    """Open an LMDB environment: sync on, no writemap, LMDB 0.9's format. A file made aside is synced once, before its rename.
 
-    The map is as large as the store can get on its file system, or half of the address space where that is limited, and
-    does not grow: a process that has many stores open has address space left.
+    The map is twice the size of the file system, or half of a limited address space, and does not grow, so that a process
+    with many open stores has address space left.
     """
     sync = not (store.name == MAKING and (store.parent / locks.WRITER).exists())
     size, limit = min(MAP_SIZE, _room_on_disk(store)), resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -52,13 +51,13 @@ def open_lmdb(store: Path) -> Any:
 
 
 def _room_on_disk(store: Path) -> int:
-    """Twice what the file system holds in all, should it grow while the store is open."""
+    """Return twice the size of the file system in bytes: it can grow while the store is open."""
     held = os.statvfs(store)
     return max(1 << 30, 2 * held.f_blocks * held.f_frsize)
 
 
 def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
-    """A new data.mdb, where somebody else has not made one meanwhile."""
+    """Create data.mdb unless another process has created it meanwhile."""
     with locks.writer_lock(store, lock_timeout):
         if not (store / DATA).exists():
             with made_aside(store) as folder, translated(store):
@@ -70,8 +69,10 @@ def make_store(store: Path, lock_timeout: float, fill: Fill) -> None:
 
 
 def compact_copy(store: Path, folder: Path) -> None:
-    """The store's data.mdb without its free pages, into an empty directory. For a store that nobody has open. Raises
-    StoreCorrupt: LMDB believes every page that it copies, so all are checked before."""
+    """Copy the store's data.mdb without its free pages into an empty directory. The store must not be open.
+
+    LMDB trusts every page it copies, so all are checked first. Raises StoreCorrupt.
+    """
     with (store / DATA).open("rb", buffering=0) as file, translated(store):
         pages = snapshot(file.fileno(), store)
         assert pages is not None, "the newest commit is always there"
@@ -85,10 +86,10 @@ def compact_copy(store: Path, folder: Path) -> None:
 
 @contextmanager
 def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path]:
-    """An empty directory; the data.mdb that is made in it takes the place of the store's, which nobody has open.
+    """Yield an empty directory; the data.mdb created in it replaces the store's, which must not be open.
 
-    num_bytes: what it may take. Safe against a crash at any point: a rename is the switch. Raises StoreLocked when
-    somebody does not leave, StoreNoSpace.
+    num_bytes: its size at most. Safe against a crash at any point: the file is renamed into place. Raises StoreLocked if other
+    processes keep the store open, StoreNoSpace.
     """
     locked = locks.writer_lock(store, lock_timeout), locks.nobody_else(store, lock_timeout)
     with locked[0], locked[1], made_aside(store, num_bytes) as folder:
@@ -97,7 +98,7 @@ def replacing(store: Path, lock_timeout: float, num_bytes: int) -> Iterator[Path
 
 @contextmanager
 def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """An empty directory in the store, whose data.mdb is renamed into place at the end. The writer lock is held."""
+    """Yield an empty directory in the store, whose data.mdb is renamed into place at the end. Call it with the writer lock held."""
     folder = store / MAKING
     clear_making(store)
     check_space(store, num_bytes)
@@ -115,5 +116,5 @@ def made_aside(store: Path, num_bytes: int = 0) -> Iterator[Path]:
 
 
 def clear_making(store: Path) -> None:
-    """Remove what somebody who was killed left half made. For the holder of the writer lock."""
+    """Remove the unfinished file of a process that was killed. Call it with the writer lock held."""
     shutil.rmtree(store / MAKING, ignore_errors=True)

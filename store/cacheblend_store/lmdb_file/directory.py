@@ -1,4 +1,4 @@
-"""What must hold of the store's directory and disk before LMDB touches them."""
+"""Check the store's directory and disk before LMDB uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NETWORK = {
 
 
 def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> None:
-    """Refuse what is no store or is not ours to write. Makes the directory (0700) when asked to."""
+    """Refuse directories that are not a store or not private to this user. Creates the directory (0700) if asked to."""
     try:
         there = _is_there(path, create=write and create)
         if write:
@@ -41,7 +41,7 @@ def check_directory(path: Path, *, write: bool, create: bool, force: bool) -> No
 
 
 def _is_there(path: Path, *, create: bool) -> bool:
-    """Whether there is a data.mdb; when not, whether one may be made is checked."""
+    """Return whether data.mdb exists; if not, check that it may be created."""
     if path.exists() and not path.is_dir():
         raise StoreFormat(f"{path} is a file, and a store is a directory", "name another --store")
     if (path / DATA).exists():
@@ -53,7 +53,9 @@ def _is_there(path: Path, *, create: bool) -> bool:
         raise StoreNotFound(f"there is no store at {path}", "make one: cacheblend precompute docs/")
     others = sorted(name for name in names - set(OWN_FILES) if not _SERVER_FILES.fullmatch(name))
     if others:
-        raise StoreFormat(f"{path} holds other files ({others[0]}) and no store", "name an empty or new directory")
+        raise StoreFormat(
+            f"{path} holds other files ({others[0]}) and is not a store", "name an empty or new directory"
+        )
     with system_errors(path):
         try:
             _make_directory(path)
@@ -63,7 +65,7 @@ def _is_there(path: Path, *, create: bool) -> bool:
 
 
 def _check_private(path: Path, *, there: bool, force: bool) -> None:
-    """Nobody else can have put into the store what this user is about to add to."""
+    """Check that no other user can write the store."""
     for part, mode in ((path, "700"), (path / DATA, "600"))[: 1 + there] if not force else ():
         info = part.stat()
         if info.st_mode & stat.S_IWOTH:
@@ -75,7 +77,7 @@ def _check_private(path: Path, *, there: bool, force: bool) -> None:
 
 
 def _make_directory(path: Path, mode: int = 0o700) -> None:
-    """Make the directory and those above it, durably: a store that is there after a power cut needs its path, too."""
+    """Create the directory and its parents durably, so that a store survives a power cut with its path."""
     if not path.parent.is_dir():
         _make_directory(path.parent, 0o777)
     path.mkdir(mode=mode, exist_ok=True)
@@ -103,7 +105,7 @@ def lost(path: Path) -> StoreCorrupt:
 
 
 def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the filesystem `path` is on, "" where the system does not say."""
+    """Return the type of the filesystem that `path` is on, "" if unknown."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -120,8 +122,7 @@ def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_space(path: Path, num_bytes: int, reusable: int = 0) -> None:
-    """Raises StoreNoSpace when the disk has no room for num_bytes more and a margin. reusable: bytes of the file that
-    are free to be written."""
+    """Raise StoreNoSpace if the disk has no space for num_bytes more and a margin. reusable: free bytes within the file."""
     beyond = num_bytes + num_bytes // 4 - max(0, reusable - _TREE_BYTES)
     free, needed = shutil.disk_usage(path).free, beyond + _MIN_FREE_BYTES
     if beyond > 0 and free < needed:

@@ -1,8 +1,8 @@
-"""The transactions of one store in this process, each with the checked pages of its snapshot.
+"""Transactions of one store in this process, each with the checked pages of its snapshot.
 
-LMDB gives a read transaction its place in the table of readers, which keeps its pages as they are; the pages are read
-by hand (`pages`). Writing is LMDB's. Its environment may not be closed under an open transaction: so transactions are
-counted, and opening again waits until none is left.
+LMDB gives a read transaction a slot in its reader table, which keeps its pages from being overwritten; the pages are read by
+`pages`. LMDB does the writing. Its environment may not be closed under an open transaction, so transactions are counted, and
+reopening waits until none is left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRIES = 64  # at what others can make fail again and again
 
 
 class Environment:
-    """Made by `opened.acquire`, given back by `opened.release`, which count its users."""
+    """An open LMDB environment. Use `opened.acquire` and `opened.release`, which count its users."""
 
     def __init__(self, store: Path, lock_timeout: float) -> None:
         self.store, self.pid, self.users = store, os.getpid(), 1
@@ -69,13 +69,13 @@ class Environment:
             raise
 
     def close(self) -> None:
-        """Only in the process that opened it."""
+        """Close the environment. Only in the process that opened it."""
         self._close_file()
         if self._share is not None:
             locks.close(self._share)
 
     def close_lmdb(self) -> None:
-        """In a forked child, too, when no transaction was open."""
+        """Close LMDB's environment. Allowed in a forked child if no transaction was open."""
         if self._lmdb is not None:
             self._lmdb.close()
             self._lmdb = None
@@ -90,7 +90,7 @@ class Environment:
 
     @contextmanager
     def reading(self) -> Iterator[PageReader]:
-        """The pages of one snapshot, which stay as they are meanwhile."""
+        """Yield the pages of one snapshot, which do not change meanwhile."""
         transaction, pages = self._begin(write=False)
         try:
             yield pages
@@ -105,7 +105,7 @@ class Environment:
 
     @contextmanager
     def writing(self, lock_timeout: float) -> Iterator[tuple[Any, dict[str, Any], PageReader]]:
-        """py-lmdb's write transaction, its database handles by name, and the pages it starts from. Durable at the end."""
+        """Yield py-lmdb's write transaction, its database handles by name, and the pages it starts from. Durable on exit."""
         with locks.writer_lock(self.store, lock_timeout):
             transaction, pages = self._begin(write=True)
             try:
@@ -127,7 +127,7 @@ class Environment:
         return {name: self._lmdb.open_db(name.encode(), transaction, create=False) for name in DATABASES}
 
     def _begin(self, *, write: bool) -> tuple[Any, PageReader]:
-        """A transaction, which `_end` ends and uncounts, and its pages. Who is not the owner reads without one."""
+        """Begin a transaction, to be ended by `_end`. Returns it and its pages; a user who is not the owner reads without one."""
         if write and not self._is_owner:
             raise StorePermission(f"the store at {self.store} is read-only for this user", "use a store of your own")
         for _ in range(_TRIES):
@@ -170,7 +170,7 @@ class Environment:
             self._changed.notify_all()
 
     def _look_at_file(self) -> None:
-        """Before LMDB looks at the meta pages in its map, which ends in a signal where the file has lost them."""
+        """Check the file before LMDB reads the meta pages in its map, which raises a signal if the file was truncated."""
         self._require_own()
         try:
             info = os.stat(self.store / DATA)
@@ -189,13 +189,13 @@ class Environment:
             )
 
     def _is_overwritten(self, txnid: int) -> bool:
-        """Whether a snapshot that nothing protects may have lost pages: its second successor takes them."""
+        """Return whether an unprotected snapshot may have lost pages: the second commit after it reuses them."""
         with suppress(StoreCorrupt):
             return read_metas(self._file, self.store)[1].txnid > txnid + 1
         return True
 
     def reopen(self) -> None:
-        """Close and open once no transaction of this process is open: after a failed commit, or for another data.mdb."""
+        """Close and open again when no transaction of this process is open: after a failed commit, or for a new data.mdb."""
         with self._changed:
             self._waiting += 1
             try:

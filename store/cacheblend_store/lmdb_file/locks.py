@@ -1,6 +1,6 @@
-"""Lock files: one writer at a time, and nobody else when the file is swapped.
+"""Lock files: one writer at a time, and exclusive access while the data file is replaced.
 
-Both are flocks, which a forked child shares with its parent: a child closes its copies at once.
+Both are flocks, which a forked child shares with its parent, so a child closes its copies at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _held: set[int] = set()
 
 @contextmanager
 def writer_lock(store: Path, timeout: float) -> Iterator[None]:
-    """Hold the store's writer lock, which names its holder. Raises StoreLocked after `timeout` seconds."""
+    """Hold the store's writer lock. The lock file names its holder. Raises StoreLocked after `timeout` seconds."""
     handle = _open(store / WRITER)
     try:
         if not _wait(handle, fcntl.LOCK_EX, timeout):
@@ -34,7 +34,7 @@ def writer_lock(store: Path, timeout: float) -> Iterator[None]:
                 "wait for it, or raise --lock-timeout",
             )
         note = f"process {os.getpid()} on {os.uname().nodename} ({_command()})".encode()[:300]
-        with suppress(OSError):  # the name of the holder is a courtesy: a full disk must not stop the lock
+        with suppress(OSError):  # the holder's name is optional: a full disk must not prevent locking
             os.pwrite(handle, note, 0)
             os.ftruncate(handle, len(note))
         yield
@@ -43,9 +43,9 @@ def writer_lock(store: Path, timeout: float) -> Iterator[None]:
 
 
 def share(store: Path, timeout: float) -> int | None:
-    """A descriptor that says "open here" until `close`; None where this user cannot have one.
+    """Return a descriptor of a shared lock on an open store, held until `close`; None if this user may not lock.
 
-    Raises StoreLocked when the store is being rewritten for longer than `timeout` seconds.
+    Raises StoreLocked if the store is being rewritten for longer than `timeout` seconds.
     """
     try:
         handle = _open(store / OPEN)
@@ -59,7 +59,7 @@ def share(store: Path, timeout: float) -> int | None:
 
 @contextmanager
 def nobody_else(store: Path, timeout: float) -> Iterator[None]:
-    """While nobody has the store open. Raises StoreLocked when others do not leave within `timeout` seconds."""
+    """Hold exclusive access to the store. Raises StoreLocked if others keep it open for `timeout` seconds."""
     handle = _open(store / OPEN)
     try:
         if not _wait(handle, fcntl.LOCK_EX, timeout):
@@ -70,7 +70,7 @@ def nobody_else(store: Path, timeout: float) -> Iterator[None]:
 
 
 def close(handle: int) -> None:
-    """Let go of a lock. Does nothing in a forked child, which has let go already."""
+    """Release a lock. Does nothing in a forked child, which has released it already."""
     if handle in _held:
         _held.discard(handle)
         os.close(handle)
@@ -93,7 +93,7 @@ def _wait(handle: int, kind: int, timeout: float) -> bool:
 
 
 def _open(path: Path) -> int:
-    """The file, made when it is not there; opened for reading only where it may not be written."""
+    """Open the lock file, creating it if needed; read-only if this user may not write it."""
     try:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -108,7 +108,7 @@ def _open(path: Path) -> int:
 
 
 def _holders(path: Path) -> str:
-    """Who holds a lock on the file, as far as the system says."""
+    """Return the holders of a lock on the file, as far as the system tells."""
     pids, inode = set[str](), path.stat().st_ino
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The stores that this process has open: one environment a file, since LMDB forbids a second one in a process."""
+"""Stores open in this process: one environment per file, since LMDB forbids a second one in a process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _registry = threading.RLock()
 
 
 def acquire(store: Path, lock_timeout: float, fill: Fill) -> Environment:
-    """The environment of the store, this process's own or a new one, its file made when there is none. The directory
-    must have been checked. Raises a StoreError."""
+    """Return the store's environment, opening or creating it if needed. The directory must have been checked."""
     with _registry:
         key = str(store.resolve())
         if key in _shared:
@@ -33,7 +32,7 @@ def acquire(store: Path, lock_timeout: float, fill: Fill) -> Environment:
 
 
 def release(environment: Environment) -> None:
-    """Give one `acquire` back; the last one closes."""
+    """Undo one `acquire`; the last one closes the environment."""
     with _registry:
         if environment.pid != os.getpid():
             return
@@ -45,7 +44,7 @@ def release(environment: Environment) -> None:
 
 
 def _close_inherited(key: str) -> None:
-    """py-lmdb opens a file once a process, and counts the parent's environment as the child's."""
+    """Close an environment inherited by fork: py-lmdb opens a file once per process and counts the parent's as the child's."""
     if _inherited[key].transactions:
         raise StoreError(
             f"this process was forked while its parent read or wrote the store at {_inherited[key].store}",

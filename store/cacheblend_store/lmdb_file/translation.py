@@ -1,4 +1,4 @@
-"""LMDB's and the system's errors as the store's."""
+"""Translate errors of LMDB and the system into the store's errors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.
 
 
 class Reopen(StoreIOError):
-    """After a failed commit LMDB goes on when it is opened again."""
+    """A commit failed. LMDB works again after it is reopened."""
 
 
 @contextmanager
 def translated(store: Path) -> Iterator[None]:
-    """LMDB's errors as ours."""
+    """Translate LMDB's errors."""
     try:
         yield
     except lmdb.PanicError as error:
@@ -55,7 +55,7 @@ def translated(store: Path) -> Iterator[None]:
 
 @contextmanager
 def system_errors(store: Path) -> Iterator[None]:
-    """The system's errors as ours."""
+    """Translate the system's errors."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def damaged(store: Path, what: str) -> StoreCorrupt:
 
 
 def no_store(store: Path) -> StoreFormat:
-    return StoreFormat(f"{store} is an LMDB file, and no cacheblend store", "name another --store")
+    return StoreFormat(f"{store} is an LMDB file, not a cacheblend store", "name another --store")
 
 
 def full_disk(store: Path) -> StoreNoSpace:

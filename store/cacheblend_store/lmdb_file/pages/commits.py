@@ -1,4 +1,4 @@
-"""The two meta pages: which commit a file is at, and whether they can be believed."""
+"""Read and check the two meta pages, which say which commit a file is at."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cacheblend_store.lmdb_file.translation import again_hint, bad_disk, damaged
 
 
 def read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
-    """The older and the newer of the two meta pages, which commits write in turn. Raises StoreCorrupt, StoreFormat.
+    """Return the older and the newer meta page; commits write them in turn. Raises StoreCorrupt, StoreFormat.
 
-    LMDB believes what is in them as soon as it opens the file, so they are checked before.
+    LMDB trusts them as soon as it opens the file, so they are checked first.
     """
     try:
         return _read_metas(handle, store)
@@ -43,9 +43,9 @@ def _read_metas(handle: int, store: Path) -> tuple[Meta, Meta]:
 
 
 def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader | None:
-    """The pages as a commit left them, the newest by default; None when later commits have taken its meta page.
+    """Return the pages of a commit, by default the newest; None if later commits have overwritten its meta page.
 
-    Raises StoreCorrupt when the meta pages are damaged, or the file ends before pages that are in use.
+    Raises StoreCorrupt if the meta pages are damaged or the file ends before pages that are in use.
     """
     older, newest = read_metas(handle, store)
     pages, size = PageReader(handle, newest, store), os.fstat(handle).st_size
@@ -58,7 +58,7 @@ def snapshot(handle: int, store: Path, txnid: int | None = None) -> PageReader |
 
 
 def check_index(handle: int, pages: PageReader) -> None:
-    """What is looked at once an open file: the meta pages are of the commits they name, and all databases are there."""
+    """Check an open file once: the meta pages belong to the commits they name, and all databases exist."""
     older, newest = read_metas(handle, pages.store)
     _check_unused(PageReader(handle, older, pages.store), newest.txnid)
     _check_commit(pages)
@@ -72,9 +72,9 @@ def check_index(handle: int, pages: PageReader) -> None:
 
 
 def salvageable(handle: int, store: Path) -> PageReader:
-    """The newest commit of a damaged file, or the one before it where of the newest not even the roots read.
+    """Return the newest commit of a damaged file, or the one before it if the newest one's roots cannot be read.
 
-    Where the file ends is not asked: what lies behind its end does not read. Raises StoreCorrupt without a meta page.
+    The size of the file is not checked: pages beyond its end cannot be read. Raises StoreCorrupt without a meta page.
     """
     found = []
     for meta in filter(None, (_meta_at(handle, offset, store) for offset in (0, *PAGE_SIZES))):
@@ -92,10 +92,10 @@ def salvageable(handle: int, store: Path) -> PageReader:
 
 
 def _check_commit(pages: PageReader) -> None:
-    """A meta page is of the commit it says it is of.
+    """Check that a meta page belongs to the commit it names.
 
-    Every commit frees the pages it replaced, under its own number, so that is the last key of the free list. A meta
-    page whose number is damaged can pass for the newest, or let the other pass for it, and a commit would be lost.
+    Every commit frees the pages it replaced under its own number, which is then the last key of the free list. A meta page
+    with a damaged number can appear to be the newest, or make the other appear so, and a commit would be lost.
     """
     number = pages.meta.txnid
     if number > 2 and pages.last_freed() != number:
@@ -103,11 +103,11 @@ def _check_commit(pages: PageReader) -> None:
 
 
 def _check_unused(older: PageReader, newest: int) -> None:
-    """The older meta page is not the newest one with a damaged number, which would hide the last commit.
+    """Check that the older meta page is not the newest one with a damaged number, which would hide the last commit.
 
-    A commit that failed leaves an older page that is sound though its number is not that of its trees: LMDB puts the
-    number of the commit before the last over a page that names the failed commit's trees already, and these may not
-    have reached the disk. Its number is then more than one bit away from the failed commit's, which no flip does.
+    A failed commit leaves a sound older page whose number does not match its trees: LMDB writes the number of the commit
+    before the last over a page that already names the failed commit's trees, which may not have reached the disk. Its number
+    then differs from the failed commit's in more than one bit, which a single flip cannot cause.
     """
     try:
         freed = older.last_freed()
@@ -119,8 +119,10 @@ def _check_unused(older: PageReader, newest: int) -> None:
 
 
 def _ends_in_free_pages(pages: PageReader, size: int) -> bool:
-    """Whether all that lies behind the end of the file are free pages. A commit does not write pages that it took at the
-    end and gave back itself; nothing reads them, and who takes one again writes it."""
+    """Return whether all pages beyond the end of the file are free.
+
+    A commit does not write pages that it took at the end and freed itself; they are written before they are read again.
+    """
     end, free = size // pages.meta.page_size, set[int]()
     try:
         for freed in pages.free_pages():

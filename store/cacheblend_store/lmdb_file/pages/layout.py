@@ -1,4 +1,4 @@
-"""What the bytes of a page mean. Nothing is believed: whatever does not fit is a ValueError that says what."""
+"""Parse pages. Nothing is trusted: anything inconsistent raises a ValueError with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tree(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """A meta page: what one commit left. next_pgno: pages of the file, the free ones among them."""
+    """A meta page: the state after one commit. next_pgno: number of pages in the file, free ones included."""
 
     txnid: int
     next_pgno: int
@@ -43,7 +43,7 @@ class Meta(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Where a value is: inline bytes, or, when it is big, the first of its overflow pages."""
+    """Place of a value: inline bytes, or the first overflow page of a big value."""
 
     key: bytes
     size: int
@@ -57,7 +57,7 @@ class Node(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The keys that a page may hold: from `low` on, up to but not including `high` (None: no end)."""
+    """Range of keys that a page may hold: low <= key < high (None = no end)."""
 
     low: bytes = b""
     high: bytes | None = None
@@ -68,17 +68,17 @@ class Branch(NamedTuple):
     children: list[int]
 
     def at(self, key: bytes) -> int:
-        """Which child holds the key."""
+        """Return the index of the child that holds the key."""
         return max(0, bisect_right(self.keys, key) - 1)
 
     def bounds(self, at: int, outer: Bounds) -> Bounds:
-        """What the child at `at` may hold, when this page may hold `outer`."""
+        """Return the keys that the child at `at` may hold if this page may hold `outer`."""
         high = self.keys[at + 1] if at + 1 < len(self.keys) else outer.high
         return Bounds(self.keys[at] if at else outer.low, high)
 
 
 class Leaf(NamedTuple):
-    """A page of records, checked; its nodes are made when they are asked for, which few of a page's are."""
+    """A checked page of records. Nodes are created on demand: few of a page are needed."""
 
     keys: list[bytes]
     pointers: tuple[int, ...]
@@ -93,7 +93,7 @@ class Leaf(NamedTuple):
 
 
 def parse_meta(page: bytes) -> Meta | None:
-    """A meta page's fields, None when it is not one of an LMDB 0.9 file."""
+    """Return the fields of a meta page, None if it is not from an LMDB 0.9 file."""
     if len(page) < HEADER + 136:
         return None
     _, _, flags, _, _ = _PAGE.unpack_from(page)
@@ -109,9 +109,9 @@ def parse_meta(page: bytes) -> Meta | None:
 
 
 def parse_tree(node: Node) -> Tree:
-    """The tree of a named database."""
+    """Return the tree of a named database."""
     if node.flags != SUBTREE or node.size != _TREE.size:
-        raise ValueError("it is no record of a database")
+        raise ValueError("it is not the record of a database")
     tree = _tree(node.inline, 0)
     if tree.flags != 0 or tree.depth > MAX_DEPTH or (tree.root == NO_PAGE) != (tree.entries == 0):
         raise ValueError("the record of a database is damaged")
@@ -119,7 +119,7 @@ def parse_tree(node: Node) -> Tree:
 
 
 def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) -> Branch | Leaf:
-    """A page of a tree. num_pages: of the file. integer_keys: it is of the free list, whose keys are little-endian."""
+    """Parse a page of a tree. num_pages: of the file. integer_keys: a page of the free list, whose keys are little-endian."""
     number, _, flags, lower, upper = _PAGE.unpack_from(data)
     size, count, is_branch = len(data), (lower - HEADER) >> 1, flags == _BRANCH
     if number != pgno or flags not in (_BRANCH, _LEAF) or lower & 1 or not HEADER < lower <= upper <= size:
@@ -158,7 +158,7 @@ def parse_page(data: bytes, pgno: int, num_pages: int, *, integer_keys: bool) ->
 
 
 def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None:
-    """header: of the first overflow page of a big value. Who lets go of the value frees as many pages as that says."""
+    """Check the header of a big value's first overflow page: LMDB frees as many pages as it says."""
     pgno, _, flags, low, high = _PAGE.unpack(header)
     pages, wanted = low | high << 16, (HEADER - 1 + node.size) // page_size + 1
     if pgno != node.pgno or flags != _OVERFLOW or pages != wanted or node.pgno + pages > num_pages:
@@ -166,7 +166,7 @@ def check_big(header: bytes, node: Node, page_size: int, num_pages: int) -> None
 
 
 def parse_free(key: bytes, value: memoryview, num_pages: int) -> tuple[int, ...]:
-    """Page numbers of a record of the free list, in falling order."""
+    """Return the page numbers of a record of the free list, in descending order."""
     count = int.from_bytes(value[:8], "little")
     if len(key) == 8 and 8 * (count + 1) <= len(value):
         pages: tuple[int, ...] = struct.unpack_from(f"<{count}Q", value, 8)

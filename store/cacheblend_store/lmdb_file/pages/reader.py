@@ -33,9 +33,9 @@ DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 
 
 class PageReader:
-    """The pages as one commit left them. Every page is read and checked once, before anything in it is followed.
+    """Pages of one commit. Every page is checked before anything in it is followed.
 
-    store: the directory, for messages. Raises StoreCorrupt, naming the page. Not thread-safe: one a transaction.
+    store: the directory, for messages. Raises StoreCorrupt, which names the page. Not thread-safe: one per transaction.
     """
 
     def __init__(self, handle: int, meta: Meta, store: Path) -> None:
@@ -45,7 +45,7 @@ class PageReader:
         self._trees: dict[str, Tree] = {}
 
     def tree(self, name: str) -> Tree | None:
-        """A named database's tree, None when there is none of that name."""
+        """Return a database's tree, None if there is no database of that name."""
         if name not in self._trees:
             node = self._find(self.meta.main, name.encode())
             if node is None:
@@ -55,7 +55,7 @@ class PageReader:
         return self._trees[name]
 
     def get(self, database: str, key: bytes) -> Node | None:
-        """Where the key's value is, all pages on the way and its extent checked."""
+        """Return the node of a key, None if it is missing. Checks all pages on its path and its extent."""
         tree = self.tree(database)
         return self._find(tree, key) if tree else None
 
@@ -71,8 +71,10 @@ class PageReader:
         return node
 
     def nodes(self, database: str, start: bytes = b"", *, skip_damaged: bool = False) -> Iterator[Node]:
-        """All nodes of a database from `start` on, in key order. skip_damaged: pages that do not read, and what is below
-        them, are passed over."""
+        """Yield all nodes of a database from `start` on, in key order.
+
+        skip_damaged: skip pages that cannot be read, and those below them.
+        """
         tree = self.tree(database)
         return self.nodes_in(tree, start, skip_damaged=skip_damaged) if tree else iter(())
 
@@ -100,14 +102,14 @@ class PageReader:
             yield from self._nodes_below(tree, *below, start, skip_damaged, depth + 1)
 
     def check_extent(self, node: Node) -> None:
-        """A big value lies where its node says, within the file. For nodes of `nodes`; `get` has done it."""
+        """Check that a big value is where its node says, within the file. For nodes of `nodes`; `get` does it."""
         if node.big:
             header = self._read(node.pgno, HEADER)
             with self._checked(node.pgno):
                 check_big(header, node, self.meta.page_size, self.meta.next_pgno)
 
     def value(self, node: Node) -> memoryview:
-        """A copy of a node's value, whose extent was checked."""
+        """Return a copy of a node's value, whose extent was checked."""
         if not node.big:
             return memoryview(node.inline)
         buffer = memoryview(bytearray(node.size))
@@ -124,23 +126,24 @@ class PageReader:
                 rest.readinto(buffer)
 
     def used_bytes(self, database: str) -> int:
-        """Of a database's pages, by LMDB's own counters."""
+        """Return the bytes of a database's pages, by LMDB's counters."""
         tree = self.tree(database)
         return tree.num_pages * self.meta.page_size if tree else 0
 
     @property
     def free_bytes(self) -> int:
-        """Of pages that no tree holds."""
+        """Bytes of free pages."""
         pages = self.meta.next_pgno - 2 - self.meta.main.num_pages - self.meta.free.num_pages
         return max(0, pages * self.meta.page_size - sum(map(self.used_bytes, DATABASES)))
 
-    # what LMDB will walk when it writes
+    # pages that LMDB walks when it writes
 
     def check_beside(self, database: str, key: bytes) -> None:
-        """On every level of the path to `key`, the two pages on each side, whichever branches they are below: where LMDB
-        takes a record away, it merges with them or borrows from them, and branches that it merges bring their pages
-        together; a cursor goes on to the next of them. `get` checks the path itself, which is all that putting a record
-        walks."""
+        """Check the two pages on each side of the path to `key`, on every level and below any branch.
+
+        When LMDB deletes a record it merges with these pages or borrows from them, merged branches bring their pages together,
+        and a cursor moves on to the next of them. `get` checks the path itself, which is all that a put walks.
+        """
         tree = self.tree(database)
         if tree is None or tree.root == NO_PAGE:
             return
@@ -159,7 +162,7 @@ class PageReader:
             row, at = below[max(0, path - 2) : path + 3], min(path, 2)
 
     def check(self) -> None:
-        """Every page of every tree, and where every big value lies: before LMDB walks them all."""
+        """Check every page of every tree and the extent of every big value, before LMDB walks them all."""
         for node in self.nodes_in(self.meta.main):
             tree = self.tree(node.key.decode(errors="replace"))
             for inner in self.nodes_in(tree) if tree else ():
@@ -170,7 +173,7 @@ class PageReader:
             pass
 
     def free_pages(self) -> Iterator[tuple[int, ...]]:
-        """Each record of the list of free pages, from which a write takes its pages."""
+        """Yield the records of the free list, from which a write takes its pages."""
         tree, seen = self.meta.free, 0
         for node in self.nodes_in(tree):
             self.check_extent(node)
@@ -182,7 +185,7 @@ class PageReader:
             raise self._bad(tree.root, "the free list names more pages than there are")
 
     def last_freed(self) -> int:
-        """The commit that freed pages last, 0 when none has."""
+        """Return the number of the last commit that freed pages, 0 if there is none."""
         tree = self.meta.free
         pgno, depth = tree.root, 0
         while pgno != NO_PAGE and depth < MAX_DEPTH:
@@ -209,7 +212,7 @@ class PageReader:
         return page
 
     def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:
-        """The leaf that holds the key if the tree does."""
+        """Return the leaf that holds the key if the tree does."""
         pgno, bounds = tree.root, Bounds()
         for depth in range(1, MAX_DEPTH + 1):
             page = self._page_within(pgno, tree, bounds)
@@ -222,12 +225,12 @@ class PageReader:
         raise self._bad(pgno, "the tree is deeper than any tree")
 
     def _page_within(self, pgno: int, tree: Tree, bounds: Bounds) -> Branch | Leaf:
-        """The page, its keys where the branches above it say: else a look-up would pass a record by."""
+        """Return the page after checking that its keys are within bounds; otherwise a look-up would miss a record."""
         page = self.page_at(pgno, tree)
         keys = page.keys[1:] if isinstance(page, Branch) else page.keys
         (low, high), flip = bounds, -1 if tree is self.meta.free else 1  # its keys are integers, little-endian
         if keys and (keys[0][::flip] < low[::flip] or (high is not None and keys[-1][::flip] >= high[::flip])):
-            raise self._bad(pgno, "it holds keys that are not looked for in it")
+            raise self._bad(pgno, "its keys are out of bounds")
         return page
 
     def _read(self, pgno: int, size: int) -> bytes:
@@ -238,7 +241,7 @@ class PageReader:
         return bytes(buffer)
 
     def _fill(self, buffers: Sequence[memoryview], pgno: int, start: int) -> None:
-        """Read what lies in the file from `start` bytes into a page on."""
+        """Read from the file, beginning `start` bytes into a page."""
         try:
             count = os.preadv(self._handle, buffers, pgno * self.meta.page_size + start)
         except OSError as error:
