@@ -231,7 +231,7 @@ def test_chunks_are_listed_page_by_page(cli: Cli, stored: list[str]) -> None:
     assert pages == everything
     assert "--after" in cli("chunks", "ls", "--limit", "1").err
     nothing = cli("chunks", "ls", "--source", "gamma")
-    assert (nothing.code, nothing.out, nothing.err) == (0, "", "no such chunk, or no more of them\n")
+    assert (nothing.code, nothing.out) == (0, "")
     assert cli("chunks", "ls", "--after", "zz").code == 3
 
 
@@ -321,7 +321,7 @@ BAD = [
     (("ask", "q", "--system", "\udcff"), 2, "no UTF-8"),
     (("models", "ls", "nowhere"), 3, "no such folder"),
     (("search", "qqqqzzz"), 3, "no stored chunk matches"),
-    (("chunks", "rm"), 2, "say what to remove"),
+    (("chunks", "rm"), 2, "--source"),
     (("chunks", "ls", "--store", "nowhere"), 3, "no store"),
     (("frobnicate",), 2, "frobnicate"),
     (("ask", "--frobnicate"), 2, "see: cacheblend ask --help"),
