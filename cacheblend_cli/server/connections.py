@@ -36,7 +36,7 @@ class ConnectionLimits:
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with ConnectionLimits. `check` is called again and again, and closes what is over a limit."""
+    """uvicorn's protocol with ConnectionLimits. `check` is called periodically, and closes connections over a limit."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -74,8 +74,13 @@ class LimitedProtocol(H11Protocol):
             self._began, self._received = (self._answered if pipelined else None), 0
         super().on_response_complete()
 
-    def check(self, now: float) -> None:
-        """Close the connection where the client is too slow. now: time.monotonic()."""
+    def check(self, now: float, late: float = 0.0) -> None:
+        """Close the connection if the client is too slow. now: time.monotonic(). late: seconds by which the event loop was held
+        up since the last check; what clients sent meanwhile could not be read, so their deadlines move by as much."""
+        if late > 0:
+            self._answered += late
+            self._began = None if self._began is None else self._began + late
+            self._blocked_since = self._blocked_since and self._blocked_since + late
         self._blocked_since = (self._blocked_since or now) if self.flow.write_paused else 0.0
         if self._blocked_since and now - self._blocked_since > self._limits.read_s:
             self.transport.abort()

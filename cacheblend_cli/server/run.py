@@ -137,10 +137,13 @@ class Serving:
             watch.cancel()
 
     async def _watch(self) -> None:
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            late, looked = now - looked - 2 * _LOOK_S, now
             for connection in self._server.connections:
-                connection.check(time.monotonic())
+                connection.check(now, max(0.0, late))
             if self._idle_exit_s and self._host.idle_s >= self._idle_exit_s:
                 self._server.end()
 

@@ -7,13 +7,17 @@ import json
 import logging
 import socket
 import threading
+import time
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
 
 from cacheblend_cli.engine import async_engine
-from cacheblend_cli.server.connections import ConnectionLimits
+from cacheblend_cli.server.connections import ConnectionLimits, LimitedProtocol
 from cacheblend_cli.server.place import socket_of
 from cacheblend_cli.server.run import LoopErrors
 
@@ -54,6 +58,32 @@ def test_what_is_sent_too_slowly_is_cut_off(start: Any, log: Any) -> None:
         assert b"HTTP/1.1" not in read_all(connection)
     assert server.client.get("/health").status_code == 200
     assert log.records == []
+
+
+def test_a_server_that_was_held_up_closes_nobody() -> None:
+    """What a client sent while the event loop stood still could not be read: its deadline moves by as much."""
+
+    class Transport(asyncio.Transport):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return None
+
+    async def closed_after(seconds: float, late: float) -> bool:
+        limits, config = ConnectionLimits(headers_s=10), uvicorn.Config(Starlette(), ws="none", log_config=None)
+        config.load()
+        protocol = LimitedProtocol(limits, config=config, server_state=ServerState(), app_state={})
+        transport = Transport()
+        protocol.connection_made(transport)
+        protocol.check(time.monotonic() + seconds, late)
+        return transport.closed
+
+    assert asyncio.run(closed_after(11, 0))
+    assert not asyncio.run(closed_after(11, 5))
+    assert asyncio.run(closed_after(16, 5))
 
 
 def test_connections_are_capped(start: Any) -> None:
