@@ -144,7 +144,7 @@ def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any])
     bench = Bench(engine, store, checkpoint, asked, prompts, arguments, found, {}, 0.0)
     for mode, blend in MODES.items():
         few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
-        answers = [engine.ask(store, few, AskOptions(save_holes=False)) for _ in range(2)]  # warm-up
+        answers = [engine.ask(store, few, AskOptions(save=False)) for _ in range(2)]  # warm-up
         bench.ttft_s[mode], bench.token_s = answers[1].timing.ttft_s, 1 / answers[1].timing.decode_tokens_per_s
     return bench
 
@@ -183,7 +183,7 @@ def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
     """Answer one question after another."""
     started = time.perf_counter()
     asked = bench.asked(mode, bench.fitting(seconds, mode))
-    answers = [bench.engine.ask(bench.store, question, AskOptions(save_holes=False)) for question in asked]
+    answers = [bench.engine.ask(bench.store, question, AskOptions(save=False)) for question in asked]
     return [figures(answers, time.perf_counter() - started) | {"clients": 1}]
 
 
@@ -278,7 +278,7 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
         short = replace(question, sampling=replace(question.sampling, max_tokens=1))
         all_of(service, [question])
         again += all_of(service, [replace(short, text=f"and what of {number}?")])
-        reuse.append(bench.engine.ask(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save_holes=False)))
+        reuse.append(bench.engine.ask(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save=False)))
     service.close()
     ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
     hot = statistics.median(a.hot_tokens / a.prompt_tokens for a in again)

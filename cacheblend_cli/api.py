@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.corpus.search import Lookup
-from cacheblend_cli.engine.answer import Answer, ChunkUse, TokenUse
-from cacheblend_cli.engine.config import DEFAULT_OPTIONS, AskOptions, BlendConfig, EngineConfig
+from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.core import answer_one
 from cacheblend_cli.engine.jobs import Event, Job, Reasoning, Text, Token
 from cacheblend_cli.engine.plan import AskPlan, plan
 from cacheblend_cli.engine.request import Question, chunk_of, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say
-from cacheblend_cli.engine.sampling import SamplingParams, as_the_model, sampling_of
+from cacheblend_cli.engine.sampling import as_the_model, sampling_of
 from cacheblend_cli.engine.search import with_chunks
 from cacheblend_cli.engine.sequence_output import NOBODY, Listener
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, ChunkUse, SamplingParams, TokenUse
 
 if TYPE_CHECKING:
     from cacheblend_cli.collect.paths import Paths
@@ -117,7 +116,7 @@ class Engine:
         self,
         store: ChunkStore | None,
         question: Question,
-        wanted: AskOptions = DEFAULT_OPTIONS,
+        wanted: AskOptions | Job = AskOptions(),
         listener: Listener = NOBODY,
     ) -> Answer:
         """Answer a question over its chunks, in the caller's thread. Blending never changes stored KV.
@@ -127,7 +126,9 @@ class Engine:
         chunk, UsageError for an empty question.
         """
         self.runtime.memory()  # taken once: no part of an answer
-        job = wanted if isinstance(wanted, Job) else Job(question=question, **vars(wanted))
+        job = wanted
+        if isinstance(job, AskOptions):
+            job = Job(question, verify=job.verify, confirm=job.confirm, save_holes=job.save)
 
         def on_event(event: Event) -> None:
             if isinstance(event, Text | Reasoning):
@@ -150,33 +151,37 @@ class Engine:
         """
         return with_chunks(self.runtime, store, question, lookup or Lookup())
 
-    def job(self, store: ChunkStore, inquiry: Inquiry, say: Say | None = None) -> Job:
-        """What the inquiry asks, its chunks searched where it names none. say: told where it cannot be searched as is wanted.
+    def job(self, store: ChunkStore, ask_request: AskRequest, say: Say | None = None) -> Job:
+        """What the ask_request asks, its chunks searched where it names none. say: told where it cannot be searched as is wanted.
 
         Raises UsageError, NotFoundError, StoreErrors.
         """
-        settings, manner = inquiry.resolved.settings, inquiry.manner
-        sampling = as_the_model(sampling_of(inquiry.resolved, **manner.sampled), inquiry.resolved, self.runtime.model)
-        blend, keys = BlendConfig.of(settings), [bytes.fromhex(key) for key in inquiry.keys or ()]
-        question = Question(inquiry.question, keys, blend, sampling, settings.salt, history=inquiry.history)
+        settings, ask_options = ask_request.resolved.settings, ask_request.options
+        sampling = as_the_model(
+            sampling_of(ask_request.resolved, **ask_options.sampled), ask_request.resolved, self.runtime.model
+        )
+        blend, keys = BlendConfig.of(settings), [bytes.fromhex(key) for key in ask_request.keys or ()]
+        question = Question(ask_request.question, keys, blend, sampling, settings.salt, history=ask_request.history)
         question = question.dated(self.runtime, store)
-        if inquiry.keys is None:
-            lookup = Lookup.of(settings, inquiry.scope, say)
+        if ask_request.keys is None:
+            lookup = Lookup.of(settings, ask_request.scope, say)
             question = with_chunks(self.runtime, store, question, lookup)
         auto = settings.ratio == "auto"
-        return Job(question, verify=manner.verify, confirm=manner.confirm, auto=auto, save_holes=manner.save)
+        return Job(
+            question, verify=ask_options.verify, confirm=ask_options.confirm, auto=auto, save_holes=ask_options.save
+        )
 
     def told(
-        self, store: ChunkStore, question: Question, answer: Answer, manner: Manner
+        self, store: ChunkStore, question: Question, answer: Answer, ask_options: AskOptions
     ) -> tuple[list[str], list[list[TokenUse]]]:
         """What --explain adds: what there is to say of the model, and where the prompt's ids say other text than the template
         renders with the chunks in it. And the tokens of each chunk, whose texts together are the chunk's, where they are wanted."""
-        said = [GENERIC_PATH] if manner.explain and self.model.spec.generic else []
-        if manner.explain:
+        said = [GENERIC_PATH] if ask_options.explain and self.model.spec.generic else []
+        if ask_options.explain:
             texts = [manifest.text for key in question.keys if (manifest := chunk_of(store, key))]
             template = self.runtime.template_of(question.wording, question.dated(self.runtime, store).day)
             said += template.differences(texts, question.text, answer.prompt_ids)
-        return said, [self._token_uses(answer, chunk) for chunk in answer.chunks] if manner.tokens else []
+        return said, [self._token_uses(answer, chunk) for chunk in answer.chunks] if ask_options.tokens else []
 
     def _token_uses(self, answer: Answer, chunk: ChunkUse) -> list[TokenUse]:
         texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])

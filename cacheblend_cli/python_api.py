@@ -19,7 +19,6 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli import api
 from cacheblend_cli.corpus.search import Lookup
-from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text
@@ -32,6 +31,7 @@ from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import DEFAULTS, Resolved, of_settings
+from cacheblend_cli.types import Answer
 
 __all__ = ["Added", "Asked", "Engine"]
 

@@ -19,7 +19,6 @@ from variants import scaled_keys, swapped
 from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.blend import prefill as blend
 from cacheblend_cli.blend.evidence import BeforeLayers
-from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import BlendSteps
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, Evidence, choose
@@ -34,6 +33,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.types import LayerReport, Status
 
 DIGEST = 0.15  # share of each chunk's tokens that QCFuse's question sees
 CONTEXT = 0.5  # share of the other chunks' tokens that a row repaired by RelaxKV sees

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.types import LayerReport, Status
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,14 @@ from gpu.steps import Cases, Context, Rows
 from gpu.timing import profile
 from torch import Tensor
 
-from cacheblend_cli.blend.policy import LayerReport, Status
 from cacheblend_cli.blend.prefill import PrefillResult
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner
 from cacheblend_cli.engine.memory import reserve
 from cacheblend_cli.engine.prefill import Prefilled
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.evaluation.continuation import Continuation, generate
+from cacheblend_cli.types import LayerReport, SamplingParams, Status
 
 IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
 PLAIN = "query 0.15 uncorrected"  # "query 0.15" is the default; the difference is the cost of its correction

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.corrections import CorrectionKind
 from cacheblend_cli.blend.selectors import Candidates, Combined, Evidence, Selector, budget, choose
-
-
-class Status(IntEnum):
-    DECODE = -1
-    PREFILL = 0
-    CHECK = 1
-    AFTER_CHECK = 2
 
 
 @dataclass(frozen=True)
@@ -67,13 +59,3 @@ def row_tile_of(device: torch.device) -> int:
     """Row count granularity of recomputation. A GPU's matrix products work in tiles of 128 rows: filling the last tile takes
     no extra time and repairs more tokens. 1 on a CPU, where every row counts."""
     return 128 if device.type == "cuda" else 1
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer of a blended prefill. fresh: reusable tokens whose KV or hidden state was computed at this layer."""
-
-    layer: int
-    status: Status
-    rows: int
-    fresh: int

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from cacheblend_cli.blend.corrections import Correction
 from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
-from cacheblend_cli.blend.policy import BlendPolicy, LayerReport, Status
+from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
 from cacheblend_cli.kv.forward import FreshKV, LayerStep, Observer, run_layers, write_kv
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.types import LayerReport, Status
 
 
 @dataclass

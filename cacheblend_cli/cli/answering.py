@@ -15,8 +15,8 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
 from cacheblend_cli.client import EngineLost
 from cacheblend_cli.corpus.scopes import EVERYTHING
-from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.settings import Resolved
+from cacheblend_cli.types import AskOptions, AskRequest
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
 class LocalEngine:
     """In this process, for one question after the other or for many side by side."""
 
-    def __init__(self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore) -> None:
+    def __init__(self, resolved: Resolved, ask_options: AskOptions, output: Output, store: ChunkStore) -> None:
         """Load it. What is wrong with the settings is said before. Raises UsageError, NotFoundError, DeviceError."""
         options.import_engine()
         from cacheblend_cli.engine.config import BlendConfig
         from cacheblend_cli.engine.sampling import sampling_of
 
         BlendConfig.of(resolved.settings)
-        sampling_of(resolved, **manner.sampled)
+        sampling_of(resolved, **ask_options.sampled)
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
         self._service: AsyncEngine | None = None
         self._say = cache(output.note)  # once, of however many questions
 
-    def begin(self, inquiry: Inquiry) -> End:
+    def begin(self, ask_request: AskRequest) -> End:
         """Have it asked: beside others, after `serve`, else when its answer is waited for."""
         from cacheblend_cli.engine.sequence_output import Listener
 
         if self._service is not None:
-            job = self._service.run(lambda runtime: self._job(inquiry)).result()
+            job = self._service.run(lambda runtime: self._job(ask_request)).result()
             answer = self._service.ask(job)
-            return lambda streams: self._told(inquiry, job, answer.result())
-        job = self._job(inquiry)
+            return lambda streams: self._told(ask_request, job, answer.result())
+        job = self._job(ask_request)
 
         def end(streams: Streams | None) -> Told:
             if streams is None:
-                return self._told(inquiry, job, self._engine.ask(self._store, job.question, job))
+                return self._told(ask_request, job, self._engine.ask(self._store, job.question, job))
             streams.notes(job.question.notes)
             listener = Listener(streams.text, streams.reasoning)
-            told = self._told(inquiry, job, self._engine.ask(self._store, job.question, job, listener))
+            told = self._told(ask_request, job, self._engine.ask(self._store, job.question, job, listener))
             return replace(told, noted=job.question.notes)
 
         return end
 
-    def plan(self, inquiry: Inquiry) -> AskPlan:
-        job = self._job(inquiry)
+    def plan(self, ask_request: AskRequest) -> AskPlan:
+        job = self._job(ask_request)
         return self._engine.plan(self._store, job.question, auto=job.auto)
 
     def serve(self, concurrency: int) -> None:
@@ -77,12 +77,12 @@ class LocalEngine:
         if self._service is not None:
             self._service.close()
 
-    def _job(self, inquiry: Inquiry) -> Job:
-        return self._engine.job(self._store, inquiry, self._say)
+    def _job(self, ask_request: AskRequest) -> Job:
+        return self._engine.job(self._store, ask_request, self._say)
 
-    def _told(self, inquiry: Inquiry, job: Job, answer: Answer) -> Told:
-        record = answer.to_dict(ids=inquiry.manner.ids, explain=inquiry.manner.explain)
-        return Told(answer, record, *self._engine.told(self._store, job.question, answer, inquiry.manner))
+    def _told(self, ask_request: AskRequest, job: Job, answer: Answer) -> Told:
+        record = answer.to_dict(ids=ask_request.options.ids, explain=ask_request.options.explain)
+        return Told(answer, record, *self._engine.told(self._store, job.question, answer, ask_request.options))
 
 
 @dataclass(frozen=True)
@@ -98,25 +98,27 @@ class Answering:
     """Over a store that stays open meanwhile. scope: of what is searched. A running engine is looked for, unless `local`, as
     long as none was loaded here."""
 
-    def __init__(self, resolved: Resolved, manner: Manner, output: Output, store: ChunkStore, *, local: bool) -> None:
-        self._resolved, self._manner, self._output, self._local = resolved, manner, output, local
+    def __init__(
+        self, resolved: Resolved, ask_options: AskOptions, output: Output, store: ChunkStore, *, local: bool
+    ) -> None:
+        self._resolved, self._options, self._output, self._local = resolved, ask_options, output, local
         self.store, self.scope = store, EVERYTHING
         self._here: LocalEngine | None = None
 
     def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Told:
         """Raises what `ask` fails of, and EngineLost where a running engine ended in the middle of the answer."""
-        inquiry = self._inquiry(asked, history)
+        ask_request = self._request(asked, history)
         if (warm := self._warm()) is not None:
             try:
-                return warm.begin(inquiry)(streams)
+                return warm.begin(ask_request)(streams)
             except EngineLost:
                 if streams is not None and streams.begun:
                     raise
-        return self._loaded().begin(inquiry)(streams)
+        return self._loaded().begin(ask_request)(streams)
 
     def plan(self, asked: Asked) -> AskPlan:
-        inquiry = self._inquiry(asked)
-        return (self._warm() or self._loaded()).plan(inquiry)
+        ask_request = self._request(asked)
+        return (self._warm() or self._loaded()).plan(ask_request)
 
     def plans(self, asked: Sequence[Asked]) -> Iterator[Answered]:
         return _in_order(asked, lambda item: lambda streams: self.plan(item), 1)
@@ -127,7 +129,7 @@ class Answering:
         left = deque(asked)
         if (warm := self._warm()) is not None:
             try:
-                for answered in _in_order(asked, lambda item: warm.begin(self._inquiry(item)), concurrency):
+                for answered in _in_order(asked, lambda item: warm.begin(self._request(item)), concurrency):
                     left.popleft()
                     yield answered
                 return
@@ -138,7 +140,7 @@ class Answering:
         here = self._loaded()
         here.serve(concurrency)
         # twice as many are known, so that the next one's KV loads meanwhile
-        yield from _in_order(left, lambda item: here.begin(self._inquiry(item)), 2 * concurrency)
+        yield from _in_order(left, lambda item: here.begin(self._request(item)), 2 * concurrency)
 
     def __enter__(self) -> Answering:
         return self
@@ -152,13 +154,13 @@ class Answering:
 
     def _loaded(self) -> LocalEngine:
         if self._here is None:
-            self._here = LocalEngine(self._resolved, self._manner, self._output, self.store)
+            self._here = LocalEngine(self._resolved, self._options, self._output, self.store)
         return self._here
 
-    def _inquiry(self, asked: Asked, history: Sequence[str] = ()) -> Inquiry:
+    def _request(self, asked: Asked, history: Sequence[str] = ()) -> AskRequest:
         """Raises ChunkNotFound, AmbiguousId."""
         keys = None if asked.chunks is None else tuple(self.store.resolve(name).hex() for name in asked.chunks)
-        return Inquiry(asked.question, keys, self._resolved, self.scope, tuple(history), self._manner)
+        return AskRequest(asked.question, keys, self._resolved, self.scope, tuple(history), self._options)
 
 
 def _in_order(asked: Sequence[Asked], begin: Callable[[Asked], Callable[[None], Any]], most: int) -> Iterator[Answered]:

@@ -25,8 +25,8 @@ _MARKS = {
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.engine.answer import ChunkUse, Confirmation, Risk, TokenUse, Verification
     from cacheblend_cli.engine.controller import AutoReport
+    from cacheblend_cli.types import ChunkUse, Confirmation, Risk, TokenUse, Verification
 
 
 class Streams:

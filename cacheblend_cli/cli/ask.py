@@ -16,9 +16,9 @@ from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.pages import answer_page
 from cacheblend_cli.errors import ExitCode, UsageError
-from cacheblend_cli.inquiry import Manner
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import read_text, write_text
+from cacheblend_cli.types import AskOptions
 
 _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the help
 
@@ -95,7 +95,7 @@ def ask(
     results = None if resume is None or dry_run else Results(resume)
     if results is not None:
         asked = results.left(asked)
-    manner = Manner(
+    ask_options = AskOptions(
         tuple(stop or ()), logprobs, None if json_schema is None else read_text(json_schema), regex,
         verify=verify, confirm=confirm, save=save, ids=ids, explain=explain, tokens=explain or html is not None,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def ask(
 
     with (
         options.store_in_use(settings, write=not dry_run) as store,
-        Answering(resolved, manner, output, store, local=local) as answering,
+        Answering(resolved, ask_options, output, store, local=local) as answering,
     ):
         if any(item.chunks is None for item in asked):
             answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)

@@ -19,9 +19,9 @@ from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import Asked, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
-from cacheblend_cli.inquiry import Manner
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import write_text
+from cacheblend_cli.types import AskOptions
 
 COMMANDS = {
     "/sources": "the chunks of the last answer, and how their KV came to be",
@@ -76,7 +76,7 @@ def chat(
     settings = resolved.settings
     with (
         options.store_in_use(settings) as store,
-        Answering(resolved, Manner(), output, store, local=local) as answering,
+        Answering(resolved, AskOptions(), output, store, local=local) as answering,
     ):
         if named is None:
             answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)

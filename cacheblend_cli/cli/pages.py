@@ -12,7 +12,7 @@ from cacheblend_cli.cli.output import visible
 
 if TYPE_CHECKING:
     from cacheblend_cli.api import Answer
-    from cacheblend_cli.engine.answer import ChunkUse, TokenUse
+    from cacheblend_cli.types import ChunkUse, TokenUse
 
 KINDS = {
     "exact": "from the store, exact",

@@ -14,9 +14,9 @@ from cacheblend_cli.cli.answers import End, Streams, Told
 from cacheblend_cli.client import Connection, EngineLost, lost, named
 from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.inquiry import Inquiry
 from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
 from cacheblend_cli.settings import Resolved, Settings
+from cacheblend_cli.types import AskRequest
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -41,10 +41,10 @@ class WarmEngine:
         connection.__exit__()
         return cls(socket_of(settings), store)
 
-    def begin(self, inquiry: Inquiry) -> End:
+    def begin(self, ask_request: AskRequest) -> End:
         """Have it asked; the answer's pieces are streamed while its end is waited for. Raises what the engine tells, EngineLost."""
         connection = self._connected()
-        events = connection.request("ask", inquiry.wire)
+        events = connection.request("ask", ask_request.wire)
 
         def end(streams: Streams | None) -> Told:
             with connection:
@@ -52,9 +52,9 @@ class WarmEngine:
 
         return end
 
-    def plan(self, inquiry: Inquiry) -> AskPlan:
+    def plan(self, ask_request: AskRequest) -> AskPlan:
         with self._connected() as connection:
-            [event] = connection.request("plan", inquiry.wire)
+            [event] = connection.request("plan", ask_request.wire)
         plan: Any = SimpleNamespace(**event["plan"])
         self._cite(plan.chunks, event["keys"])
         return plan  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ class WarmEngine:
 
 def look_warm(settings: Settings, query: str, scope: Scope, say: Callable[[str], None]) -> tuple[Found, str] | None:
     """What an engine over this store finds, of whatever model, and which it is; None when none runs."""
-    request = Inquiry(query, None, Resolved(settings, {}), scope).wire
+    request = AskRequest(query, None, Resolved(settings, {}), scope).wire
     for path in sockets_of(settings):
         if _speaks_so(path) and (connection := Connection.to(path)) is not None:
             with connection, suppress(EngineLost):

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.core import EngineCore
 from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent
 from cacheblend_cli.engine.output_processor import as_public_error
@@ -22,6 +21,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.loading import make_current
+from cacheblend_cli.types import Answer
 
 T = TypeVar("T")
 logger = logging.getLogger("cacheblend")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cacheblend_cli.corpus.citations import Citations
-from cacheblend_cli.engine.answer import Answer, ChunkUse, Timing
 from cacheblend_cli.engine.clock import since_process_start
 from cacheblend_cli.engine.controller import AutoReport
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.request import chunk_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence_output import Generation
+from cacheblend_cli.types import Answer, ChunkUse, Timing
 
 
 def answer_of(runtime: Runtime, done: Prefilled, generation: Generation, report: AutoReport | None) -> Answer:

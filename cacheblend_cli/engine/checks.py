@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.answer import Confirmation, Verification
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
 from cacheblend_cli.engine.jobs import Job
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.request import Question, Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw, SamplingParams
+from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
+from cacheblend_cli.types import Confirmation, SamplingParams, Verification
 
 Outputs = tuple[int, Callable[[Tensor], None]]
 

@@ -191,21 +191,3 @@ def parse_layers(text: str) -> tuple[int, int] | None:
         return (int(first), int(last or first)) if text else None
     except ValueError:
         raise UsageError(f"--probe-layers {text!r} is not FIRST-LAST", "for example 2-4") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskOptions:
-    """How a question is answered, beside its blending and sampling.
-
-    auto: the loading controller picks the ratio, the question's being its floor, or a full prefill; it measures this machine
-    when it is first needed. verify: compare with a full prefill. confirm: the answer is a full prefill's, after the listener
-    has heard the blended one. save_holes: collect and store what had to be computed, where the store is open for writing.
-    """
-
-    auto: bool = False
-    verify: bool = False
-    confirm: bool = False
-    save_holes: bool = True
-
-
-DEFAULT_OPTIONS = AskOptions()

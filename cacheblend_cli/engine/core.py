@@ -10,7 +10,6 @@ from itertools import groupby
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.attention import AttentionShares, Watch
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
@@ -18,8 +17,9 @@ from cacheblend_cli.engine.controller import decided
 from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent, Started
-from cacheblend_cli.engine.memory import DeviceMemory, lasting_pool, pool_for
+from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
+from cacheblend_cli.engine.pools import lasting_pool, pool_for
 from cacheblend_cli.engine.prefill import Prefilled, PrefillState
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.request import resolve
@@ -33,6 +33,7 @@ from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.kv.swap import swap_out
+from cacheblend_cli.types import Answer
 
 _ALONE = Limits(max_sequences=128, hot=False)  # for one request: all of its answers at once
 

@@ -11,12 +11,10 @@ from torch import Tensor
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-    from cacheblend_cli.engine.runtime import Runtime
-    from cacheblend_cli.engine.sampling import SamplingParams
 
 
 class Grammar:
@@ -43,14 +41,8 @@ class Grammar:
         self._matcher.consume_token(token_id)
 
 
-def grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
-    """The form that is asked for. Raises UsageError for one that cannot be followed."""
-    if runtime.template.opens_reasoning:
-        raise UsageError(
-            f"{runtime.model.name} reasons before it answers, and that has no form",
-            "leave --json-schema and --regex out",
-        )
-    tokenizer = runtime.form_tokenizer
+def grammar_of(tokenizer: LLTokenizer, params: SamplingParams) -> Grammar:
+    """The grammar of the answer's JSON schema or regular expression. Raises UsageError for one that cannot be followed."""
     from llguidance import LLMatcher
 
     if params.json_schema is not None:

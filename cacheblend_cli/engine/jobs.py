@@ -6,25 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from cacheblend_cli.engine.answer import Answer
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.engine.request import Question, Request
-from cacheblend_cli.engine.sampling import TokenLogprob
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import Answer, TokenLogprob
 
 Early = Literal["cancelled", "deadline"]
 
 
 @dataclass(frozen=True)
-class Job(AskOptions):
+class Job:
     """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
     deadline_s: from submission; afterwards the job ends with finish_reason "deadline". request: the question as `resolve`
-    made it outside the engine's thread, None to have the engine do it."""
+    made it outside the engine's thread, None to have the engine do it. auto: the loading controller chooses the ratio, the
+    question's being its floor, or a full prefill. verify: compare with a full prefill. confirm: the answer is a full prefill's, after
+    the blended one was streamed. save_holes: store the KV of chunks that had to be computed, where the store is open for writing."""
 
     question: Question
     priority: int = 0
     deadline_s: float | None = None
     request: Request | None = None
+    auto: bool = False
+    verify: bool = False
+    confirm: bool = False
+    save_holes: bool = True
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and self.deadline_s <= 0:

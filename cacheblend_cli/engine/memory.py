@@ -3,12 +3,10 @@ decode graphs over it. On CPU each prompt has a pool of its own, just as large a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from traceback import clear_frames
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +15,7 @@ from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
 from cacheblend_cli.engine.config import BlendConfig, EngineConfig
-from cacheblend_cli.engine.decode import BatchRunner, DecodeRunner, make_runner
+from cacheblend_cli.engine.decode import DecodeRunner, make_runner
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token
@@ -26,11 +24,6 @@ from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
 
-if TYPE_CHECKING:
-    from cacheblend_cli.engine.jobs import Limits
-    from cacheblend_cli.engine.runtime import Runtime
-
-FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
 
@@ -171,32 +164,6 @@ def blocks_that_fit(
             "end what else uses the GPU, raise --gpu-memory-utilization, or use a smaller model or --device cpu",
         )
     return -(-tokens // block_size) if tokens >= most else tokens // block_size
-
-
-def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
-    """The pool of an engine that many ask at once, and what decodes in it. On a GPU it is the runtime's own, as large as the
-    device has room for. On a CPU it is as large as the limits say, or as many whole contexts as there are
-    sequences, within a quarter of the memory that is free; nothing of it is taken before it is written to."""
-    decoder, block_size = runtime.decoder, runtime.config.block_size
-    memory = runtime.memory(limits.max_sequences)
-    if memory is not None:
-        return memory
-    tokens = limits.pool_tokens
-    if tokens is None:
-        fits = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / bytes_per_token(decoder))
-        tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
-    spare = -(-BatchRunner.SPARE // block_size)
-    pool = KVPool.of(decoder, -(-tokens // block_size) + spare, block_size)
-    return DeviceMemory(pool, BatchRunner(decoder, pool))
-
-
-def pool_for(runtime: Runtime, num_blocks: int) -> DeviceMemory:
-    """The pool for one request. On a GPU it is the runtime's own, on a CPU one of num_blocks blocks."""
-    memory, decoder, block_size = runtime.memory(), runtime.decoder, runtime.config.block_size
-    if memory is not None:
-        return memory
-    pool = KVPool.of(decoder, num_blocks + -(-BatchRunner.SPARE // block_size), block_size)
-    return DeviceMemory(pool, BatchRunner(decoder, pool))
 
 
 def out_of_memory(

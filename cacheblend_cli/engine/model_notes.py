@@ -9,9 +9,10 @@ from pathlib import Path
 
 from cacheblend_cli import user_cache
 from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.sampling import SamplingParams, model_sampling
+from cacheblend_cli.engine.sampling import model_sampling
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.types import SamplingParams
 
 FORMAT = 1  # of the check: one more where it measures otherwise
 DEFAULT = BlendConfig()

@@ -10,7 +10,6 @@ import torch
 from cacheblend_kernels import KernelError
 from cacheblend_store import StoreError
 
-from cacheblend_cli.engine.answer import Answer, Confirmation
 from cacheblend_cli.engine.build_answer import answer_of
 from cacheblend_cli.engine.checks import Confirm, InternalRequest, Refine, Verify
 from cacheblend_cli.engine.controller import learn_from
@@ -24,6 +23,7 @@ from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import CacheBlendError
+from cacheblend_cli.types import Answer, Confirmation
 
 Emit = Callable[[RequestState, Event], None]
 logger = logging.getLogger("cacheblend")

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.policy import LayerReport, Status, row_tile_of
+from cacheblend_cli.blend.policy import row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import TokenLogprob, logprobs_of
+from cacheblend_cli.engine.sampling import logprobs_of
 from cacheblend_cli.kv.forward import LayerStep, run_layers
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import make_loader
@@ -29,6 +29,7 @@ from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
+from cacheblend_cli.types import LayerReport, Status, TokenLogprob
 
 LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
 

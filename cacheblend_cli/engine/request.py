@@ -17,12 +17,12 @@ from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.model_notes import model_notes
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner
 from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
 from cacheblend_cli.engine.grammar import form_tokenizer
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.errors import PromptTooLong
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import Observer
@@ -38,11 +37,11 @@ from cacheblend_cli.prompt import dates
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.template import PromptTemplate, split_template
 from cacheblend_cli.prompt.wording import Wording
+from cacheblend_cli.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from cacheblend_cli.engine.controller import Controller
 
 Say = Callable[[str], None]
 SLICE_ROWS, GPU_SLICE_ROWS = 256, 2048
@@ -66,7 +65,7 @@ class Runtime:
         self.load_s = 0.0
         self.say: Say = lambda text: None
         self.progress: Say = lambda text: None
-        self.controllers: dict[str, Controller] = {}  # a codec each
+        self.controllers: dict[str, Any] = {}  # a loading controller for each codec, see controller.py
         self._memory = memory
         self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings and dates
         self._templates_lock = threading.Lock()

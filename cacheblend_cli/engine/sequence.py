@@ -10,7 +10,6 @@ from enum import Enum
 
 from torch import Tensor
 
-from cacheblend_cli.engine.answer import Confirmation, Verification
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.controller import AutoReport
@@ -23,6 +22,7 @@ from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
+from cacheblend_cli.types import Confirmation, Verification
 
 
 class Status(Enum):

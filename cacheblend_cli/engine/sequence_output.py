@@ -7,16 +7,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 from torch import Tensor
 
 from cacheblend_cli.engine.detokenizer import Detokenizer
-from cacheblend_cli.engine.grammar import grammar_of
+from cacheblend_cli.engine.grammar import Grammar, grammar_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import Draw, Sampler, SamplingParams, TokenLogprob
-
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+from cacheblend_cli.engine.sampling import Draw, Sampler
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import FinishReason, SamplingParams, TokenLogprob
 
 
 @dataclass
@@ -76,7 +75,7 @@ class SequenceOutput:
         self, runtime: Runtime, params: SamplingParams, prompt_ids: Sequence[int] = (), listener: Listener = NOBODY
     ) -> None:
         self._params, self._listener = params, listener
-        self._grammar = grammar_of(runtime, params) if params.has_form else None
+        self._grammar = _grammar_of(runtime, params) if params.has_form else None
         self._sampler = Sampler(params, runtime.decoder.device, prompt_ids, self._grammar)
         self._ending = {*params.stop_ids, *(() if params.ignore_eos else runtime.model.eos_ids)}
         self._detokenizer = Detokenizer(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
@@ -141,3 +140,12 @@ class SequenceOutput:
         if used_up and self._detokenizer.reasoning.open and not self.out.reasoning_cut:
             self._closing.extend(self._closing_ids())
             self.out.reasoning_cut = True
+
+
+def _grammar_of(runtime: Runtime, params: SamplingParams) -> Grammar:
+    if runtime.template.opens_reasoning:
+        raise UsageError(
+            f"{runtime.model.name} reasons before it answers, and that has no form",
+            "leave --json-schema and --regex out",
+        )
+    return grammar_of(runtime.form_tokenizer, params)

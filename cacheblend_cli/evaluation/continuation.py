@@ -10,9 +10,9 @@ from torch import Tensor
 from cacheblend_cli.engine.decode import DecodeRunner
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.engine.sequence_output import NOBODY, Generation, Listener, SequenceOutput
 from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from cacheblend_cli.api import (
     SamplingParams,
 )
 from cacheblend_cli.demo import CHUNK_TOKENS, DemoQuestion, handbook_dir, office_dir, office_questions, questions
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
+from cacheblend_cli.types import AskOptions
 
 FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
 SETTINGS = {FULL: BlendConfig(mode="full"), REUSE: BlendConfig(mode="reuse"), BLENDED: BlendConfig()}

@@ -15,13 +15,13 @@ from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.risk import signals_of
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.evaluation.settings import Prefill
 from cacheblend_cli.kv.forward import Observer, forward
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.rows import rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
+from cacheblend_cli.types import SamplingParams
 
 _PIECES = 3  # passes of the noise floor's prefill
 

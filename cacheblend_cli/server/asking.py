@@ -19,7 +19,6 @@ from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Reasoning, Started, Text
 from cacheblend_cli.engine.request import Question, chunk_of, resolve
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.engine.search import with_chunks
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
@@ -30,6 +29,7 @@ from cacheblend_cli.server.errors import ApiError, bad, stopping
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import SamplingParams
 
 T = TypeVar("T")
 _SAMPLED = (

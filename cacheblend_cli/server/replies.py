@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
-from cacheblend_cli.engine.answer import Answer, ChunkUse
 from cacheblend_cli.engine.jobs import Done, Event, Reasoning, Text, Token
-from cacheblend_cli.engine.sampling import TokenLogprob
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.server.asking import Prepared, checked
+from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
 
 @dataclass(frozen=True)

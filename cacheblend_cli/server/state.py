@@ -16,11 +16,11 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.server.errors import stopping
 from cacheblend_cli.server.metrics import Metrics
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import SamplingParams
 
 T = TypeVar("T")
 _PREPARING = 2  # threads; most of the work holds Python's lock

@@ -24,16 +24,15 @@ from starlette.routing import Route
 from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.search import look
-from cacheblend_cli.engine.answer import Answer
 from cacheblend_cli.engine.jobs import Done, Job, Reasoning, Text
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import CacheBlendError, ExitCode
-from cacheblend_cli.inquiry import Inquiry, Manner
 from cacheblend_cli.server.app import EventStream
 from cacheblend_cli.server.asking import Asking
 from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.place import PROTOCOL
 from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.types import Answer, AskOptions, AskRequest
 
 Record = dict[str, Any]
 _CUT_OFF_S = 10  # beyond the grace of running answers
@@ -102,9 +101,9 @@ class WarmSocket:
         self.on_stop()
 
     async def _ask(self, body: Record) -> AsyncIterator[Record]:
-        inquiry = Inquiry.of_wire(body)
+        ask_request = AskRequest.from_wire(body)
         with self._host:
-            job = await self._host.in_pool(lambda: self._job(inquiry))
+            job = await self._host.in_pool(lambda: self._job(ask_request))
             with Asking(self._host, job) as asking:
                 yield {"event": "notes", "notes": list(job.question.notes)}
                 async for event in asking.events():
@@ -115,21 +114,21 @@ class WarmSocket:
                     elif isinstance(event, Done) and event.ended == "cancelled":
                         return  # the engine ends: to the client it is lost
                     elif isinstance(event, Done):
-                        told = await self._ended(event.answers[0], job.question, inquiry.manner)
+                        told = await self._ended(event.answers[0], job.question, ask_request.options)
                         yield {"event": "done", "end": True, **told}
 
-    def _job(self, inquiry: Inquiry) -> Job:
+    def _job(self, ask_request: AskRequest) -> Job:
         """The job with its prompt laid out."""
         runtime, store = self._host.runtime, self._host.store
-        job = Engine(runtime).job(store, inquiry)
+        job = Engine(runtime).job(store, ask_request)
         return replace(job, request=resolve(runtime, store, job.question))
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
-        inquiry, store = Inquiry.of_wire(body), self._host.store
+        ask_request, store = AskRequest.from_wire(body), self._host.store
 
         def planned() -> Record:
             engine = Engine(self._host.runtime)
-            job = engine.job(store, inquiry)
+            job = engine.job(store, ask_request)
             told = engine.plan(store, job.question, auto=job.auto)
             return {"plan": plain(told), "keys": [key.hex() for key in job.question.keys]}
 
@@ -138,20 +137,20 @@ class WarmSocket:
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
         said: list[str] = []
-        inquiry = Inquiry.of_wire(body)
-        settings = inquiry.resolved.settings
+        ask_request = AskRequest.from_wire(body)
+        settings = ask_request.resolved.settings
         with self._host:
             found = await asyncio.to_thread(
-                look, self._host.store, settings, inquiry.question, inquiry.scope, said.append
+                look, self._host.store, settings, ask_request.question, ask_request.scope, said.append
             )
         hits = [{**vars(hit), "key": hit.key.hex()} for hit in found.hits]
         yield {"event": "found", "end": True, "hits": hits, "by": found.by, "said": said, "pid": os.getpid()}
 
-    async def _ended(self, answer: Answer, question: Question, manner: Manner) -> dict[str, Any]:
+    async def _ended(self, answer: Answer, question: Question, options: AskOptions) -> dict[str, Any]:
         engine = Engine(self._host.runtime)
-        differences, tokens = await self._host.in_pool(lambda: engine.told(self._host.store, question, answer, manner))
+        differences, tokens = await self._host.in_pool(lambda: engine.told(self._host.store, question, answer, options))
         return {
-            "record": answer.to_dict(ids=manner.ids, explain=manner.explain),
+            "record": answer.to_dict(ids=options.ids, explain=options.explain),
             "answer": shown(answer),
             "keys": [key.hex() for key in question.keys],
             "differences": differences,

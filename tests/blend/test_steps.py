@@ -13,10 +13,11 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
-from cacheblend_cli.blend.policy import Status, row_tile_of
+from cacheblend_cli.blend.policy import row_tile_of
 from cacheblend_cli.engine import prefill as runtime_prefill
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.types import Status
 
 LAYERS = 4
 KERNELS = ("prefill_attention", "rope_and_cache", "rope", "load_kv", "kv_deviation")

@@ -19,7 +19,6 @@ from checkpoints import write_checkpoint
 
 from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
-from cacheblend_cli.engine.sampling import SamplingParams
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.connections import ConnectionLimits
@@ -29,6 +28,7 @@ from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.server.warm import WarmSocket
 from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import SamplingParams
 
 KEYS = ("plain-key-0000", "ada:ada-key-000000", "bob:bob-key-000000")
 

@@ -21,11 +21,11 @@ from cacheblend_store import ChunkStore
 
 from cacheblend_cli.client import Connection, EngineLost
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.inquiry import Inquiry
 from cacheblend_cli.server import background, place
 from cacheblend_cli.server.background import ask_status
 from cacheblend_cli.server.run import bind_tcp, bind_unix, remover
 from cacheblend_cli.settings import Settings, resolve
+from cacheblend_cli.types import AskRequest
 
 ROOT = Path(__file__).parents[2]
 ASK = ("ask", "who leads billing? Jonas")
@@ -233,7 +233,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
     with ThreadPoolExecutor(2) as pool, connection:
         whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
         streamed = pool.submit(server.client.post, "/v1/chat/completions", json=body | {"stream": True})
-        events = connection.request("ask", Inquiry("who?", (), resolved).wire)
+        events = connection.request("ask", AskRequest("who?", (), resolved).wire)
         while server.state.service.stats().running < 3:
             pass
         server.end()
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     connection = Connection.to(place.socket_of(server.state.settings))
     assert connection is not None
     with connection:
-        next(connection.request("ask", Inquiry("who?", (), resolved).wire))
+        next(connection.request("ask", AskRequest("who?", (), resolved).wire))
     while not (stats := server.state.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1

@@ -1,0 +1,39 @@
+"""The KV pools that answers are made in."""
+
+from __future__ import annotations
+
+import os
+
+from cacheblend_cli.engine.decode import BatchRunner
+from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.kv.pool import KVPool, bytes_per_token
+
+FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
+
+
+def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
+    """The pool of an engine that many ask at once, and what decodes in it. On a GPU it is the runtime's own, as large as the
+    device has room for. On a CPU it is as large as the limits say, or as many whole contexts as there are
+    sequences, within a quarter of the memory that is free; nothing of it is taken before it is written to."""
+    decoder, block_size = runtime.decoder, runtime.config.block_size
+    memory = runtime.memory(limits.max_sequences)
+    if memory is not None:
+        return memory
+    tokens = limits.pool_tokens
+    if tokens is None:
+        fits = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / bytes_per_token(decoder))
+        tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
+    spare = -(-BatchRunner.SPARE // block_size)
+    pool = KVPool.of(decoder, -(-tokens // block_size) + spare, block_size)
+    return DeviceMemory(pool, BatchRunner(decoder, pool))
+
+
+def pool_for(runtime: Runtime, num_blocks: int) -> DeviceMemory:
+    """The pool for one request. On a GPU it is the runtime's own, on a CPU one of num_blocks blocks."""
+    memory, decoder, block_size = runtime.memory(), runtime.decoder, runtime.config.block_size
+    if memory is not None:
+        return memory
+    pool = KVPool.of(decoder, num_blocks + -(-BatchRunner.SPARE // block_size), block_size)
+    return DeviceMemory(pool, BatchRunner(decoder, pool))
