@@ -34,9 +34,9 @@ from serve_report import table
 
 from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits
 from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.types import AskOptions
 
 ROOT = Path(__file__).parent.parent
 WORDS = (

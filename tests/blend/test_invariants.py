@@ -11,9 +11,9 @@ from cacheblend_store import ChunkStore
 from checkpoints import FAMILY_CONFIGS, WORDS, write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.types import AskOptions
 
 FAMILIES = list(FAMILY_CONFIGS)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)

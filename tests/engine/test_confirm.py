@@ -10,10 +10,10 @@ from houses import House, Listener, open_house
 
 from cacheblend_cli.api import BlendConfig, SamplingParams
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.engine.jobs import Job, Limits
 from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import AskOptions
 
 QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alpha", "the first", "Tilda and Bo"]
 

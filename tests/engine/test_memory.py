@@ -17,13 +17,13 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.engine import prefill
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, reserve, warm_up
 from cacheblend_cli.engine.request import Question
 from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.loading import check_room
+from cacheblend_cli.types import AskOptions
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 

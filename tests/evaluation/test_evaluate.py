@@ -13,7 +13,6 @@ from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
-from cacheblend_cli.engine.config import AskOptions
 from cacheblend_cli.engine.request import Question
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
@@ -23,6 +22,7 @@ from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Context, Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
+from cacheblend_cli.types import AskOptions
 
 PARAGRAPHS = [
     "Mara leads billing. She works in Bergen.\n\n",
