@@ -17,6 +17,7 @@ from cacheblend_cli.blend.policy import row_tile_of
 from cacheblend_cli.engine import prefill as runtime_prefill
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.runtime import SLICE_ROWS
 from cacheblend_cli.types import Status
 
 LAYERS = 4
@@ -79,9 +80,10 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
 def test_a_full_prefill_computes_every_row_once(counted: Counted) -> None:
     done = counted.prefill(BlendConfig(mode="full"))
     tokens = done.plan.num_tokens
-    assert counted.attended == [tokens] * (LAYERS - 1) + [1], "the last layer finishes one row only"
+    first, second = SLICE_ROWS, tokens - SLICE_ROWS
+    assert counted.attended == [first] * (LAYERS - 1) + [second] * (LAYERS - 1) + [1], "the last layer finishes one row"
     # one kernel a layer rotates q and k and writes; where only some rows go on, q is rotated by itself
-    assert counted.launches["rope_and_cache"] == LAYERS
+    assert counted.launches["rope_and_cache"] == 2 * LAYERS
     assert counted.launches["rope"] == 1
     assert counted.launches["load_kv"] == 0
 
