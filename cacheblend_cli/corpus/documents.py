@@ -135,6 +135,18 @@ def check_paths(paths: Sequence[str]) -> None:
             raise NotFoundError(f"no such file or directory: {name}", "check the path")
 
 
+def convert_bytes(source: str, file_name: str, data: bytes) -> Document:
+    """Return the document that the bytes of a file hold; the suffix of file_name says what kind it is.
+
+    Raises NoDocument for a kind without a converter, and for a file that has no text or cannot be read.
+    """
+    converter = converter_of(file_name)
+    if converter is None:
+        raise NoDocument("a kind of file without a converter", by_rule=True)
+    converted = _ended(converter(data))
+    return Document(source, converted.text, layout=converted.layout)
+
+
 def _stdin() -> Converted:
     return _ended(from_markdown(sys.stdin.buffer.read()))
 

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from cacheblend_cli import __version__
 from cacheblend_cli.engine.jobs import Done, Event
 from cacheblend_cli.server import documents
-from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, first_of, prepare, sampling_of
+from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, prepare, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
-from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, PutBody, SearchBody, parse
+from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
-from cacheblend_cli.server.errors import ApiError, as_api_error, bad
+from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
+from cacheblend_cli.server.errors import ApiError, bad
+from cacheblend_cli.server.http import EventStream, events, json_body, logged, tenant_of, unless_left
 from cacheblend_cli.server.openapi import openapi
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
-from cacheblend_cli.server.tenants import Tenant
 
-T = TypeVar("T")
-logger = logging.getLogger("cacheblend")
+_PAGE = Path(__file__).parent / "page"
+_PAGE_FILES = frozenset(file.name for file in _PAGE.iterdir() if file.suffix in (".html", ".css", ".js"))
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 
@@ -50,7 +52,7 @@ def make_app(host: ServerState) -> Starlette:
             except HTTPException:
                 raise
             except Exception as error:
-                return _told(_logged(error, host))
+                return _told(logged(error, host))
 
         return Route(path, guarded, methods=[method])
 
@@ -59,9 +61,10 @@ def make_app(host: ServerState) -> Starlette:
             route("POST", "/v1/chat/completions", _chat),
             route("POST", "/v1/completions", _complete),
             route("POST", "/v1/search", _search),
-            route("PUT", "/v1/documents/{id:path}", _put),
-            route("GET", "/v1/documents", _list),
-            route("DELETE", "/v1/documents/{id:path}", _delete),
+            route("PUT", "/v1/documents/{id:path}", put_document),
+            route("GET", "/v1/documents", list_documents),
+            route("GET", "/v1/documents/{id:path}", read_document),
+            route("DELETE", "/v1/documents/{id:path}", delete_document),
             route("GET", "/v1/models", _models),
             route("GET", "/v1/models/{name:path}", _models),
             route("GET", "/health", _health),
@@ -69,7 +72,7 @@ def make_app(host: ServerState) -> Starlette:
             route("GET", "/metrics", _metrics),
             route("GET", "/openapi.json", _openapi),
             route("GET", "/", _page),
-            route("GET", "/page.{kind}", _page),
+            route("GET", "/page/{name}", _page),
         ],
         middleware=[Middleware(AuthMiddleware, host=host)],
         exception_handlers={HTTPException: _no_route},
@@ -77,8 +80,13 @@ def make_app(host: ServerState) -> Starlette:
 
 
 async def _models(request: Request, host: ServerState) -> Response:
+    settings, sampling = host.settings, host.sampling
     own = {
         "id": host.model, "object": "model", "created": int(host.started), "owned_by": "cacheblend", "max_model_len": host.runtime.context,
+        "defaults": {
+            "mode": settings.mode, "ratio": settings.ratio, "k": settings.top_k, "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+        },
     }  # fmt: skip
     name = request.path_params.get("name")
     if name not in (None, host.model):
@@ -104,25 +112,24 @@ async def _openapi(_: Request, host: ServerState) -> Response:
 
 
 async def _page(request: Request, _: ServerState) -> Response:
-    kind = request.path_params.get("kind")
-    if kind not in (None, "css", "js"):
+    name = request.path_params.get("name", "index.html")
+    if name not in _PAGE_FILES:
         raise HTTPException(404)
-    name = "index.html" if kind is None else f"page.{kind}"
-    return FileResponse(Path(__file__).parent / "page" / name, headers=_PAGE_HEADERS)
+    return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 
 
 async def _chat(request: Request, host: ServerState) -> Response:
-    body = parse(ChatBody, await _body(request))
+    body = parse(ChatBody, await json_body(request))
     _check_model(host, body)
     _check_priority(request, body)
     said = read_messages(body.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    wanted = Wanted(body, _tenant(request), said.question, sampling, said.history, said.system)
+    wanted = Wanted(body, tenant_of(request), said.question, sampling, said.history, said.system)
     return await _answered(request, host, _reply(host, body, chat=True), [wanted])
 
 
 async def _complete(request: Request, host: ServerState) -> Response:
-    body = parse(CompletionBody, await _body(request))
+    body = parse(CompletionBody, await json_body(request))
     _check_model(host, body)
     _check_priority(request, body)
     if body.stream and (body.echo or len(body.prompts) > 1):
@@ -136,7 +143,7 @@ async def _complete(request: Request, host: ServerState) -> Response:
     )
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
-    wanted = [Wanted(body, _tenant(request), text, sampling, raw=True) for text in body.prompts]
+    wanted = [Wanted(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
     return await _answered(request, host, _reply(host, body, chat=False), wanted)
 
 
@@ -149,16 +156,16 @@ def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
 
 async def _answered(request: Request, host: ServerState, reply: Reply, wanted: list[Wanted]) -> Response:
     with host.preparing(len(wanted)):
-        prepared = await _unless_left(request, _prepare_all(host, wanted))
+        prepared = await unless_left(request, _prepare_all(host, wanted))
     if not wanted[0].body.stream:
-        ends = await _unless_left(request, _ends(host, prepared))
+        ends = await unless_left(request, _ends(host, prepared))
         return JSONResponse(reply.whole(ends, prepared))
     with ExitStack() as stack:
         asking = stack.enter_context(Asking(host, prepared[0].job))
-        first = await _unless_left(request, asking.next())  # what is refused has a status of its own
+        first = await unless_left(request, asking.next())  # what is refused has a status of its own
         if isinstance(first, Done):
             checked(first)
-        return EventStream(_written(host, reply, _from(first, asking), prepared[0]), stack.pop_all())
+        return EventStream(events(host, reply.stream(_from(first, asking), prepared[0])), stack.pop_all())
 
 
 async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:
@@ -177,102 +184,10 @@ async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
         yield event
 
 
-async def _written(
-    host: ServerState, reply: Reply, events: AsyncIterator[Event], prepared: Prepared
-) -> AsyncIterator[bytes]:
-    """Server-sent events. What fails after the beginning is told in the stream."""
-    try:
-        async for record in reply.stream(events, prepared):
-            yield _event(record)
-    except Exception as error:
-        yield _event(_logged(error, host).body)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(record: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(record, ensure_ascii=False)}\n\n".encode()
-
-
-class EventStream(StreamingResponse):
-    """Sends pieces as they come. A client that leaves ends it, and what `stack` holds is given back in any case."""
-
-    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(pieces, headers=headers, media_type="text/event-stream")
-        self._stack = stack
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with self._stack:
-            await first_of(self.stream_response(send), _left(receive))
-
-
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
-    done = await first_of(work, _left(request.receive))
-    if done is None:
-        raise _gone()
-    return done
-
-
-def _gone() -> ApiError:
-    return ApiError(499, "the client has left")
-
-
-async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _search(request: Request, host: ServerState) -> Response:
-    body = parse(SearchBody, await _body(request))
-    hits = await host.in_pool(lambda: documents.find(host, body.query, body.k, _tenant(request)))
+    body = parse(SearchBody, await json_body(request))
+    hits = await host.in_pool(lambda: documents.find(host, body.query, body.k, tenant_of(request)))
     return JSONResponse({"object": "list", "data": hits})
-
-
-async def _put(request: Request, host: ServerState) -> Response:
-    body, document_id = parse(PutBody, await _body(request)), request.path_params["id"]
-    if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
-        raise bad("the id of a document is 1 to 256 printable characters", "id")
-    tenant = _tenant(request)
-    document = documents.document_of(documents.put_name(tenant, document_id), body.text, body.title)
-    about = host.runtime, host.store, document, host.settings, tenant.salt, (body.title or "").strip()
-    putting = await host.in_pool(lambda: documents.Putting(*about))
-    try:
-        while await host.in_engine(putting.collect):
-            pass
-        await host.in_pool(putting.commit)
-    except Exception:
-        await run_in_threadpool(putting.undo)  # also when the server ends
-        raise
-    missing = {p.key for p in putting.missing}
-    chunks = [
-        {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}
-        for p in putting.chunks
-    ]
-    record = {"id": document_id, "object": "document", "title": body.title or document_id, "chunks": chunks}
-    return JSONResponse(record, 201 if putting.is_new else 200)
-
-
-async def _list(request: Request, host: ServerState) -> Response:
-    tenant = _tenant(request)
-    data = await host.in_pool(lambda: list(documents.listed(host.runtime, host.store, tenant)))
-    return JSONResponse({"object": "list", "data": data})
-
-
-async def _delete(request: Request, host: ServerState) -> Response:
-    document_id = request.path_params["id"]
-    if not await run_in_threadpool(documents.delete, host.store, _tenant(request), document_id):
-        raise ApiError(404, f"no document {document_id[:80]!r}", code="document_not_found")
-    return JSONResponse({"id": document_id, "object": "document.deleted", "deleted": True})
-
-
-def _logged(error: Exception, host: ServerState) -> ApiError:
-    told = as_api_error(error)
-    if told.status >= 500 and not isinstance(error, ApiError):
-        logger.error("a request failed: %s", getattr(error, "message", error), exc_info=told.status == 500)
-    told.message = host.public(told.message)
-    return told
 
 
 def _told(error: ApiError) -> Response:
@@ -291,16 +206,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return _told(told)
 
 
-async def _body(request: Request) -> bytes:
-    """The body. Raises ApiError where its type is not JSON's, which a browser would send to another site without asking."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must be application/json")
-    try:
-        return await request.body()
-    except ClientDisconnect as error:
-        raise _gone() from error
-
-
 def _check_model(host: ServerState, body: AskBody) -> None:
     if body.model not in (None, "", host.model, "cacheblend"):
         told = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
@@ -309,10 +214,5 @@ def _check_model(host: ServerState, body: AskBody) -> None:
 
 def _check_priority(request: Request, body: AskBody) -> None:
     """Tenants do not go before others; the store's own key may."""
-    if body.priority < 0 and _tenant(request).name:
+    if body.priority < 0 and tenant_of(request).name:
         raise ApiError(403, "a tenant's priority is 0 or more", param="priority", code="priority_refused")
-
-
-def _tenant(request: Request) -> Tenant:
-    tenant: Tenant = request.state.tenant
-    return tenant

@@ -15,8 +15,8 @@ from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.collect.document_records import document_record, is_news
 from cacheblend_cli.collect.plan import Planned, plan_documents
 from cacheblend_cli.collect.settings import CollectSettings
-from cacheblend_cli.corpus.chunker import iter_cut
 from cacheblend_cli.corpus.citations import TITLE, Citations
+from cacheblend_cli.corpus.cutting import Cut, cut_document
 from cacheblend_cli.corpus.documents import Document
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.corpus.search import Lookup, search
@@ -64,7 +64,8 @@ def plan(collection: Collection, documents: Sequence[Document], settings: Settin
     how = of_settings(CollectSettings, settings)
     room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
     encode = collection.model.tokenizer.encode_text
-    cuts = [(document, list(iter_cut(document.text, encode, min(how.chunk_tokens, room)))) for document in documents]
+    cut = Cut(min(how.chunk_tokens, room))
+    cuts = [(document, list(cut_document(document, encode, cut))) for document in documents]
     return plan_documents(collection, cuts, how)
 
 
@@ -75,7 +76,10 @@ class Putting:
     def __init__(
         self, runtime: Runtime, store: ChunkStore, document: Document, settings: Settings, salt: str, title: str = ""
     ) -> None:
-        """Cut the document. Any thread. title: what the document is called in lists, "" for its id."""
+        """Cut the document. Any thread. title: what the document is called in lists, "" for its id.
+
+        num_stored: chunks whose KV is in the store. settled: committed or undone.
+        """
         collection = runtime.collection(salt, day=runtime.day(store, salt))
         [(_, self.chunks)] = plan(collection, [document], settings)
         record = document_record(collection, document, self.chunks, of_settings(CollectSettings, settings))
@@ -86,6 +90,8 @@ class Putting:
         self.missing = list(wanted.values())
         self._collector = Collector(collection, store, {p.key for p in self.chunks} | {collection.prefix_key})
         self._launches = self._collect()
+        self.num_stored = len(self.chunks) - len(self.missing)
+        self.settled = False
 
     @property
     def is_new(self) -> bool:
@@ -101,6 +107,7 @@ class Putting:
             self._collector.store_prefix()
             yield True
             for _ in self._collector.store(self.missing):
+                self.num_stored += 1
                 yield True
 
     def commit(self) -> None:
@@ -110,9 +117,11 @@ class Putting:
         self._collector.store_texts([p for p in self.chunks if not self._store.has_chunk(p.key)])
         if is_news(self._record, self._old):
             self._store.put_documents([self._record])
+        self.settled = True
 
     def undo(self) -> None:
         """Remove what was stored of a document that is not committed. What cannot be removed is logged."""
+        self.settled = True
         try:
             with self._store.read() as reader:
                 loose = [key for key in self._new if not any(reader.documents_of(key))]
@@ -121,8 +130,8 @@ class Putting:
             logger.error("chunks of a document that was refused stay in the store: %s", error.message)
 
 
-def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[dict[str, Any]]:
-    """The tenant's documents in their JSON form: those it put, and those precomputed with its salt."""
+def visible(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> dict[str, DocumentRecord]:
+    """The latest records of the tenant's documents, by name: those it put, and those precomputed with its salt."""
     day = runtime.day(store, tenant.salt)
     own = {collection.id for collection in runtime.collections(tenant.salt, day=day)}
     latest: dict[str, DocumentRecord] = {}
@@ -130,14 +139,48 @@ def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> Iterator[dict
         known = latest.get(record.source)
         if record.collection in own and (known is None or known.updated < record.updated):
             latest[record.source] = record
-    for name, record in sorted(latest.items()):
-        yield {
-            "id": public_id(name),
-            "object": "document" if name.startswith(PUT) else "file",
-            "title": record.settings.get(TITLE) or public_title(name),
+    return latest
+
+
+def listed(runtime: Runtime, store: ChunkStore, tenant: Tenant) -> list[dict[str, Any]]:
+    """The tenant's documents in their JSON form, by name."""
+    return [
+        {
+            **_described(record),
             "chunks": list(dict.fromkeys(chunk.key.hex() for chunk in record.chunks)),
             "updated": int(record.updated),
         }
+        for _, record in sorted(visible(runtime, store, tenant).items())
+    ]
+
+
+def read(runtime: Runtime, store: ChunkStore, tenant: Tenant, document_id: str) -> dict[str, Any] | None:
+    """A document's chunks in order, with their texts and places. None for an id that is not among the tenant's documents."""
+    records = visible(runtime, store, tenant).items()
+    record = next((record for name, record in records if public_id(name) == document_id), None)
+    if record is None:
+        return None
+    manifests = {chunk.key: chunk_of(store, chunk.key) for chunk in record.chunks}
+    chunks = [
+        {
+            "id": chunk.key.hex(),
+            "index": chunk.index,
+            "place": chunk.locator.text,
+            "headings": chunk.locator.headings,
+            "text": manifest.text if (manifest := manifests[chunk.key]) else "",
+        }
+        for chunk in record.chunks
+    ]
+    return {**_described(record), "chunks": chunks}
+
+
+def _described(record: DocumentRecord) -> dict[str, Any]:
+    name = record.source
+    return {
+        "id": public_id(name),
+        "object": "document" if name.startswith(PUT) else "file",
+        "title": record.settings.get(TITLE) or public_title(name),
+    }
 
 
 def delete(store: ChunkStore, tenant: Tenant, document_id: str) -> bool:

@@ -36,12 +36,23 @@ class Ready(Struct):
     status: Literal["ready", "stopping", "stuck"]
 
 
+class Defaults(Struct):
+    """Settings of a request that names none."""
+
+    mode: str
+    ratio: float | Literal["auto"]
+    k: int
+    max_tokens: int
+    temperature: float
+
+
 class Model(Struct):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    defaults: Defaults
 
 
 class ModelList(Struct):
@@ -77,8 +88,31 @@ class Document(Struct):
 
 
 class DocumentList(Struct):
+    """suffixes: of the names of files that can be put. max_bytes: of one of them."""
+
     object: Literal["list"]
     data: list[Document]
+    suffixes: list[str]
+    max_bytes: int
+
+
+class DocumentChunk(Struct):
+    """place: page or lines in the file, for people. headings: titles it stands under, the outermost first."""
+
+    id: str
+    index: int
+    place: str
+    headings: list[str]
+    text: str
+
+
+class WholeDocument(Struct):
+    """A document's chunks in order."""
+
+    id: str
+    object: Literal["document", "file"]
+    title: str
+    chunks: list[DocumentChunk]
 
 
 class PutChunk(Struct):
@@ -151,7 +185,8 @@ class CompletionReply(Struct):
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. body, reply: types of JSON; replies: of each status, in the place of 200. media: of replies that are not JSON."""
+    """A route. body, reply: types of JSON; replies: of each status, in the place of 200. media: of replies that are not JSON.
+    bytes_too: the body may be the bytes of a file."""
 
     summary: str
     reply: Any = None
@@ -159,14 +194,18 @@ class Operation:
     replies: dict[int, Any] = field(default_factory=dict)
     media: str | None = None
     streams: bool = False
+    bytes_too: bool = False
 
 
 OPERATIONS = {
     "POST /v1/chat/completions": Operation("Answer a conversation", ChatReply, ChatBody, streams=True),
     "POST /v1/completions": Operation("Continue a text", CompletionReply, CompletionBody, streams=True),
     "POST /v1/search": Operation("Search the stored chunks", HitList, SearchBody),
-    "PUT /v1/documents/{id}": Operation("Store a document", None, PutBody, {200: PutReply, 201: PutReply}),
+    "PUT /v1/documents/{id}": Operation(
+        "Store a document", None, PutBody, {200: PutReply, 201: PutReply}, streams=True, bytes_too=True
+    ),
     "GET /v1/documents": Operation("List the documents", DocumentList),
+    "GET /v1/documents/{id}": Operation("Read a document", WholeDocument),
     "DELETE /v1/documents/{id}": Operation("Delete a document", Deleted),
     "GET /v1/models": Operation("List the models", ModelList),
     "GET /v1/models/{name}": Operation("Describe a model", Model),
@@ -219,5 +258,6 @@ def _described(route: str, operation: Operation, schema_of: dict[str, Any]) -> d
             schema = {"type": "string", "minLength": 1, "maxLength": 256}
             told["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     if operation.body is not None:
-        told["requestBody"] = {"required": True, "content": content(operation.body)}
+        files = {"application/octet-stream": {}} if operation.bytes_too else {}
+        told["requestBody"] = {"required": True, "content": content(operation.body) | files}
     return told

@@ -93,7 +93,7 @@ class Reply:
         chunks: list[dict[str, Any]] = [
             {
                 "id": c.id, "document": of.document, "title": of.title, "tokens": c.tokens, "status": c.status,
-                "recomputed": c.recomputed,
+                "recomputed": c.recomputed, "place": c.place,
             }
             for c, of in zip(answer.chunks, prepared.origins, strict=True)
         ]  # fmt: skip

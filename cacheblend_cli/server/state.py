@@ -31,7 +31,7 @@ class ServerState:
     """Lives as long as the server. sampling: defaults of a request. runtime: of the service; its model computes in the
     service's thread alone. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
     answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
-    that prepare requests."""
+    that prepare requests. converting: held while a file is converted, so that one of them stays for the others."""
 
     service: AsyncEngine
     store: ChunkStore
@@ -49,6 +49,7 @@ class ServerState:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     on_end: set[Callable[[], None]] = field(default_factory=set)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
+    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _active: int = 0
     _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)

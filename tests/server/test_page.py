@@ -1,16 +1,22 @@
-"""The page, in a browser: asked without a mouse, read on a narrow screen."""
+"""The page, in a browser: documents dropped, questions asked and stopped, conversations kept, sources opened."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from browser import Page
 
 PAGES = {
     "billing": "the lead of billing is Mara and she works in Bergen, near the harbor, with a parrot at home",
     "parrots": "Jonas keeps a parrot at home <b>in Bergen</b> near the harbor",
 }
+QUESTION = "who keeps a parrot in Bergen?"
+ANSWERED = "document.getElementById('stop').hidden && document.querySelectorAll('.footnote').length"
+LONG = " ".join(f"On day {i} Mara counted the parrots of Bergen near the harbor." for i in range(12))
 
 
 def stored(server: Any) -> None:
@@ -18,67 +24,277 @@ def stored(server: Any) -> None:
         assert server.client.put(f"/v1/documents/{name}", json={"text": text}).status_code == 201
 
 
-def test_a_question_is_asked_with_the_keyboard(server: Any, tmp_path: Path) -> None:
+def text_of(page: Page, selector: str) -> str:
+    text: str = page.js(f"[...document.querySelectorAll({selector!r})].map(e => e.textContent).join('|')")
+    return text
+
+
+def click(page: Page, selector: str) -> None:
+    page.js(f"document.querySelector({selector!r}).click()")
+
+
+def drop(page: Page, **files: str) -> None:
+    page.js(
+        f"""(() => {{
+            const data = new DataTransfer();
+            for (const [name, text] of Object.entries({json.dumps(files)}))
+                data.items.add(new File([text], name.replace("_", ".")));
+            document.body.dispatchEvent(new DragEvent("drop", {{ dataTransfer: data, bubbles: true, cancelable: true }}));
+        }})()"""
+    )
+
+
+@pytest.fixture
+def page(server: Any, tmp_path: Path) -> Iterator[Page]:
+    """The page of a server with two documents, ready for a question."""
     stored(server)
     with Page(server.url.removesuffix("v1"), tmp_path / "profile") as page:
-        assert page.js("document.activeElement.id") == "question"
-        assert page.js("document.getElementById('key').offsetParent === null")  # no key is needed here
-        page.type("who keeps a parrot in Bergen?")
-        page.press("Enter")
-        page.until(
-            "document.querySelectorAll('#sources li').length === 2 && !document.getElementById('verify').disabled"
-        )
-        answer = page.js("document.getElementById('answer').textContent")
-        expected = server.ask(
-            "", messages=[{"role": "user", "content": "who keeps a parrot in Bergen?"}], search={"k": 5}, max_tokens=8
-        )
-        assert answer == expected.json()["choices"][0]["message"]["content"]
-        texts = page.js("[...document.querySelectorAll('.text')].map(p => p.textContent).join('|')")
-        assert all(text in texts for text in PAGES.values())  # as text: no document writes into the page
-        assert set(page.js("[...document.querySelectorAll('.badge')].map(b => b.textContent)")) == {"exact", "blended"}
-        how = page.js("[...new Set([...document.querySelectorAll('.text span')].map(s => s.className))].sort().join()")
-        assert how == "exact,recomputed,reused"
-        assert page.js("document.querySelectorAll('#layers span').length") == 4
-        figures = page.js("document.getElementById('figures').textContent")
-        assert "First token" in figures
-        assert "Full prefill" not in figures  # it is shown where it was measured
-        for _ in range(8):  # Tab reaches the button
-            page.press("Tab")
-            if page.js("document.activeElement.id") == "verify":
-                break
-        page.press(" ")
-        page.until("document.getElementById('figures').textContent.includes('KL to it')")
+        page.until("document.querySelectorAll('#documents li').length === 2")
+        yield page
 
 
-def test_it_is_read_on_a_narrow_screen(server: Any, tmp_path: Path) -> None:
-    stored(server)
-    with Page(server.url.removesuffix("v1"), tmp_path / "profile", width=375, height=800) as page:
-        page.type("who keeps a parrot in Bergen?")
-        page.press("Enter")
-        page.until("document.querySelectorAll('#sources li').length === 2")
-        assert page.js("document.documentElement.scrollWidth") <= 375
-        unnamed = "[...document.querySelectorAll('button, input, select, textarea')].filter(e => !e.hidden && !e.textContent && !e.labels.length)"
-        assert page.js(f"{unnamed}.length") == 0
+def ask(page: Page, question: str = QUESTION) -> None:
+    page.type(question)
+    page.press("Enter")
+    page.until(ANSWERED)
 
 
-def test_what_fails_is_told(start: Any, tmp_path: Path) -> None:
-    server = start(("plain-key-0000",))
+def test_a_question_is_asked_with_the_keyboard(server: Any, page: Page) -> None:
+    assert page.js("document.activeElement.id") == "question"
+    assert page.js("document.getElementById('key').offsetParent === null")  # no key is needed here
+    page.type("who keeps")
+    page.press("Enter", shift=True)
+    page.js("document.getElementById('question').value = ''")
+    assert page.js("document.querySelectorAll('.turn').length") == 0
+    ask(page)
+    messages = [{"role": "user", "content": QUESTION}]
+    expected = server.ask("", messages=messages, search={"k": 5}, max_tokens=8).json()
+    assert text_of(page, ".answer > .said") == expected["choices"][0]["message"]["content"]
+    chunks = expected["blend"]["chunks"]
+    assert text_of(page, ".footnote .badge").split("|") == [c["status"] for c in chunks]
+    assert page.js("document.querySelectorAll('.layers span').length") == 4
+    assert "Full prefill" not in text_of(page, ".figures")  # it is shown where it was measured
+    for _ in range(40):  # Tab reaches the button
+        page.press("Tab")
+        if page.js("document.activeElement.className") == "verify":
+            break
+    page.press(" ")
+    page.until("document.querySelector('.figures')?.textContent.includes('KL to full prefill')")
+
+
+def test_a_footnote_opens_the_document_at_the_passage(server: Any, page: Page) -> None:
+    assert (
+        server.client.put("/v1/documents/diary", json={"text": f"{LONG} Olaf hid the zebra. {LONG}"}).status_code == 201
+    )
+    ask(page, "who hid the zebra?")
+    titles = text_of(page, ".footnote .name").split("|")
+    first = next(i for i, title in enumerate(titles) if title.startswith("diary"))
+    page.js(f"document.querySelectorAll('.footnote')[{first}].click()")
+    num_chunks = len(server.client.get("/v1/documents/diary").json()["chunks"])
+    page.until(f"document.querySelectorAll('#passage-text > div').length === {num_chunks}")
+    assert page.js("document.getElementById('passage').open")
+    whole = page.js("document.getElementById('passage-text').textContent")
+    assert "Olaf hid the zebra." in whole
+    assert whole.startswith(LONG)
+    shown = "(({top: a, bottom: b}, {top: c, bottom: d}) => a < d && b > c)(...['#passage-text', '#passage-text .current'].map(s => document.querySelector(s).getBoundingClientRect()))"
+    assert page.js(shown)
+    kinds = page.js("[...new Set([...document.querySelectorAll('#passage-text span')].map(s => s.className))]")
+    assert set(kinds) <= {"exact", "reused", "recomputed", "computed"}
+    assert kinds
+    page.press("Escape")
+    assert not page.js("document.getElementById('passage').open")
+
+
+def test_documents_write_nothing_into_the_page(page: Page) -> None:
+    ask(page)
+    page.js("document.querySelectorAll('.footnote')[1].click()")
+    assert page.js("document.querySelector('#passage-text b') === null")
+    click(page, "#passage-previous")
+    texts = text_of(page, "#passage-text")
+    assert any(text in texts for text in PAGES.values())
+
+
+def test_files_are_dropped_and_documents_deleted(server: Any, page: Page) -> None:
+    page.js(
+        """window.seen = []; new MutationObserver(() => seen.push(document.getElementById("uploads").textContent))
+            .observe(document.getElementById("uploads"), { subtree: true, childList: true, characterData: true });"""
+    )
+    drop(page, diary_txt=LONG, team_html="<h1>Team</h1><p>Olaf leads payroll.</p>", tool_exe="MZ", nothing_txt=" ")
+    page.until("document.querySelectorAll('#uploads .error').length === 2")
+    page.until("document.querySelectorAll('#documents li').length === 4")
+    listed = server.client.get("/v1/documents").json()["data"]
+    num_chunks = next(len(d["chunks"]) for d in listed if d["id"] == "diary.txt")
+    assert num_chunks > 2
+    seen = page.js("seen.join('|')")
+    assert all(f"{n} of {num_chunks} chunks" in seen for n in (0, num_chunks))
+    assert "tool.exe" in text_of(page, "#uploads")
+    assert "team.html" not in text_of(page, "#uploads")
+    page.js("window.confirm = () => true")
+    click(page, "#documents li:first-child button")
+    page.until("document.querySelectorAll('#documents li').length === 3")
+    assert "billing" not in [d["id"] for d in server.client.get("/v1/documents").json()["data"]]
+    ask(page, "who leads payroll?")
+    assert "team.html" in text_of(page, ".footnote")
+
+
+def test_answers_are_stopped_and_made_again(server: Any, page: Page) -> None:
+    page.js("document.getElementById('max_tokens').value = 900")
+    page.type(QUESTION)
+    page.press("Enter")
+    page.until("document.querySelector('.running .said:last-child')?.textContent")
+    page.press("Escape")
+    page.until("document.querySelector('.turn:not(.running)')?.textContent.includes('Stopped.')")
+    assert page.js("document.activeElement.id") == "question"
+    page.js("document.getElementById('max_tokens').value = 4")
+    click(page, ".regenerate")
+    page.until(ANSWERED)
+    assert page.js("document.querySelectorAll('.turn').length") == 1
+    expected = server.ask("", messages=[{"role": "user", "content": QUESTION}], search={"k": 5}, max_tokens=4).json()
+    assert text_of(page, ".answer > .said") == expected["choices"][0]["message"]["content"]
+
+
+def test_conversations_are_kept_in_the_browser(server: Any, page: Page) -> None:
+    ask(page)
+    first = text_of(page, ".answer > .said")
+    ask(page, "whose parrot is it?")
+    page.until("document.querySelectorAll('.turn:not(.running)').length === 2")
+    turns = [("user", QUESTION), ("assistant", first), ("user", "whose parrot is it?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    expected = server.ask("", messages=messages, search={}, max_tokens=8).json()["choices"][0]["message"]["content"]
+    assert text_of(page, ".turn:last-of-type .answer > .said") == expected
+    page.press("O", control=True, shift=True)
+    page.until("document.querySelectorAll('.turn').length === 0")
+    ask(page, "where is the harbor?")
+    page.reload()
+    page.until("document.querySelectorAll('#conversations li').length === 2")
+    assert text_of(page, "#conversations .name") == f"where is the harbor?|{QUESTION}"
+    click(page, "#conversations li:last-child .name")
+    assert page.js("document.querySelectorAll('.turn').length") == 2
+    page.js("document.querySelectorAll('.footnote')[0].click()")
+    assert page.js("document.querySelectorAll('#passage-text span').length") > 0
+    click(page, "#passage-close")
+    click(page, "#conversations li:last-child [aria-label^=Delete]")
+    page.until("document.querySelectorAll('#conversations li').length === 1")
+    page.js("window.confirm = () => true")
+    click(page, "#clear")
+    page.until("document.querySelectorAll('#conversations li').length === 0")
+    assert page.js("Object.keys(localStorage).filter(k => k.includes('conversation')).length") == 0
+
+
+def test_settings_are_shown_kept_and_sent(page: Page) -> None:
+    assert page.js("document.getElementById('max_tokens').placeholder") == "8"
+    assert page.js("document.getElementById('ratio').placeholder") == "0.15"
+    assert page.js("document.getElementById('model').textContent")
+    change = "e => { e[0].value = e[1]; e[0].dispatchEvent(new Event('input', { bubbles: true })); }"
+    page.js(f"[['mode', 'full'], ['k', 1]].map(([id, v]) => [document.getElementById(id), v]).forEach({change})")
+    page.reload()
+    page.until("document.querySelectorAll('#documents li').length === 2")
+    assert page.js("document.getElementById('mode').value") == "full"
+    ask(page)
+    assert page.js("document.querySelectorAll('.footnote').length") == 1
+    assert "full" in text_of(page, ".figures")
+    page.js("[['ratio', 7]].map(([id, v]) => [document.getElementById(id), v]).forEach(" + change + ")")
+    page.type("who?")
+    page.press("Enter")
+    assert page.js("document.getElementById('settings').checkVisibility()")  # where the value is wrong
+    assert page.js("document.querySelectorAll('.turn').length") == 1
+    click(page, "#reset")
+    assert page.js("document.getElementById('mode').value + document.getElementById('ratio').value") == ""
+
+
+def test_a_question_that_finds_nothing_is_answered_without_documents(server: Any, page: Page) -> None:
+    page.type("zebra")
+    page.press("Enter")
+    page.until("document.querySelector('.turn .error button')?.textContent")
+    click(page, ".turn .error button")
+    page.until("document.querySelector('.answer > .said')?.textContent && document.getElementById('stop').hidden")
+    plain = server.ask("", messages=[{"role": "user", "content": "zebra"}], max_tokens=8).json()
+    assert text_of(page, ".answer > .said") == plain["choices"][0]["message"]["content"]
+
+
+def test_themes(page: Page) -> None:
+    def dark() -> bool:
+        color = page.js("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(","))) < 200
+
+    page.theme("dark")
+    assert dark()
+    click(page, "#theme")
+    assert not dark()
+    click(page, "#theme")
+    page.theme("light")
+    assert dark()
+    page.reload()
+    assert dark()
+    click(page, "#theme")
+    assert not dark()
+
+
+@pytest.mark.parametrize("width", [320, 375])
+def test_it_is_read_on_a_narrow_screen(server: Any, page: Page, width: int) -> None:
+    page.size(width, 700)
+    ask(page)
+    click(page, "#show-settings")
+    assert page.js("document.documentElement.scrollWidth") <= width
+    assert page.js("document.getElementById('documents').offsetParent === null")
+    click(page, "#menu")
+    assert page.js("document.getElementById('documents').offsetParent !== null")
+    assert (
+        page.js("Math.max(...[...document.querySelectorAll('body *')].map(e => e.getBoundingClientRect().right))")
+        <= width
+    )
+    page.press("Escape")
+    assert page.js("document.activeElement.id") == "menu"
+
+
+def test_controls_have_names_and_regions_are_landmarks(page: Page) -> None:
+    ask(page)
+    unnamed = """[...document.querySelectorAll("button, input, select, textarea, nav, dialog, [role=region]")].filter(e =>
+        !e.ariaLabel && !e.textContent.trim() && !e.labels?.length && !document.getElementById(e.getAttribute("aria-labelledby"))?.id)"""
+    assert page.js(f"{unnamed}.map(e => e.outerHTML)") == []
+    assert page.js("['header', 'nav', '#chat'].every(s => document.querySelector(s).checkVisibility())")
+    assert text_of(page, ".answer > .said") in page.js("document.querySelector('[aria-live]').textContent")
+
+
+def test_nothing_is_shown_before_the_key(start: Any, tmp_path: Path) -> None:
+    server = start(("plain-key-0000", "ada:ada-key-000000"))
+    ada = {"Authorization": "Bearer ada-key-000000"}
+    assert server.client.put("/v1/documents/secret", json={"text": PAGES["billing"]}, headers=ada).status_code == 201
     with Page(server.url.removesuffix("v1"), tmp_path / "profile") as page:
-        page.type("who?")
+        page.until("document.activeElement.id === 'key'")
+        visible = "document.body.innerText"
+        assert server.state.model not in page.js(visible)
+        assert page.js("document.getElementById('app').hidden && document.getElementById('key-error').hidden")
+        page.type("wrong-key-0000")
         page.press("Enter")
-        page.until("!document.getElementById('error').hidden")
-        assert "API key" in page.js("document.getElementById('error').textContent")
-        assert page.js("document.activeElement.id") == "key"
+        page.until("!document.getElementById('key-error').hidden")
+        page.type("ada-key-000000")
+        page.press("Enter")
+        page.until("document.querySelectorAll('#documents li').length === 1")
+        ask(page, "who leads billing?")
+        page.reload()  # the key is kept as long as the tab
+        page.until("document.querySelectorAll('#conversations li').length === 1")
+        click(page, "#forget-key")
+        page.until("document.activeElement.id === 'key'")
+        assert "billing" not in page.js("document.body.textContent")
         page.type("plain-key-0000")
         page.press("Enter")
-        page.until("document.getElementById('error').textContent.includes('no stored chunk')")
+        page.until("!document.getElementById('app').hidden")
+        assert page.js("document.querySelectorAll('#conversations li').length") == 0
+        assert "plain-key" not in page.js("JSON.stringify(localStorage)")
 
 
 def test_the_page_asks_nobody_else(server: Any) -> None:
     reply = server.client.get("/")
-    assert "default-src 'self'" in reply.headers["content-security-policy"]
-    for part in ("", "page.css", "page.js"):
-        text = server.client.get(f"/{part}").text
-        assert "http://" not in text.replace("http://www.w3.org", "")
-        assert "https://" not in text
-    assert server.client.get("/page.py").status_code == 404
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    folder = Path(__file__).parents[2] / "cacheblend_cli/server/page"
+    for file in folder.iterdir():
+        part = server.client.get(f"/page/{file.name}")
+        assert part.status_code == 200
+        assert "http://" not in part.text
+        assert "https://" not in part.text
+    assert "javascript" in server.client.get("/page/page.js").headers["content-type"]
+    for name in ("page.py", "..%2fapp.py", "%2e%2e/app.py"):
+        assert server.client.get(f"/page/{name}").status_code == 404

@@ -38,6 +38,10 @@ class Page:
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--remote-debugging-port=0",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
         ]
         self._process = subprocess.Popen(
             [chromium(), *flags, f"--user-data-dir={folder}", "about:blank"], stderr=subprocess.PIPE, text=True
@@ -77,14 +81,25 @@ class Page:
         while not self.js(expression):
             assert time.monotonic() < deadline, f"never: {expression}"
 
+    def theme(self, name: str) -> None:
+        """What the system prefers: "light" or "dark"."""
+        self._do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
+    def reload(self) -> None:
+        self.js("document.body.id = 'before'")
+        self._do("Page.reload")
+        self.until("document.readyState === 'complete' && document.body.id !== 'before'")
+
     def type(self, text: str) -> None:
         """Into what has the focus."""
         self._do("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
+    def press(self, key: str, *, shift: bool = False, control: bool = False) -> None:
         text = {"Enter": "\r", " ": " "}.get(key, "")
-        codes = {"Enter": 13, "Tab": 9, " ": 32}
-        same = {"key": key, "code": {" ": "Space"}.get(key, key), "windowsVirtualKeyCode": codes[key]}
+        codes = {"Enter": 13, "Tab": 9, " ": 32, "Escape": 27, "O": 79}
+        code = {" ": "Space", "O": "KeyO"}.get(key, key)
+        modifiers = 8 * shift + 2 * control
+        same = {"key": key, "code": code, "windowsVirtualKeyCode": codes[key], "modifiers": modifiers}
         self._do("Input.dispatchKeyEvent", type="keyDown", **same, **({"text": text} if text else {}))
         self._do("Input.dispatchKeyEvent", type="keyUp", **same)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import PurePath
 
 from cacheblend_cli.corpus.converters.converter import Converter
@@ -36,6 +37,8 @@ CONVERTERS: dict[Converter, str] = {
     from_epub: ".epub",
 }
 """Converter -> lower-case file suffixes."""
+_MODULES = {from_pdf: "pypdf", from_docx: "mammoth", from_pptx: "pptx", from_xlsx: "openpyxl", from_epub: "defusedxml"}
+"""Converters of the extra `documents`, with the module each of them imports."""
 _BY_SUFFIX = {suffix: converter for converter, suffixes in CONVERTERS.items() for suffix in suffixes.split()}
 _WITHOUT_SUFFIX = {
     **dict.fromkeys("readme license licence copying notice changelog authors contributing".split(), from_plain),
@@ -47,3 +50,9 @@ def converter_of(name: str) -> Converter | None:
     """Return the converter for a file name, None for an unknown suffix, or an unknown name without one."""
     path = PurePath(name)
     return _BY_SUFFIX.get(path.suffix.lower()) if path.suffix else _WITHOUT_SUFFIX.get(path.name.lower())
+
+
+def readable_suffixes() -> list[str]:
+    """Suffixes of the files that can be converted with the libraries that are installed, sorted."""
+    missing = {converter for converter, module in _MODULES.items() if find_spec(module) is None}
+    return sorted(suffix for suffix, converter in _BY_SUFFIX.items() if converter not in missing)

@@ -1,167 +1,224 @@
-"use strict";
+// The page: asks over stored documents and shows what each answer rests on.
+import { events, get, hasKey, keySpace, request, setKey, whenUnauthorized } from "./api.js";
+import * as conversations from "./conversations.js";
+import { addFiles, count, showDocuments, watchDocuments } from "./documents.js";
+import { announce, at, button, el, plural } from "./dom.js";
+import { watchPassage } from "./passage.js";
+import { checkSettings, chosen, openSettings, showSettings, watchSettings, watchTheme } from "./settings.js";
+import { showRunning, showTurn } from "./turn.js";
 
-const at = (id) => document.getElementById(id);
-let asked = null; // the body of the last question, for Verify
+let current = conversations.create();
 let running = null; // an AbortController while an answer is made
 
-function body() {
-  const blend = { mode: at("mode").value };
-  if (at("ratio").value !== "") blend.ratio = Number(at("ratio").value);
-  return {
-    messages: [{ role: "user", content: at("question").value }],
-    search: { k: Number(at("k").value) || 5 },
-    blend, explain: true, stream: true,
-  };
-}
-
-function headers() {
-  const key = at("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
+async function start() {
+  let model;
+  try {
+    model = (await get("/v1/models")).data[0];
+  } catch (error) {
+    if (error.status !== 401) lock(error.message, error.status);
+    return;
   }
+  conversations.useSpace(await keySpace());
+  at("model").textContent = model.id;
+  at("model-about").textContent = `Model: ${model.id}, context of ${model.max_model_len} tokens. Fields left empty take the server's defaults.`;
+  showSettings(model.defaults);
+  at("locked").hidden = true;
+  for (const id of ["app", "menu", "show-settings"]) at(id).hidden = false;
+  at("forget-key").hidden = !hasKey();
+  open(conversations.create());
+  await showDocuments();
 }
 
-function fail(message, status) {
-  at("error").textContent = message;
-  at("error").hidden = false;
-  if (status === 401) {
-    at("key-label").hidden = false;
-    at("key").focus();
-  }
+/** Show nothing but the form for the key. */
+function lock(message, status = 401) {
+  for (const id of ["app", "menu", "show-settings"]) at(id).hidden = true;
+  for (const id of ["thread", "conversations", "documents", "model"]) at(id).replaceChildren();
+  at("locked").hidden = false;
+  at("key-error").hidden = status === 401 && !hasKey(); // nothing was wrong yet
+  at("key-error").textContent = message;
+  if (status === 401) setKey("");
+  at("key").value = "";
+  at("key").focus();
 }
 
-async function ask(request) {
-  running = new AbortController();
+function open(conversation) {
+  running?.abort();
+  running = null;
+  busy(false);
+  current = conversation;
+  showThread();
+  listConversations();
+  openSide(false);
+  at("question").focus();
+}
+
+function showThread() {
+  const last = current.turns.length - 1;
+  const actions = { regenerate: () => again({}), verify: () => again({ verify: true }), withoutDocuments: () => again({ search: undefined }) };
+  const turns = current.turns.map((turn, i) => showTurn(turn, i === last ? actions : null));
+  at("thread").replaceChildren(...turns, at("empty") ?? el("div", { id: "empty", className: "quiet" }));
+  showEmpty();
+  at("thread").scrollTop = at("thread").scrollHeight;
+}
+
+function showEmpty() {
+  at("empty").hidden = current.turns.length > 0 || running !== null;
+  at("empty").replaceChildren(...(count
+    ? [`Ask a question over ${plural(count, "document")}. Their stored KV is loaded and repaired, not computed again.`]
+    : ["No documents are stored yet. Drop files on this page, then ask.", button("Add files", () => at("choose").click())]));
+}
+
+function listConversations() {
+  const kept = conversations.all();
+  at("conversations").replaceChildren(...kept.map((conversation) => el("li", {},
+    button(conversation.title, () => open(conversation), {
+      className: "name plain", title: conversation.title, "aria-current": `${conversation.id === current.id}`,
+    }),
+    button("×", () => {
+      conversations.remove(conversation.id);
+      if (conversation.id === current.id) open(conversations.create());
+      else {
+        listConversations();
+        at("new").focus();
+      }
+    }, { className: "plain", "aria-label": `Delete the conversation ${conversation.title}`, title: "Delete" }))));
+  at("clear").hidden = !kept.length;
+}
+
+/** Ask a new question, behind the turns before it. */
+async function ask(question, more) {
+  const conversation = current;
+  const messages = conversation.turns.filter((turn) => turn.answer).flatMap((turn) => [
+    { role: "user", content: turn.question }, { role: "assistant", content: turn.answer },
+  ]);
+  const body = { messages: [...messages, { role: "user", content: question }], ...chosen(), explain: true, stream: true, ...more };
+  const turn = { question, answer: "", reasoning: "" };
+  const shown = showRunning(question);
+  const own = running = new AbortController();
+  at("empty").hidden = true;
+  at("thread").append(shown.article);
+  at("thread").scrollTop = at("thread").scrollHeight;
+  busy(true);
+  announce("Answering");
   const begun = performance.now();
   let first = null;
-  at("error").hidden = true;
-  at("result").hidden = false;
-  at("answer").textContent = "";
-  for (const id of ["figures", "sources", "layers", "layers-said"]) at(id).replaceChildren();
-  busy(true);
   try {
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(request), signal: running.signal,
-    });
-    if (!response.ok) {
-      at("result").hidden = true;
-      fail((await response.json()).error.message, response.status);
-      return;
+    const response = await request("POST", "/v1/chat/completions", { json: body, signal: own.signal });
+    for await (const { choices, blend } of events(response)) {
+      const { content, reasoning_content: thought } = choices[0]?.delta ?? {};
+      if (content || thought) first ??= Math.round(performance.now() - begun);
+      const atEnd = at("thread").scrollHeight - at("thread").scrollTop - at("thread").clientHeight < 40;
+      if (content) { turn.answer += content; shown.add(content); }
+      if (thought) { turn.reasoning += thought; shown.think(thought); }
+      if (atEnd) at("thread").scrollTop = at("thread").scrollHeight;
+      if (blend) turn.blend = { ...blend, seen_ms: first };
     }
-    for await (const event of events(response)) {
-      if (event.error) { fail(event.error.message); return; }
-      const piece = event.choices?.[0]?.delta?.content;
-      if (piece) {
-        first ??= performance.now() - begun;
-        at("answer").append(piece);
-      }
-      if (event.blend) show(event.blend, first);
-    }
-    asked = request;
   } catch (error) {
-    if (error.name !== "AbortError") fail(`The server cannot be reached: ${error.message}`);
-  } finally {
+    if (error.name === "AbortError") turn.stopped = true;
+    else turn.error = { message: error.message, code: error.code };
+  }
+  if (running === own) {
     running = null;
     busy(false);
   }
+  if (turn.error?.code === "invalid_api_key") return;
+  conversation.turns.push(turn);
+  at("storage-full").hidden = conversations.save(conversation);
+  announce(turn.stopped ? "Stopped" : turn.error ? "" : `Answer: ${turn.answer}`);
+  if (conversation === current) showThread();
+  listConversations();
+}
+
+/** Ask the last question again, with the settings of now. */
+function again(more) {
+  if (running || !checkSettings()) return;
+  const { question } = current.turns.pop();
+  at("thread").querySelector("article:last-of-type").remove();
+  at("question").focus();
+  ask(question, more);
 }
 
 function busy(is) {
-  at("send").disabled = is;
-  at("stop").disabled = !is;
-  at("verify").disabled = is || asked === null;
+  at("send").hidden = is;
+  at("stop").hidden = !is;
+  for (const old of at("thread").querySelectorAll(".regenerate, .verify")) old.disabled = is;
 }
 
-const ms = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
-
-function figure(name, value) {
-  const box = document.createElement("div");
-  const term = document.createElement("dt");
-  const said = document.createElement("dd");
-  term.textContent = name;
-  said.textContent = value;
-  box.append(term, said);
-  at("figures").append(box);
+function send() {
+  const question = at("question").value.trim();
+  if (running || !question || !checkSettings()) return;
+  at("question").value = "";
+  at("question").style.height = "";
+  openSettings(false);
+  at("question").focus();
+  ask(question, {});
 }
 
-function show(blend, first) {
-  figure("First token", ms(blend.timing.ttft_s));
-  if (first !== null) figure("First token, seen here", `${first.toFixed(0)} ms`);
-  figure("Prompt", `${blend.prompt_tokens} tokens`);
-  figure("From the store", `${blend.cached_tokens} tokens`);
-  figure("Computed again", `${blend.recomputed_tokens} tokens`);
-  if (blend.hot_tokens) figure("Still in the pool", `${blend.hot_tokens} tokens`);
-  if (blend.verify) {
-    const v = blend.verify;
-    figure("Full prefill, measured", ms(v.full_ttft_s));
-    figure("KL to it", v.kl.toPrecision(3));
-    figure("Its answer's tokens", `${Math.round(v.answer_top1 * v.answer_tokens)} of ${v.answer_tokens} agree`);
-  }
-  layers(blend);
-  blend.chunks.forEach((chunk, i) => source(chunk, i));
+function openSide(is) {
+  at("side").classList.toggle("open", is);
+  at("menu").setAttribute("aria-expanded", `${is}`);
+  at("chat").inert = is;
 }
 
-function layers(blend) {
-  const rows = blend.layers.map((layer) => layer.rows);
-  const most = Math.max(...rows), least = Math.min(...rows);
-  at("layers-said").textContent =
-    `${rows.length} layers compute ${least === most ? most : `${least} to ${most}`} of ${blend.prompt_tokens} rows.`;
-  for (const layer of blend.layers) {
-    const bar = document.createElement("span");
-    bar.className = layer.status;
-    bar.style.height = `${Math.max(3, (100 * layer.rows) / blend.prompt_tokens)}%`;
-    bar.title = `layer ${layer.layer}: ${layer.rows} rows, ${layer.fresh} of them computed again (${layer.status})`;
-    at("layers").append(bar);
-  }
-}
-
-function source(chunk, i) {
-  const item = document.createElement("li");
-  const details = document.createElement("details");
-  const summary = document.createElement("summary");
-  const badge = document.createElement("span");
-  const text = document.createElement("p");
-  details.open = i === 0;
-  badge.className = `badge ${chunk.status}`;
-  badge.textContent = chunk.status;
-  summary.append(`${chunk.title || chunk.document} `, badge, ` ${chunk.recomputed} of ${chunk.tokens} tokens computed`);
-  text.className = "text";
-  for (const [piece, how] of chunk.pieces) {
-    const span = document.createElement("span");
-    span.className = how;
-    span.title = how;
-    span.textContent = piece;
-    text.append(span);
-  }
-  details.append(summary, text);
-  item.append(details);
-  at("sources").append(item);
-}
-
-at("ask").addEventListener("submit", (event) => {
+at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!running && at("question").value.trim()) ask(body());
+  setKey(at("key").value.trim());
+  start();
 });
+at("forget-key").addEventListener("click", () => { setKey(""); running?.abort(); start(); });
+at("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 at("question").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    at("ask").requestSubmit();
+    send();
   }
 });
-at("stop").addEventListener("click", () => running?.abort());
-at("verify").addEventListener("click", () => ask({ ...asked, verify: true }));
+at("question").addEventListener("input", () => {
+  at("question").style.height = "";
+  at("question").style.height = `${Math.min(at("question").scrollHeight + 2, innerHeight * 0.4)}px`;
+});
+at("question").addEventListener("paste", (event) => {
+  const files = [...(event.clipboardData?.files ?? [])];
+  if (!files.length) return;
+  event.preventDefault();
+  addFiles(files);
+});
+at("stop").addEventListener("click", () => { running?.abort(); at("question").focus(); });
+at("new").addEventListener("click", () => open(conversations.create()));
+at("clear").addEventListener("click", () => {
+  if (!confirm("Delete all conversations from this browser?")) return;
+  conversations.removeAll();
+  open(conversations.create());
+});
+at("menu").addEventListener("click", () => {
+  openSide(!at("side").classList.contains("open"));
+  if (at("side").classList.contains("open")) at("new").focus();
+});
+at("show-help").addEventListener("click", () => at("help").showModal());
+at("help-close").addEventListener("click", () => at("help").close());
+at("uploads").addEventListener("change", () => { if (at("menu").checkVisibility()) openSide(true); });
+matchMedia("(max-width: 48rem)").addEventListener("change", () => openSide(false));
+at("documents").addEventListener("change", () => { if (at("empty")) showEmpty(); });
+addEventListener("keydown", (event) => {
+  const control = event.ctrlKey || event.metaKey;
+  if (at("app").hidden || at("passage").open || at("help").open) return;
+  if (event.key === "Escape") {
+    if (event.shiftKey) at("question").focus();
+    else if (at("side").classList.contains("open")) { openSide(false); at("menu").focus(); }
+    else if (running) running.abort();
+    else if (!at("settings").hidden) { openSettings(false); at("show-settings").focus(); }
+  } else if (control && event.shiftKey && event.key.toLowerCase() === "o") {
+    event.preventDefault();
+    open(conversations.create());
+  } else if (control && event.key === "/") {
+    event.preventDefault();
+    at("help").showModal();
+  }
+});
+conversations.whenChanged(listConversations);
+whenUnauthorized(lock);
+watchTheme();
+watchSettings();
+watchPassage();
+watchDocuments();
+start();

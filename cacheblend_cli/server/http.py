@@ -1,0 +1,101 @@
+"""Reading requests and streaming replies: what all routes share."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+
+from cacheblend_cli.server.asking import first_of
+from cacheblend_cli.server.errors import ApiError, as_api_error
+from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.tenants import Tenant
+
+T = TypeVar("T")
+JSON = "application/json"
+EVENTS = "text/event-stream"
+logger = logging.getLogger("cacheblend")
+
+
+def media_type(request: Request) -> str:
+    """The body's media type in lower case, without parameters; "" where there is none."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def json_body(request: Request) -> bytes:
+    """The body. Raises ApiError unless its type is JSON's: a browser sends other types to another site without asking."""
+    if media_type(request) != JSON:
+        raise ApiError(415, f"the body must be {JSON}")
+    return await raw_body(request)
+
+
+async def raw_body(request: Request) -> bytes:
+    """The body, of any type. Raises ApiError when the client leaves."""
+    try:
+        return await request.body()
+    except ClientDisconnect as error:
+        raise gone() from error
+
+
+def tenant_of(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+def logged(error: Exception, host: ServerState) -> ApiError:
+    """The error as the API reports it; the server's own faults are logged."""
+    told = as_api_error(error)
+    if told.status >= 500 and not isinstance(error, ApiError):
+        logger.error("a request failed: %s", getattr(error, "message", error), exc_info=told.status == 500)
+    told.message = host.public(told.message)
+    return told
+
+
+async def events(host: ServerState, records: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Server-sent events. An error after the beginning is a record of the stream."""
+    try:
+        async for record in records:
+            yield _event(record)
+    except Exception as error:
+        yield _event(logged(error, host).body)
+    yield b"data: [DONE]\n\n"
+
+
+def _event(record: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(record, ensure_ascii=False)}\n\n".encode()
+
+
+class EventStream(StreamingResponse):
+    """Send pieces as they come. It ends when the client leaves, and `stack` is closed in any case."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(pieces, headers=headers, media_type=EVENTS)
+        self._stack = stack
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._stack:
+            await first_of(self.stream_response(send), _left(receive))
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
+    done = await first_of(work, _left(request.receive))
+    if done is None:
+        raise gone()
+    return done
+
+
+def gone() -> ApiError:
+    return ApiError(499, "the client has left")
+
+
+async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

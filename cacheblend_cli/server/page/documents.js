@@ -1,0 +1,126 @@
+// The documents: listed, added by choosing or dropping files, deleted.
+import { events, get, request } from "./api.js";
+import { announce, at, button, el, plural } from "./dom.js";
+
+let limits = { suffixes: [], max_bytes: Infinity };
+let waiting = Promise.resolve(); // files are added one after another
+
+export let count = 0;
+
+/** List the documents. The lists of documents and of uploads have "change" events. */
+export async function showDocuments() {
+  const { data, suffixes, max_bytes } = await get("/v1/documents");
+  limits = { suffixes, max_bytes };
+  count = data.length;
+  at("files").accept = suffixes.join(",");
+  at("kinds").textContent = kinds(suffixes);
+  at("documents").replaceChildren(...data.map(item));
+  at("documents").dispatchEvent(new Event("change"));
+}
+
+function kinds(suffixes) {
+  const known = { ".md": "Markdown", ".html": "HTML", ".pdf": "PDF", ".docx": "Word", ".pptx": "PowerPoint", ".xlsx": "Excel", ".epub": "EPUB" };
+  const names = Object.entries(known).filter(([suffix]) => suffixes.includes(suffix)).map(([, name]) => name);
+  const size = `${Math.floor(limits.max_bytes / 2 ** 20) || "less than 1"} MiB`;
+  return `Text, code, tables, mail, ${names.join(", ")}; up to ${size} each.`;
+}
+
+function item(about) {
+  const name = el("span", { className: "name", title: about.title }, about.title);
+  const row = el("li", {}, name, el("span", { className: "quiet small" }, plural(about.chunks.length, "chunk")));
+  if (about.object === "document") { // files were precomputed on the server's machine and are deleted there
+    row.append(button("×", () => remove(about, row), { className: "plain", "aria-label": `Delete the document ${about.title}`, title: "Delete" }));
+  }
+  return row;
+}
+
+async function remove(about, row) {
+  if (!confirm(`Delete the document "${about.title}" from the store?`)) return;
+  try {
+    await request("DELETE", `/v1/documents/${encodeURIComponent(about.id)}`);
+  } catch (error) {
+    row.append(el("span", { className: "error", role: "alert" }, error.message));
+    return;
+  }
+  announce(`${about.title} deleted`);
+  await showDocuments();
+  at("choose").focus();
+}
+
+/** Add files, one after another; each has a line with its progress. */
+export function addFiles(files) {
+  at("uploads").dispatchEvent(new Event("change"));
+  for (const file of files) {
+    const bar = el("progress", { "aria-label": `Progress of ${file.name}` });
+    const state = el("span", { className: "quiet small" }, "waiting");
+    const stop = new AbortController();
+    const cancel = button("×", () => stop.abort(), { className: "plain", "aria-label": `Cancel ${file.name}`, title: "Cancel" });
+    const row = el("li", {}, el("span", { className: "name" }, file.name), state, cancel, bar);
+    at("uploads").append(row);
+    waiting = waiting.then(() => add(file, row, bar, state, stop.signal));
+  }
+  return waiting;
+}
+
+async function add(file, row, bar, state, signal) {
+  try {
+    signal.throwIfAborted();
+    check(file);
+    state.textContent = "reading";
+    const response = await request("PUT", `/v1/documents/${encodeURIComponent(file.name)}`, { bytes: file, accept: "text/event-stream", signal });
+    for await (const record of events(response)) {
+      if (record.object === "document.progress") {
+        bar.max = record.chunks;
+        bar.value = record.stored;
+        state.textContent = `${record.stored} of ${plural(record.chunks, "chunk")}`;
+      } else {
+        announce(`${file.name}: ${plural(record.chunks.length, "chunk")} stored`);
+      }
+    }
+    row.remove();
+    await showDocuments();
+  } catch (error) {
+    if (error.name === "AbortError") {
+      row.remove();
+      announce(`${file.name} cancelled`);
+      return;
+    }
+    bar.remove();
+    state.remove();
+    row.append(el("span", { className: "error", role: "alert" }, error.message));
+    const close = row.querySelector("button");
+    close.setAttribute("aria-label", `Dismiss ${file.name}`);
+    close.title = "Dismiss";
+    close.addEventListener("click", () => row.remove());
+  }
+}
+
+/** Throws an error for a file that the server would refuse, before it is sent. */
+function check(file) {
+  if (file.size > limits.max_bytes) throw new Error(`larger than ${Math.floor(limits.max_bytes / 2 ** 20)} MiB (serve --max-body)`);
+  const suffix = file.name.match(/\.[^.]+$/)?.[0].toLowerCase();
+  if (suffix && !limits.suffixes.includes(suffix)) throw new Error(`${suffix} files cannot be converted here`);
+}
+
+export function watchDocuments() {
+  at("choose").addEventListener("click", () => at("files").click());
+  at("files").addEventListener("change", () => {
+    addFiles([...at("files").files]);
+    at("files").value = "";
+  });
+  const holdsFiles = (event) => !at("app").hidden && event.dataTransfer?.types.includes("Files");
+  addEventListener("dragover", (event) => {
+    if (!holdsFiles(event)) return;
+    event.preventDefault();
+    document.body.classList.add("dropping");
+  });
+  addEventListener("dragleave", (event) => {
+    if (!event.relatedTarget) document.body.classList.remove("dropping");
+  });
+  addEventListener("drop", (event) => {
+    document.body.classList.remove("dropping");
+    if (!holdsFiles(event)) return;
+    event.preventDefault();
+    addFiles([...event.dataTransfer.files]);
+  });
+}

@@ -1,0 +1,58 @@
+// The dialog that shows a source in its document, at its place, with every token tinted by how its KV was made.
+import { get } from "./api.js";
+import { at, el, plural } from "./dom.js";
+
+let sources = [];
+let shown = 0;
+let request = 0; // the latest one: an earlier document may come later
+
+export function watchPassage() {
+  at("passage-close").addEventListener("click", () => at("passage").close());
+  at("passage-previous").addEventListener("click", () => show(shown - 1));
+  at("passage-next").addEventListener("click", () => show(shown + 1));
+  at("passage").addEventListener("click", (event) => {
+    if (event.target === at("passage")) at("passage").close(); // the backdrop
+  });
+}
+
+/** chunks: of one answer. */
+export function openPassage(chunks, index) {
+  sources = chunks;
+  at("passage").showModal();
+  return show(index);
+}
+
+async function show(index) {
+  const own = ++request;
+  shown = index;
+  const chunk = sources[index];
+  at("passage-title").textContent = `${index + 1}. ${chunk.title || chunk.document}`;
+  at("passage-about").textContent = [
+    chunk.place, plural(chunk.tokens, "token"), `${chunk.recomputed} computed for this answer`, chunk.status,
+  ].filter(Boolean).join(" · ");
+  at("passage-previous").disabled = index === 0;
+  at("passage-next").disabled = index === sources.length - 1;
+  lay([passage(chunk, true)]); // the passage at once, the rest of its document when it is there
+  let read;
+  try {
+    read = await get(`/v1/documents/${encodeURIComponent(chunk.document)}`);
+  } catch {
+    return; // a document that came with the question, or was deleted since
+  }
+  if (own !== request) return;
+  const used = new Map(sources.map((source) => [source.id, source]));
+  if (!read.chunks.some(({ id }) => id === chunk.id)) return; // it says something else by now
+  lay(read.chunks.map((part) => (used.has(part.id) ? passage(used.get(part.id), part.id === chunk.id) : el("div", {}, part.text))));
+}
+
+function passage(chunk, isCurrent) {
+  const part = el("div", { className: isCurrent ? "passage current" : "passage" });
+  for (const [text, how] of chunk.pieces) part.append(el("span", { className: how, title: how }, text));
+  return part;
+}
+
+function lay(parts) {
+  at("passage-text").replaceChildren(...parts);
+  const current = at("passage-text").querySelector(".current");
+  at("passage-text").scrollTop = current.offsetTop - at("passage-text").offsetTop - 8;
+}
