@@ -1,4 +1,4 @@
-"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with a server at the URL."""
+"""Take pictures of the server's page for the docs: python tools/page_pictures.py URL FOLDER, with a server over documents at URL."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ def main(url: str, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from browser import Page
 
-    for name, width, height in (("page", 960, 1150), ("page-narrow", 375, 900)):
+    for name, width, height in (("page", 1200, 780), ("page-narrow", 375, 780)):
         with tempfile.TemporaryDirectory() as profile, Page(url, Path(profile), width, height) as page:
+            page.until("document.querySelectorAll('#documents li').length")
             page.type(QUESTION)
             page.press("Enter")
-            page.until(
-                "document.querySelectorAll('#sources li').length > 0 && !document.getElementById('verify').disabled"
-            )
-            page.js("document.querySelectorAll('details').forEach((d, i) => { d.open = i < 2; })")
+            page.until("document.getElementById('stop').hidden && document.querySelectorAll('.footnote').length")
+            page.js("document.querySelector('.how').open = true")
+            if name == "page-narrow":
+                page.js("document.querySelectorAll('.footnote')[1].click()")
+                page.until("document.querySelectorAll('#passage-text .current').length")
             page.shot(folder / f"{name}.png")
 
 

@@ -100,7 +100,12 @@ def test_progress_is_streamed(server: Any) -> None:
 
 def test_a_client_that_leaves_stores_nothing(server: Any) -> None:
     go, began = threading.Event(), threading.Event()
-    server.state.service.run(lambda _: (began.set(), go.wait(WAIT_S)))
+
+    def hold(_: object) -> None:
+        began.set()
+        go.wait(WAIT_S)
+
+    server.state.service.run(hold)
     assert began.wait(WAIT_S)
     headers = {"Accept": "text/event-stream", "Content-Type": "text/plain"}
     with server.client.stream("PUT", "/v1/documents/diary", content=b"Mara counts parrots", headers=headers) as reply:

@@ -82,7 +82,7 @@ function computation(blend) {
   figure("From the store", plural(blend.cached_tokens, "token"));
   figure("Recomputed", plural(blend.recomputed_tokens, "token"));
   if (blend.hot_tokens) figure("Still in the pool", plural(blend.hot_tokens, "token"));
-  figure("Mode", blend.mode === "blend" ? `blend, ratio ${blend.ratio}` : blend.mode);
+  figure("Mode", blend.mode === "blend" ? `blend at ${blend.ratio}` : blend.mode);
   if (blend.verify) {
     const { full_ttft_s, kl, answer_top1, answer_tokens } = blend.verify;
     figure("Full prefill, first token", ms(full_ttft_s));
