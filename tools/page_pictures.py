@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-QUESTION = "Which team does Solveig Bergmann lead?"
+QUESTION = "Where does Leon Farrow live?"
 
 
 def main(url: str, folder: Path) -> None:
