@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from cacheblend_cli.corpus.converters import readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
+from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import QueueFull
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import PutBody, parse
@@ -99,9 +100,14 @@ async def _progress(
 
 def _undo_later(host: ServerState, putting: documents.Putting) -> None:
     """Undo what a client has left, in the engine's thread: a launch that runs there may still store a chunk."""
+
+    def undo(_: Runtime) -> None:
+        if not putting.settled:
+            putting.undo()
+
     if not putting.settled:
         with suppress(QueueFull):  # the server ends
-            host.service.run(lambda _: putting.settled or putting.undo())
+            host.service.run(undo)
 
 
 def _put_record(putting: documents.Putting, document_id: str, title: str) -> dict[str, Any]:

@@ -258,6 +258,6 @@ def _described(route: str, operation: Operation, schema_of: dict[str, Any]) -> d
             schema = {"type": "string", "minLength": 1, "maxLength": 256}
             told["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     if operation.body is not None:
-        files = {"application/octet-stream": {}} if operation.bytes_too else {}
+        files: dict[str, Any] = {"application/octet-stream": {}} if operation.bytes_too else {}
         told["requestBody"] = {"required": True, "content": content(operation.body) | files}
     return told
