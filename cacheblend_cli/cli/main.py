@@ -28,6 +28,7 @@ COMMANDS = {
     "search": ("search:search", "Find stored chunks."),
     "chat": ("chat:chat", "Ask follow-up questions in a terminal."),
     "serve": ("serve:serve", "Serve OpenAI's API, and keep the model loaded for ask."),
+    "mcp": ("mcp:mcp", "Serve search and ask to MCP clients."),
     "chunks": ("chunks:app", "List, show, check, move and remove stored chunks."),
     "models": ("models:app", "List, describe, check and download models."),
     "bench": ("bench:bench", "Measure speed on this machine."),

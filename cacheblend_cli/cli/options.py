@@ -99,6 +99,21 @@ def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], C
     return decorate
 
 
+def flags_of(resolved: Resolved) -> list[str]:
+    """The flags that set the settings which were given as flags, as a list of arguments."""
+    found: list[str] = []
+    for name in (name for name, origin in resolved.origin.items() if origin == "flag"):
+        flag, value = (
+            _FIELDS[name].metadata["flag"].split("/")[0] or f"--{name.replace('_', '-')}",
+            getattr(resolved.settings, name),
+        )
+        if isinstance(value, bool):
+            found += [flag] if value else []
+        else:
+            found += [f"{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    return found
+
+
 _RESULTS: dict[str, Callable[[Resolved], Any]] = {"settings": lambda r: r.settings, "resolved": lambda r: r}
 _FIELDS = {f.name: f for f in fields(Settings)}
 _KINDS = get_type_hints(Settings)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from cacheblend_cli import __version__
 from cacheblend_cli.engine.jobs import Done, Event
-from cacheblend_cli.server import documents
+from cacheblend_cli.server import documents, mcp_route
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, prepare, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, SearchBody, parse
@@ -42,8 +42,8 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(host: ServerState) -> Starlette:
-    """The server's routes, behind its guard."""
+def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
+    """The server's routes behind AuthMiddleware. is_owner: for connections that need no API key."""
 
     def route(method: str, path: str, answer: Callable[[Request, ServerState], Awaitable[Response]]) -> Route:
         async def guarded(request: Request) -> Response:
@@ -71,10 +71,11 @@ def make_app(host: ServerState) -> Starlette:
             route("GET", "/ready", _ready),
             route("GET", "/metrics", _metrics),
             route("GET", "/openapi.json", _openapi),
+            Route(mcp_route.PATH, mcp_route.McpRoute(host), methods=["POST"]),
             route("GET", "/", _page),
             route("GET", "/page/{name}", _page),
         ],
-        middleware=[Middleware(AuthMiddleware, host=host)],
+        middleware=[Middleware(AuthMiddleware, host=host, is_owner=is_owner)],
         exception_handlers={HTTPException: _no_route},
     )
 

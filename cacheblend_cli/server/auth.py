@@ -20,10 +20,13 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class AuthMiddleware:
-    """Refuse a request, or pass it on and count it. For /v1 the tenant is put into the scope's state."""
+    """Refuse a request, or pass it on and count it. For /v1 and /mcp the tenant is put into the scope's state.
 
-    def __init__(self, app: App, host: ServerState) -> None:
-        self._app, self._host = app, host
+    is_owner: requests come from this machine's user and need no key; they are of the store's own tenant.
+    """
+
+    def __init__(self, app: App, host: ServerState, *, is_owner: bool = False) -> None:
+        self._app, self._host, self._is_owner = app, host, is_owner
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +55,7 @@ class AuthMiddleware:
 
         try:
             self._check(scope)
-            if scope["path"].startswith("/v1/"):
+            if _needs_key(scope["path"]):
                 with self._host:
                     await self._app(scope, counted, noted)
             else:
@@ -78,8 +81,9 @@ class AuthMiddleware:
         names, has_port = self._host.names, scope.get("server", (None, None))[1] is not None
         if names is not None and has_port and name not in names:
             raise ApiError(403, f"this server is not asked under the name {name[:80]!r}", code="host_refused")
-        if scope["path"].startswith("/v1/"):
-            tenant = self._host.keyring.tenant_of(headers.get("authorization"))
+        if _needs_key(scope["path"]):
+            keyring = self._host.keyring
+            tenant = keyring.own if self._is_owner else keyring.tenant_of(headers.get("authorization"))
             if tenant is None:
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 error.headers["WWW-Authenticate"] = "Bearer"
@@ -93,6 +97,10 @@ class AuthMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._host.max_body} bytes", code="body_too_large")
+
+
+def _needs_key(path: str) -> bool:
+    return path.startswith("/v1/") or path == "/mcp"
 
 
 def _without_port(host: str) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,22 @@ _REPLY_S = 10.0  # for the status of an engine that listens
 _END_S = 15.0  # beyond its grace, to close the store and give memory back
 
 
-def start(settings: Settings, idle_exit_s: float) -> dict[str, Any]:
-    """Run the same command without --background in a session of its own. Returns its status once it replies.
+def start(settings: Settings, idle_exit_s: float, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run `cacheblend` in a session of its own. Return the engine's status once it replies.
 
-    Raises CacheBlendError with its message and exit code when it ends before.
+    arguments: of `cacheblend`; by default those of this command, without --background. Raises CacheBlendError with the
+    engine's message and exit code when it ends before.
     """
+    if arguments is None:
+        arguments = [argument for argument in sys.argv[1:] if argument not in ("--background", "--json")]
     path = socket_of(settings)
     make_folder(path.parent)
-    return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s)
+    return ask_status(path) or _started(path, path.with_suffix(".log"), idle_exit_s, arguments)
 
 
-def _started(path: Path, log: Path, idle_exit_s: float) -> dict[str, Any]:
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("--background", "--json")]
+def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]) -> dict[str, Any]:
     if not any(a.partition("=")[0] == "--idle-exit" for a in arguments):
-        arguments += ["--idle-exit", str(idle_exit_s)]
+        arguments = [*arguments, "--idle-exit", str(idle_exit_s)]
     command = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()", *arguments]
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         process = subprocess.Popen(

@@ -211,12 +211,13 @@ def find(host: ServerState, query: str, k: int, tenant: Tenant) -> list[dict[str
     found, citations = [], Citations(store)
     for hit in search(store, query, Lookup.of(replace(host.settings, top_k=k)), collections):
         manifest = chunk_of(store, hit.key)
-        cited = [c.title for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
+        cited = [c for c in citations.all_of(manifest) if c.name == hit.source] if manifest else []
         found.append(
             {
                 "id": hit.id,
                 "document": public_id(hit.source),
-                "title": next(filter(None, cited), public_title(hit.source)),
+                "title": next((c.title for c in cited if c.title), public_title(hit.source)),
+                "place": next((c.locator.text for c in cited), ""),
                 "index": hit.index,
                 "score": round(hit.score, 4),
                 "snippet": hit.snippet,

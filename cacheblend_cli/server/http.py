@@ -80,12 +80,12 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._stack:
-            await first_of(self.stream_response(send), _left(receive))
+            await first_of(self.stream_response(send), left(receive))
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result. It is cancelled when the client leaves: ApiError 499 then, which nobody reads."""
-    done = await first_of(work, _left(request.receive))
+    done = await first_of(work, left(request.receive))
     if done is None:
         raise gone()
     return done
@@ -95,7 +95,7 @@ def gone() -> ApiError:
     return ApiError(499, "the client has left")
 
 
-async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+async def left(receive: Callable[[], Awaitable[Any]]) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

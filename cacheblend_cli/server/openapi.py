@@ -61,11 +61,12 @@ class ModelList(Struct):
 
 
 class Hit(Struct):
-    """A chunk that was found. score: higher is better."""
+    """A chunk that was found. place: page or lines in its document, for people. score: higher is better."""
 
     id: str
     document: str
     title: str
+    place: str
     index: int
     score: float
     snippet: str

@@ -24,15 +24,15 @@ class Tenant:
 
 
 class Keyring:
-    """API keys and their tenants. Without any key, everybody is the store's own tenant."""
+    """API keys and their tenants. Without any key, everybody is the store's own tenant, `own`."""
 
     def __init__(self, keys: Iterable[str], own_salt: str) -> None:
         """keys: KEY, which is the store's own, or NAME:KEY, for a tenant whose salt is its name. Raises UsageError."""
-        self._own = Tenant("", own_salt)
+        self.own = Tenant("", own_salt)
         self._known: list[tuple[bytes, Tenant]] = []
         for text in keys:
             match = _NAMED.fullmatch(text)
-            tenant, key = (Tenant(match[1], match[1]), match[2]) if match else (self._own, text)
+            tenant, key = (Tenant(match[1], match[1]), match[2]) if match else (self.own, text)
             if len(key) < _LEAST or not key.isascii() or not key.isprintable() or " " in key:
                 raise UsageError(
                     f"an API key is at least {_LEAST} printable characters without spaces",
@@ -55,7 +55,7 @@ class Keyring:
     def tenant_of(self, authorization: str | None) -> Tenant | None:
         """Whose request this is by its Authorization header, None for nobody's. Every key is compared, in constant time."""
         if self.is_open:
-            return self._own
+            return self.own
         scheme, _, key = (authorization or "").partition(" ")
         digest, found = _digest(key.strip()), None
         for known, tenant in self._known:

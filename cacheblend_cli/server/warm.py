@@ -19,7 +19,7 @@ from cacheblend_store import StoreError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
@@ -27,7 +27,7 @@ from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.jobs import Done, Job, Reasoning, Text
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.errors import CacheBlendError, ExitCode
-from cacheblend_cli.server.app import EventStream
+from cacheblend_cli.server.app import EventStream, make_app
 from cacheblend_cli.server.asking import Asking
 from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.place import PROTOCOL
@@ -50,7 +50,8 @@ class WarmSocket:
             "status": self._status,
             "stop": self._stop,
         }
-        routes = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
+        own = [Route(f"/engine/{name}", self._route(make), methods=["POST"]) for name, make in events.items()]
+        routes = [*own, Mount("/", make_app(host, is_owner=True))]
         config = uvicorn.Config(
             Starlette(routes=routes),
             http="h11",

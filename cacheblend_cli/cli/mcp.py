@@ -1,0 +1,47 @@
+"""cacheblend mcp: search, ask and documents as tools of programs that speak the Model Context Protocol. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from cacheblend_cli.cli import options
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.extras import install_hint
+from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved, grouped
+
+_ENGINE = grouped("prompt", "model", "machine", "memory", but=("block_size",))
+
+
+@options.with_settings("store", *_ENGINE, "lock_timeout")
+def mcp(
+    resolved: Resolved,
+    url: Annotated[
+        str | None,
+        typer.Option(help=f"Use this server; {API_KEY_VARIABLE} is its API key.", show_default="the store's engine"),
+    ] = None,
+    idle_exit: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds without a question after which an engine that this command started ends."),
+    ] = 3600.0,
+) -> None:
+    """Serve the Model Context Protocol on stdin and stdout: search, ask, add_document, list_documents, and documents' texts.
+
+    It uses the running engine of the store, and starts one in the background at the first call if none runs.
+    """
+    flags = options.flags_of(resolved)
+    if url is not None and flags:
+        raise UsageError(
+            f"--url and {flags[0]} were given together", "give the setting to the server: cacheblend serve"
+        )
+    if find_spec("mcp") is None:
+        raise UsageError("mcp needs the package mcp, which is not installed", install_hint("mcp"))
+    from cacheblend_cli.server.mcp_stdio import serve_store, serve_url
+
+    if url is not None:
+        serve_url(url, os.environ.get(API_KEY_VARIABLE, ""))
+    else:
+        serve_store(resolved.settings, flags, idle_exit)

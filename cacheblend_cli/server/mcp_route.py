@@ -1,0 +1,72 @@
+"""The Model Context Protocol over HTTP (streamable HTTP, without sessions) beside the other routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from cacheblend_cli.extras import install_hint
+from cacheblend_cli.server.asking import first_of
+from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.http import left, raw_body
+from cacheblend_cli.server.state import ServerState
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+PATH = "/mcp"
+
+
+class McpRoute:
+    """ASGI app for POST /mcp. A tool sends its requests to the server's own routes with the client's API key."""
+
+    def __init__(self, host: ServerState) -> None:
+        self._host = host
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one message of the protocol. Raises ApiError where the extra is not installed."""
+        if find_spec("mcp") is None:
+            raise ApiError(501, f"MCP is not installed on this server ({install_hint('mcp')})", code="mcp_missing")
+        await run_in_threadpool(import_module, "cacheblend_cli.server.mcp_tools")  # seconds, the first time
+        body = await raw_body(Request(scope, receive))
+        await first_of(self._answer(scope, body, send), left(receive))
+
+    async def _answer(self, scope: Message, body: bytes, send: Send) -> None:
+        import httpx2
+        from mcp.server.transport_security import TransportSecuritySettings
+
+        from cacheblend_cli.server.mcp_tools import Api, make_server
+
+        keys = {k: v for k, v in Request(scope).headers.items() if k == "authorization"}
+        transport = httpx2.ASGITransport(scope["app"])
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://localhost", headers=keys, timeout=None
+        ) as client:
+            server = make_server(Api(client))
+            server.streamable_http_app(
+                json_response=True,
+                stateless_http=True,
+                max_request_body_size=self._host.max_body,
+                transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # AuthMiddleware's
+            )
+            manager = server.session_manager  # without sessions it lasts no longer than its request
+            async with manager.run():
+                await manager.handle_request(scope, _replay(body), send)
+
+
+def _replay(body: bytes) -> Receive:
+    """A body that was read, then nothing: the connection is watched elsewhere."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return receive

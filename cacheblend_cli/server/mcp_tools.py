@@ -1,0 +1,267 @@
+"""Tools and resources of the Model Context Protocol over the HTTP API of an engine. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx2
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
+from mcp.server.mcpserver.resources import ResourceSecurity
+from mcp.types import Resource, ToolAnnotations
+from pydantic import BaseModel, ConfigDict, Field
+
+from cacheblend_cli import __version__
+from cacheblend_cli.errors import CacheBlendError, NotFoundError
+
+_DOCUMENT = "cacheblend://documents/"
+_INSTRUCTIONS = (
+    "Passages and answers from the user's own documents, by a local model. `search` finds passages; `ask` answers from them and "
+    "names its sources; cite a source by its title and place."
+)
+_READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+_ADDS = ToolAnnotations(read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False)
+
+Hits = Annotated[int, Field(ge=1, le=256, description="Number of passages.")]
+
+
+class Passage(BaseModel):
+    """A stored passage. place: page or lines in its document, "" if unknown. score: higher is better."""
+
+    id: str
+    document: str
+    title: str
+    place: str
+    score: float
+    text: str
+
+
+class Passages(BaseModel):
+    passages: list[Passage]
+
+
+class Source(BaseModel):
+    """A passage that the model read for an answer. place: page or lines in its document, "" if unknown."""
+
+    id: str
+    document: str
+    title: str
+    place: str
+    passage: str
+
+
+class Answered(BaseModel):
+    """finish_reason: stop, or length if the answer was cut off. notes: messages about the answer."""
+
+    answer: str
+    sources: list[Source]
+    finish_reason: str
+    notes: list[str]
+
+
+class Listed(BaseModel):
+    id: str
+    title: str
+    num_chunks: int
+
+
+class Documents(BaseModel):
+    """total: number of documents that match; the list may be shorter."""
+
+    documents: list[Listed]
+    total: int
+
+
+class Added(BaseModel):
+    id: str
+    title: str
+    num_chunks: int
+
+
+class DocumentIn(BaseModel):
+    """A document to ask about."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: Annotated[str, Field(min_length=1)]
+    id: Annotated[str, Field(max_length=256)] | None = None
+    title: Annotated[str, Field(max_length=1024)] | None = None
+
+
+async def _ready() -> None:
+    """For an engine that runs."""
+
+
+class Api:
+    """JSON requests to an engine. client: at the engine's root. ready: makes sure that an engine runs, and raises CacheBlendError."""
+
+    def __init__(self, client: httpx2.AsyncClient, ready: Callable[[], Awaitable[None]] = _ready) -> None:
+        self._client, self._ready = client, ready
+
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the reply. Raises CacheBlendError with the engine's message."""
+        await self._ready()
+        try:
+            reply = await self._client.request(method, path, json=body)
+            told = reply.json()
+        except httpx2.TransportError as error:
+            raise CacheBlendError(
+                f"the engine cannot be reached: {error or type(error).__name__}", "check that cacheblend serve runs"
+            ) from error
+        except ValueError as error:
+            raise CacheBlendError(
+                f"the reply at {self._client.base_url} is not JSON (HTTP {reply.status_code})",
+                "check that the URL is that of cacheblend serve",
+            ) from error
+        if reply.is_success:
+            found: dict[str, Any] = told
+            return found
+        detail = told.get("error") if isinstance(told, dict) else None
+        message = detail["message"] if isinstance(detail, dict) else f"HTTP {reply.status_code}"
+        hint = "give the server's API key in CACHEBLEND_API_KEY" if reply.status_code == 401 else None
+        raise (NotFoundError if reply.status_code == 404 else CacheBlendError)(message, hint)
+
+
+def make_server(api: Api, *, lists_documents: Callable[[], bool] = lambda: True) -> MCPServer[Any]:
+    """The MCP server. lists_documents: whether the list of resources may ask the engine now; it is empty otherwise."""
+    _keep_logging()
+    server = _Server(api, lists_documents)
+    tools = Tools(api)
+    server.add_tool(tools.search, title="Search documents", annotations=_READS)
+    server.add_tool(tools.ask, title="Ask over documents", annotations=_READS)
+    server.add_tool(tools.add_document, title="Add a document", annotations=_ADDS)
+    server.add_tool(tools.list_documents, title="List documents", annotations=_READS)
+    # an id is a name in the store, never a path
+    security = ResourceSecurity(exempt_params={"id"})
+    server.resource(f"{_DOCUMENT}{{id}}", name="document", description="Text of a stored document.", security=security)(
+        tools.read_document
+    )
+    return server
+
+
+class _Server(MCPServer[Any]):
+    """Lists stored documents as resources."""
+
+    def __init__(self, api: Api, lists_documents: Callable[[], bool]) -> None:
+        super().__init__(
+            "cacheblend", version=__version__, instructions=_INSTRUCTIONS, log_level="ERROR", subscriptions=False
+        )
+        self._api, self._lists_documents = api, lists_documents
+
+    async def list_resources(self) -> list[Resource]:
+        if not self._lists_documents():
+            return []
+        try:
+            found = (await self._api.call("GET", "/v1/documents"))["data"]
+        except CacheBlendError as error:
+            raise _resource_error(error) from error
+        return [
+            Resource(uri=_DOCUMENT + quote(d["id"], safe=""), name=d["id"], title=d["title"], mime_type="text/plain")
+            for d in found
+        ]
+
+
+class Tools:
+    """The tools. Their descriptions are read by a model."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def search(self, query: Annotated[str, Field(min_length=1)], k: Hits = 5) -> Passages:
+        """Find passages of the stored documents, best first."""
+        found = (await self._call("POST", "/v1/search", {"query": query, "k": k}))["data"]
+        return Passages(passages=[Passage.model_validate(hit) for hit in found])
+
+    async def ask(
+        self,
+        question: Annotated[str, Field(min_length=1)],
+        k: Annotated[Hits | None, Field(description="Search for this many passages.")] = None,
+        chunks: Annotated[list[str] | None, Field(description="Ids of passages that search found.")] = None,
+        documents: Annotated[list[DocumentIn] | None, Field(description="Texts to answer from.")] = None,
+        max_tokens: Annotated[int | None, Field(ge=1, description="Maximum tokens of the answer.")] = None,
+    ) -> Answered:
+        """Answer a question from stored passages, by a local model. It searches unless chunks or documents are given."""
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "explain": True}
+        if chunks:
+            body["chunks"] = chunks
+        if documents:
+            body["documents"] = [document.model_dump(exclude_none=True) for document in documents]
+        if k is not None or not (chunks or documents):
+            body["search"] = {} if k is None else {"k": k}
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        reply = await self._call("POST", "/v1/chat/completions", body)
+        [choice], blend = reply["choices"], reply["blend"]
+        sources = [
+            Source(passage="".join(text for text, _ in chunk["pieces"]).strip(), **_named(chunk))
+            for chunk in blend["chunks"]
+        ]
+        return Answered(
+            answer=choice["message"]["content"],
+            sources=sources,
+            finish_reason=choice["finish_reason"],
+            notes=blend["notes"],
+        )
+
+    async def add_document(
+        self,
+        text: Annotated[str, Field(min_length=1)],
+        title: Annotated[str, Field(max_length=1024)] | None = None,
+        id: Annotated[
+            str | None,
+            Field(max_length=256, description="Replaces the document of this id; default: made of the text."),
+        ] = None,
+    ) -> Added:
+        """Store a document, so that search and ask find it. Its KV cache is computed at once."""
+        name = id or "text-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        body = {"text": text, "title": title} if title else {"text": text}
+        stored = await self._call("PUT", f"/v1/documents/{quote(name, safe='')}", body)
+        return Added(id=stored["id"], title=stored["title"], num_chunks=len(stored["chunks"]))
+
+    async def list_documents(
+        self,
+        matching: Annotated[str, Field(description="Part of the title or id.")] = "",
+        limit: Annotated[int, Field(ge=1)] = 100,
+    ) -> Documents:
+        """List the stored documents."""
+        every = (await self._call("GET", "/v1/documents"))["data"]
+        part = matching.casefold()
+        found = [d for d in every if part in d["title"].casefold() or part in d["id"].casefold()]
+        listed = [Listed(id=d["id"], title=d["title"], num_chunks=len(d["chunks"])) for d in found[:limit]]
+        return Documents(documents=listed, total=len(found))
+
+    async def read_document(self, id: str) -> str:
+        """The resource of a document: its text."""
+        try:
+            found = await self._api.call("GET", f"/v1/documents/{quote(id, safe='')}")
+        except CacheBlendError as error:
+            raise _resource_error(error) from error
+        return "".join(chunk["text"] for chunk in found["chunks"])
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            return await self._api.call(method, path, body)
+        except CacheBlendError as error:
+            raise ToolError(_message(error)) from error
+
+
+def _keep_logging() -> None:
+    """Keep the SDK from configuring the root logger, which it does unless there is a handler."""
+    if not logging.root.handlers and logging.lastResort is not None:
+        logging.root.addHandler(logging.lastResort)
+
+
+def _named(chunk: dict[str, Any]) -> dict[str, str]:
+    return {name: chunk[name] for name in ("id", "document", "title", "place")}
+
+
+def _resource_error(error: CacheBlendError) -> ResourceError:
+    return (ResourceNotFoundError if isinstance(error, NotFoundError) else ResourceError)(_message(error))
+
+
+def _message(error: CacheBlendError) -> str:
+    return f"{error.message}\n{error.hint}" if error.hint else error.message
