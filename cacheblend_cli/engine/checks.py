@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ def seeded(request: Request) -> Request:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(32)))
 
 
-class InternalRequest(RequestState):
+class InternalRequest(RequestState, ABC):
     """A full prefill of a parent's prompt, and what follows it."""
 
     def __init__(self, runtime: Runtime, parent: RequestState | None, request: Request, max_new_tokens: int) -> None:
@@ -48,9 +49,9 @@ class InternalRequest(RequestState):
         """Rows of the prompt whose logits are wanted, see `PrefillState`; called when the prefill begins."""
         return None
 
+    @abstractmethod
     def prefilled(self, sequence: Sequence, done: Prefilled) -> None:
-        """The prompt is done: begin what follows. Sequences that are complete have the status FINISHED afterwards."""
-        raise NotImplementedError
+        """The prompt is prefilled: begin what follows. Completed sequences have the status FINISHED afterwards."""
 
     def conclude(self) -> None:
         """All sequences are complete: hand the result to the parent."""
