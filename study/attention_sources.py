@@ -26,7 +26,7 @@ from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, Samp
 from cacheblend_cli.corpus.embedding import find_embedder
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.engine.attention import AttentionShares
-from cacheblend_cli.engine.config import AskOptions
+from cacheblend_cli.types import AskOptions
 
 CHUNKS = 5
 SINKS = 4  # tokens at the beginning of a chunk
@@ -65,7 +65,7 @@ def measure(engine: Engine, corpus: Corpus, questions: Sequence[Asked], limit: i
             question = Question(
                 asked.question, [hits[i].key for i in order], BlendConfig(mode="full"), SamplingParams(max_tokens=8)
             )
-            answer = engine.ask(store, question, AskOptions(save_holes=False))
+            answer = engine.ask(store, question, AskOptions(save=False))
             shares = [chunk.attention or 0.0 for chunk in answer.chunks]
             count += 1
             print(count, file=sys.stderr, flush=True)

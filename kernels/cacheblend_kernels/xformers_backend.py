@@ -83,7 +83,9 @@ class XformersBackend(TritonBackend):
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        taken = self._decode_op is not None and params.plain and q.shape[0] > 0 and takes_decode(q, cache)
+        taken = (
+            self._decode_op is not None and params.plain and q.shape[0] == meta.num_seqs > 0 and takes_decode(q, cache)
+        )
         if not taken:
             return super().decode_attention(q, cache, meta, params)
         inputs = decode_inputs(self._fmha, q, cache, self._paged_bias(meta, cache.k.shape[1]), params.scale)

@@ -53,7 +53,7 @@ def not_needed() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[^\w-]", package)[0].replace("-", "_") for package in packages}
-    return sorted(names - {*gpu_check.NEEDED, *gpu_check.LARGE, "huggingface_hub"})
+    return sorted(names - {*gpu_check.NEEDED, *gpu_check.LARGE, "huggingface_hub", "httpx2"})
 
 
 def test_the_first_two_stages_run_on_a_cpu(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from checkpoints import write_checkpoint
 from text_tokenizers import write_text_tokenizer
 
+from cacheblend_cli.collect import document_records
 from cacheblend_cli.model.tokenizer import Tokenizer
 
 Cli = Callable[..., Any]
@@ -32,6 +33,7 @@ def test_chunks_with_other_ids_for_the_same_text_are_replaced(
     encode = Tokenizer.encode_text
     with monkeypatch.context() as patched:
         patched.setattr(Tokenizer, "encode_text", lambda self, text: encode(self, " " + text))
+        patched.setattr(document_records, "CUT_VERSION", 0)
         old = [r["id"] for r in cli("precompute", "docs", "--json").records]
     assert old
     new = cli("precompute", "docs", "--json").records

@@ -410,6 +410,7 @@ def test_an_engine_that_is_killed_in_mid_answer(cli: Cli, model: Path, said: str
             request.read(length)
             connection.sendall(("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said).encode())
 
+    place.make_folder(path.parent)
     with bind_unix(path) as bound, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve, bound)
         asked = cli(*ASK, *flags)

@@ -31,6 +31,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+EAGER = "from cacheblend_cli.collect import commits; commits.GROUP_SECONDS = 0.0; "
+"""A commit for every chunk: so small a corpus would be one group."""
+
+
 def _command(corpus: Path, store: Path, part: str = "") -> list[str]:
     """part: the documents of one of four writers, all by default."""
     flags = [
@@ -44,7 +48,7 @@ def _command(corpus: Path, store: Path, part: str = "") -> list[str]:
         "1",
         "--json",
     ]
-    return [sys.executable, "-c", CLI, "precompute", str(corpus / "docs" / part), *flags]
+    return [sys.executable, "-c", EAGER + CLI, "precompute", str(corpus / "docs" / part), *flags]
 
 
 def _environment() -> dict[str, str]:

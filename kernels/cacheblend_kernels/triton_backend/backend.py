@@ -71,7 +71,11 @@ class TritonBackend(KernelBackend):
     def decode_attention(
         self, q: Tensor, cache: LayerCache, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        return decode_attention(q, cache, meta, params, self._plan)
+        if q.shape[0] == meta.num_seqs:
+            return decode_attention(q, cache, meta, params, self._plan)
+        out = torch.zeros_like(q)  # rows after those of the sequences are padding
+        out[: meta.num_seqs] = decode_attention(q[: meta.num_seqs], cache, meta, params, self._plan)
+        return out
 
     def rope_and_cache(self, q: Tensor | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Slots) -> Tensor | None:
         return cache_ops.rope_and_cache(q, k, v, cache, slots)
