@@ -1,0 +1,1 @@
+"""Connectors: other engines that decode from a prompt that was prefilled here."""

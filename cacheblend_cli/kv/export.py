@@ -1,0 +1,72 @@
+"""KV of a prefilled prompt as other engines store it: K rotated, channels of a head in the checkpoint's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.model.weights import head_order
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """KV of a layer at positions start to start + n: k (rotated) and v, each [n, num_kv_heads, head_dim].
+
+    window: positions that the layer's attention covers, None for all. The tensors may be the pool's memory: copy what
+    outlives the sequence.
+    """
+
+    start: int
+    k: Tensor
+    v: Tensor
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class KVReader:
+    """KV of positions 0 to num_tokens, layer by layer, valid while the sequence holds its blocks. Iterates over the layers.
+
+    order: index of each of the checkpoint's head channels among ours, [head_dim] int64; None for the identity.
+    """
+
+    decoder: Decoder
+    sequence: PagedSequence
+    num_tokens: int
+    order: Tensor | None
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.spec.num_layers
+
+    @property
+    def start(self) -> int:
+        """First position whose KV is held. Above 0 if every layer has a window and the sequence has outgrown it."""
+        return min(self.sequence.gone * self.sequence.pool.block_size, self.num_tokens)
+
+    def layer(self, index: int) -> LayerKV:
+        """Read a layer in the decoder's dtype, on the pool's device. A float8 pool is dequantised."""
+        pool, start = self.sequence.pool, self.start
+        if start == 0:
+            slots = self.sequence.slots_to(self.num_tokens)
+        else:
+            slots = self.sequence.slots(torch.arange(start, self.num_tokens, device=pool.device))
+        k, v = pool.read(index, slots)
+        if self.order is not None:
+            k = k.index_select(-1, self.order)
+        dtype = self.decoder.dtype
+        return LayerKV(start, k.to(dtype), v.to(dtype), self.decoder.layers[index].attention.sliding_window)
+
+    def __iter__(self) -> Iterator[LayerKV]:
+        return (self.layer(index) for index in range(self.num_layers))
+
+
+def export(decoder: Decoder, sequence: PagedSequence, num_tokens: int) -> KVReader:
+    """Return a reader of the KV of the sequence's first num_tokens positions. Nothing is copied before a layer is read."""
+    order = head_order(decoder.spec)
+    index = None if order is None else torch.tensor(order, device=sequence.pool.device).argsort()
+    return KVReader(decoder, sequence, num_tokens, index)
