@@ -24,7 +24,7 @@ from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, Sear
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
 from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.http import EventStream, events, json_body, logged, tenant_of, unless_left
+from cacheblend_cli.server.http import EventStream, events, json_body, logged, session_headers, tenant_of, unless_left
 from cacheblend_cli.server.openapi import openapi
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
@@ -158,15 +158,16 @@ def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
 async def _answered(request: Request, host: ServerState, reply: Reply, wanted: list[Wanted]) -> Response:
     with host.preparing(len(wanted)):
         prepared = await unless_left(request, _prepare_all(host, wanted))
+    session = session_headers(request, prepared[0].job.question.keys)
     if not wanted[0].body.stream:
         ends = await unless_left(request, _ends(host, prepared))
-        return JSONResponse(reply.whole(ends, prepared))
+        return JSONResponse(reply.whole(ends, prepared), headers=session)
     with ExitStack() as stack:
         asking = stack.enter_context(Asking(host, prepared[0].job))
         first = await unless_left(request, asking.next())  # what is refused has a status of its own
         if isinstance(first, Done):
             checked(first)
-        return EventStream(events(host, reply.stream(_from(first, asking), prepared[0])), stack.pop_all())
+        return EventStream(events(host, reply.stream(_from(first, asking), prepared[0])), stack.pop_all(), session)
 
 
 async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:

@@ -34,8 +34,10 @@ NULL: Any = msgspec.field(default_factory=lambda: Raw(b"null"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "modalities": (["text"],), "audio": (), "reasoning_effort": (), "verbosity": ("medium",),
     "web_search_options": (), "moderation": (), "suffix": ("",),
+    "no_stop_trim": (False,), "continue_final_message": (False,), "skip_special_tokens": (True,), "separate_reasoning": (True,),
+    "stream_reasoning": (True,), "include_reasoning": (True,), "return_hidden_states": (False,),
 }  # fmt: skip
-"""Fields of OpenAI's that are not supported, and the values that change nothing (null never does)."""
+"""Fields of OpenAI's, and of vllm-router's, that are not supported, and the values that change nothing (null never does)."""
 
 
 class DocumentIn(Struct, forbid_unknown_fields=True):
@@ -190,6 +192,15 @@ class AskBody(Struct, forbid_unknown_fields=True, kw_only=True):
     web_search_options: Raw = NULL
     moderation: Raw = NULL
     suffix: Raw = NULL
+
+    # fields that vllm-router adds to every request with these defaults; other values are refused: see _NEUTRAL
+    no_stop_trim: Raw = NULL
+    continue_final_message: Raw = NULL
+    skip_special_tokens: Raw = NULL
+    separate_reasoning: Raw = NULL
+    stream_reasoning: Raw = NULL
+    include_reasoning: Raw = NULL
+    return_hidden_states: Raw = NULL
 
     @property
     def stops(self) -> tuple[str, ...]:

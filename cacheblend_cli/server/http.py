@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from cacheblend_cli.server.tenants import Tenant
 T = TypeVar("T")
 JSON = "application/json"
 EVENTS = "text/event-stream"
+SESSION = "X-Session-ID"
+_SESSION = re.compile("[!-~]{1,128}")
 logger = logging.getLogger("cacheblend")
 
 
@@ -40,6 +43,14 @@ async def raw_body(request: Request) -> bytes:
         return await request.body()
     except ClientDisconnect as error:
         raise gone() from error
+
+
+def session_headers(request: Request, keys: Sequence[bytes]) -> dict[str, str]:
+    """The header by which a proxy sends questions over the same chunks to the same replica: the session the request names, else the
+    key of its first chunk (a content hash); empty where there is neither. keys: of the prompt's chunks, in order."""
+    named = request.headers.get(SESSION, "")
+    session = named if _SESSION.fullmatch(named) else keys[0].hex() if keys else ""
+    return {SESSION: session} if session else {}
 
 
 def tenant_of(request: Request) -> Tenant:
@@ -73,8 +84,8 @@ def _event(record: dict[str, Any]) -> bytes:
 class EventStream(StreamingResponse):
     """Send pieces as they come. It ends when the client leaves, and `stack` is closed in any case."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack, extra: Mapping[str, str] | None = None) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(extra or {})}
         super().__init__(pieces, headers=headers, media_type=EVENTS)
         self._stack = stack
 

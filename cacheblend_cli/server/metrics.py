@@ -88,6 +88,12 @@ class _Stats(Collector):
         for state in ("free", "used", "hot"):
             blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
         yield blocks
+        blocks_all = stats.blocks_free + stats.blocks_used + stats.blocks_hot
+        usage = GaugeMetricFamily(
+            "cacheblend_pool_usage_ratio", "Share of the KV pool's blocks that running answers hold, 0 to 1"
+        )
+        usage.add_metric([], stats.blocks_used / blocks_all if blocks_all else 0.0)
+        yield usage
 
     def describe(self) -> Iterable[Metric]:
         return []

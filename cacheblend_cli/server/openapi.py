@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from cacheblend_cli import __version__
 from cacheblend_cli.server.bodies import ChatBody, CompletionBody, PutBody, SearchBody
+from cacheblend_cli.server.http import SESSION
 
 Finish = Literal["stop", "length"]
 
@@ -187,7 +188,7 @@ class CompletionReply(Struct):
 @dataclass(frozen=True)
 class Operation:
     """A route. body, reply: types of JSON; replies: of each status, in the place of 200. media: of replies that are not JSON.
-    bytes_too: the body may be the bytes of a file."""
+    bytes_too: the body may be the bytes of a file. session: has the header X-Session-ID, both ways."""
 
     summary: str
     reply: Any = None
@@ -196,11 +197,12 @@ class Operation:
     media: str | None = None
     streams: bool = False
     bytes_too: bool = False
+    session: bool = False
 
 
 OPERATIONS = {
-    "POST /v1/chat/completions": Operation("Answer a conversation", ChatReply, ChatBody, streams=True),
-    "POST /v1/completions": Operation("Continue a text", CompletionReply, CompletionBody, streams=True),
+    "POST /v1/chat/completions": Operation("Answer a conversation", ChatReply, ChatBody, streams=True, session=True),
+    "POST /v1/completions": Operation("Continue a text", CompletionReply, CompletionBody, streams=True, session=True),
     "POST /v1/search": Operation("Search the stored chunks", HitList, SearchBody),
     "PUT /v1/documents/{id}": Operation(
         "Store a document", None, PutBody, {200: PutReply, 201: PutReply}, streams=True, bytes_too=True
@@ -258,6 +260,13 @@ def _described(route: str, operation: Operation, schema_of: dict[str, Any]) -> d
         if f"{{{name}}}" in route:
             schema = {"type": "string", "minLength": 1, "maxLength": 256}
             told["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+    if operation.session:
+        named = {
+            "description": "Requests with the same value are answered by the same replica",
+            "schema": {"type": "string"},
+        }
+        told["parameters"] = [{"name": SESSION, "in": "header", **named}]
+        replies["200"]["headers"] = {SESSION: named}
     if operation.body is not None:
         files: dict[str, Any] = {"application/octet-stream": {}} if operation.bytes_too else {}
         told["requestBody"] = {"required": True, "content": content(operation.body) | files}
