@@ -178,7 +178,10 @@ def attention_weights(
         logits = (rows[heads].flatten(1, 2) @ keys[:, heads].permute(1, 2, 0)).mul_(params.scale)
         if params.soft_cap is not None:
             logits = params.soft_cap * torch.tanh(logits / params.soft_cap)
-        logits = logits.view(*rows[heads].shape[:3], kv_len).masked_fill_(hidden, float("-inf"))
+        logits = logits.view(*rows[heads].shape[:3], kv_len)
+        if params.alibi is not None:
+            logits += params.alibi.view(num_kv_heads, -1, 1, 1)[heads] * (key_at - positions[:, None])
+        logits.masked_fill_(hidden, float("-inf"))
         if params.sinks is not None:  # keys without a value
             sinks = params.sinks.view(num_kv_heads, -1, 1, 1)[heads]
             logits = torch.cat((logits, sinks.expand(*logits.shape[:3], 1)), -1)

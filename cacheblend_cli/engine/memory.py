@@ -120,7 +120,7 @@ def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
     kinds = {}
     for layer, cache in zip(decoder.layers, pool.layers, strict=True):
         params = layer.attention
-        kinds[params.sliding_window, params.soft_cap, params.sinks is None] = params, cache
+        kinds[params.sliding_window, params.soft_cap, params.sinks is None, params.alibi is None] = params, cache
     for params, cache in kinds.values():
         decoder.kernels.warm_up(q, cache, params, min(spec.max_context, capacity))
 

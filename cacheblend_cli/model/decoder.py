@@ -88,21 +88,22 @@ class DecoderLayer:
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         sinks = get["sinks"].float() if spec.sinks else None
-        self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks)
+        alibi = None if spec.alibi is None else torch.tensor(spec.alibi, device=get["o_proj.weight"].device)
+        self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks, alibi)
 
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
-        q, kv = self._qkv.both(h)
+        q, kv = map(self._clipped, self._qkv.both(h))
         k, v = kv.split(self.spec.kv_size, dim=-1)
         return self._normed_heads(q, self.q_norm), self._normed_heads(k, self.k_norm), self._heads(v)
 
     def project_q(self, h: Tensor) -> Tensor:
         """q of the rows."""
-        return self._normed_heads(self._qkv.first(h), self.q_norm)
+        return self._normed_heads(self._clipped(self._qkv.first(h)), self.q_norm)
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of the rows."""
-        k, v = self._qkv.rest(h).split(self.spec.kv_size, dim=-1)
+        k, v = self._clipped(self._qkv.rest(h)).split(self.spec.kv_size, dim=-1)
         return self._normed_heads(k, self.k_norm), self._heads(v)
 
     def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
@@ -116,13 +117,18 @@ class DecoderLayer:
         """Everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next layer, residual)."""
         delta = self._o(attended.reshape(attended.shape[0], -1))
         if self.spec.parallel:
-            assert self.attention_in is not None
-            return delta + self.mlp(self.attention_in(residual)), residual
+            norm = self._mlp_in or self.attention_in
+            assert norm is not None
+            return delta + self.mlp(norm(residual)), residual
         if self._attention_out is not None:
             delta = self._attention_out(delta)
         h, residual = add_and_norm(self._mlp_in, delta, residual)
         delta = self.mlp(h)
         return (delta if self._mlp_out is None else self._mlp_out(delta)), residual
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        most = self.spec.qkv_clip
+        return x if most is None else x.clamp(-most, most)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.spec.head_dim)
@@ -150,6 +156,11 @@ class Decoder:
         in_file = weights.get(IN_FILE)
         self.embedding = weights["embed"] if in_file is None else in_file
         self.norm = Norm(spec, kernels, weights["norm.weight"], weights.get("norm.bias"))
+        self._embedding_norm = (
+            Norm(spec, kernels, weights["embedding_norm.weight"], weights.get("embedding_norm.bias"))
+            if spec.embedding_norm
+            else None
+        )
         head = weights.pop("lm_head")
         self.device, self.dtype = head.device, head.dtype
         # packing a tied head that is in memory would make a second copy
@@ -166,6 +177,8 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_rows] int64 -> [num_rows, hidden_size]."""
         h, scale = F.embedding(token_ids, self.embedding).to(self.dtype), self.spec.embedding_scale
+        if self._embedding_norm is not None:
+            h = self._embedding_norm(h)
         return h if scale == 1 else h * float(torch.tensor(scale, dtype=self.dtype))  # rounded, as in transformers
 
     def input_norm(self, layer: DecoderLayer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

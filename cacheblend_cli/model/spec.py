@@ -54,7 +54,7 @@ class ModelSpec:
     - interleaved: RoPE turns channels 2i and 2i + 1, and not i and i + half (see `weights.fold`);
     - norms: which norms a layer has, and what the checkpoint calls them. attention_in and mlp_in: of what goes in,
       attention_out and mlp_out: of what is added to the residual stream;
-    - parallel: the MLP gets the input of attention, and both are added at once;
+    - parallel: the MLP gets the input of attention, or its own norm of it, and both are added at once;
     - layer_norm: norms take the mean out first; norm_bias: they add something; norm_offset: what is added to their weights;
     - qk_norm_over_all: the norm of q and k goes over all heads at once;
     - gated_mlp: false where an MLP is up, activation, down;
@@ -62,7 +62,12 @@ class ModelSpec:
     - attention_scale: of the scores, null: head_dim ** -0.5; the soft caps: x becomes cap * tanh(x / cap);
     - embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds, on the logits;
     - fused: qkv_proj and gate_up_proj, where the checkpoint holds them in one tensor as we do;
-    - renamed: parts of a layer and their names in the checkpoint, where they are not a Llama's;
+    - renamed: parts of a layer and their names in the checkpoint, where they are not a Llama's; outer: of `model.embed_tokens`,
+      `model.layers`, `model.norm` and `model.embedding_norm`;
+    - alibi: slopes of the heads, see `AttentionParams`; such a model has no RoPE;
+    - embedding_norm: the embedding is normed, as the input of a layer is;
+    - qkv_clip: q, k and v are cut to at most this, positive or negative;
+    - qkv_by_group: the fused qkv_proj holds the query heads of a KV head, its k and its v, then those of the next;
     - experts: of a mixture;
     - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes;
     - generic: its layers are transformers' (see `generic`), and what says how a layer computes says nothing here."""
@@ -108,6 +113,11 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     fused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    outer: tuple[tuple[str, str], ...] = ()
+    alibi: tuple[float, ...] | None = None
+    embedding_norm: bool = False
+    qkv_clip: float | None = None
+    qkv_by_group: bool = False
     other_parts: tuple[str, ...] = ()
     experts: ExpertsSpec | None = None
     generic: bool = False

@@ -6,7 +6,7 @@ import math
 
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 
 # What a Llama calls the parts of a layer, in `model.layers.i`.
 NAMES = {
@@ -14,15 +14,21 @@ NAMES = {
     **{part: f"mlp.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")},
 }
 
+
 Shape = tuple[int, ...]
 Product = tuple[str, list[tuple[str, int]], int, bool]
 """Our tensor, the checkpoint's tensors in it (or what NAMES has of them) and their rows, columns, whether it has a bias."""
 
 
+def embedding_name(spec: ModelSpec) -> str:
+    """Name of the embedding's weight in the checkpoint."""
+    return f"{dict(spec.outer).get(EMBEDDING, EMBEDDING)}.weight"
+
+
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]:
     """HF name -> (its shape, our tensor, first row in it, shape of our tensor).
 
-    Our tensors: embed, norm, lm_head, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
+    Our tensors: embed, norm, lm_head, where the spec has it embedding_norm, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
     `i.gate_up_proj.weight` [2 * intermediate, hidden], up alone where the MLP has no gate, `i.down_proj.weight`,
     `i.attention_in.weight` and the other norms of the spec, `i.q_norm`, `i.k_norm`, and the biases the spec has.
     Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router.weight` [count, hidden],
@@ -39,12 +45,15 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
         if spec.norm_bias:
             whole(f"{name}.bias", f"{target}.bias", hidden)
 
-    whole(EMBEDDING, "embed", spec.vocab_size, hidden)
-    norm("model.norm", "norm")
+    outer = dict(spec.outer)
+    whole(embedding_name(spec), "embed", spec.vocab_size, hidden)
+    norm(outer.get("model.norm", "model.norm"), "norm")
+    if spec.embedding_norm:
+        norm(outer["model.embedding_norm"], "embedding_norm")
     if not spec.tied:
         whole(HEAD, "lm_head", spec.vocab_size, hidden)
     for i in range(spec.num_layers):
-        base = f"model.layers.{i}"
+        base = f"{outer.get('model.layers', 'model.layers')}.{i}"
         for place, name in spec.norms:
             norm(f"{base}.{name}", f"{i}.{place}")
         if spec.qk_norm:

@@ -19,7 +19,7 @@ from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
-from cacheblend_cli.model.weight_map import EMBEDDING, HEAD, Shape, expected_shapes
+from cacheblend_cli.model.weight_map import HEAD, Shape, embedding_name, expected_shapes
 
 # Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
 # reward models.
@@ -78,7 +78,8 @@ def load_weights(
     deltas = {} if adapter is None else deltas_of(spec, adapter, shapes)
     weights, seen = Weights(), set[str]()
     mapped: dict[str, dict[int, Tensor]] = {}
-    folded = spec.residual_scale != 1 or head_order(spec) is not None
+    folded = spec.residual_scale != 1 or head_order(spec) is not None or spec.qkv_by_group
+    embedding = embedding_name(spec)
     stays = device.type == "cpu" and not deltas and spec.experts is None and not folded
     source = tensor_source(model_dir, experts=spec.experts is not None)
     for stored, kind, found in source.headers():
@@ -108,10 +109,10 @@ def load_weights(
                 f"tensor {stored} has shape {list(found)}, and config.json implies {list(shape)}",
                 "the weights and config.json belong to different models",
             )
-        if name == EMBEDDING and device.type == "cpu" and EMBEDDING not in deltas:
-            embedding = source.whole(stored)
-            if embedding is not None:
-                weights[IN_FILE] = embedding
+        if name == embedding and device.type == "cpu" and embedding not in deltas:
+            in_file = source.whole(stored)
+            if in_file is not None:
+                weights[IN_FILE] = in_file
                 seen.add(name)
                 continue
         part = source.whole(stored) if stays and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING else None
@@ -130,9 +131,9 @@ def load_weights(
             continue
         for start, part in parts.items():  # others of its parts are of another dtype
             weights[target][start : start + len(part)] = part
-    if spec.tied and (EMBEDDING in seen or HEAD in seen):
+    if spec.tied and (embedding in seen or HEAD in seen):
         _tie(weights, dtype)
-        seen |= {EMBEDDING, HEAD}
+        seen |= {embedding, HEAD}
     missing = sorted(set(shapes) - seen)
     if missing:
         raise UsageError(
@@ -154,10 +155,11 @@ def _room(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _name_in(shapes: Mapping[str, object], stored: str) -> str | None:
-    """The model's name of a stored tensor: a bare model (LlamaModel) is saved without the `model.` prefix, and a language
-    model inside another with `language_model.` before or after it."""
+    """The model's name of a stored tensor: a bare model (LlamaModel, BloomModel) is saved without the `model.` or
+    `transformer.` prefix, and a language model inside another with `language_model.` before or after it."""
     own = stored.replace("language_model.", "")
-    return next((n for n in (own, f"model.{own}", own.removeprefix("model.")) if n in shapes), None)
+    known = (own, f"model.{own}", f"transformer.{own}", own.removeprefix("model."))
+    return next((name for name in known if name in shapes), None)
 
 
 def _tie(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -199,7 +201,7 @@ def deltas_of(
             continue
         if name is None:
             raise adapter.misplaced(module, "which the model has not")
-        if name == EMBEDDING or (name == HEAD and spec.tied):
+        if name == embedding_name(spec) or (name == HEAD and spec.tied):
             raise adapter.misplaced(module, "and adapters of the embedding are not implemented")
         adapter.check_shape(module, shapes[name][0])
         deltas[name] = delta
@@ -218,7 +220,8 @@ def _copy(source: TensorSource, name: str, target: Tensor, delta: Delta | None =
 
 def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
     """Change the weights, in place and in fp32: the offset of the norms' weights, the factor on what layers add, and the
-    order of the channels of q and k. K is stored in that order; no product of q and k sees it."""
+    order of the channels of q and k. K is stored in that order; no product of q and k sees it. Of heads by group, q, k and v
+    are put apart."""
     order = head_order(spec)
     for name, weight in weights.items():
         part = name.split(".", 1)[-1]
@@ -226,6 +229,9 @@ def fold(spec: ModelSpec, weights: dict[str, Tensor]) -> None:
             weight.copy_(weight.float() + spec.norm_offset)
         if spec.residual_scale != 1 and part.startswith(("o_proj", "down_proj")):
             weight.copy_(weight.float() * spec.residual_scale)
+        if spec.qkv_by_group and part.startswith("qkv_proj"):
+            grouped = weight.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
+            weight.copy_(torch.cat([rows.flatten(0, 2) for rows in grouped.split((grouped.shape[1] - 2, 1, 1), 1)]))
         if order is None:
             continue
         if part.startswith("qkv_proj"):

@@ -75,22 +75,25 @@ class Slots:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer's attention computes: softmax(cap(q k^T * scale)) v over the keys that a row sees.
+    """What a layer's attention computes: softmax(cap(q k^T * scale) + alibi) v over the keys that a row sees.
 
     sliding_window: a row at position p sees the keys at max(0, p - sliding_window + 1) .. p; None: at 0 .. p.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap).
     sinks: [num_heads] fp32, a logit a head that takes part in every row's softmax and has no value.
+    alibi: [num_heads] fp32, slopes: a row at position p gets slope * (key's position - p) added to its logits (ALiBi, arXiv
+        2108.12409).
     """
 
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    alibi: Tensor | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether this is plain causal softmax attention: no window, cap or sinks."""
-        return self.sliding_window is None and self.soft_cap is None and self.sinks is None
+        """Whether this is plain causal softmax attention: no window, cap, sinks or ALiBi."""
+        return self.sliding_window is None and self.soft_cap is None and self.sinks is None and self.alibi is None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """xformers backend: its attention operators where they support the launch, our Triton kernels everywhere else.
 
-- Decode: `triton_splitk` with a paged bias (block size a multiple of 64, fp16 or bf16; no sliding window, soft cap
-  or sinks). It uses Triton's block pointers, which newer Triton releases have removed.
+- Decode: `triton_splitk` with a paged bias (block size a multiple of 64, fp16 or bf16; no sliding window, soft cap,
+  sinks or ALiBi). It uses Triton's block pointers, which newer Triton releases have removed.
 - Full prefill, if the rows are all positions 0..n-1 of one sequence in adjacent blocks: `memory_efficient_attention`.
-- Scattered rows fit none of its biases, and it has no cache writes, deviation or norms: Triton.
+- Scattered rows fit none of its biases, ALiBi's would be a matrix of rows x keys a head (LowerTriangularMaskWithTensorBias),
+  and it has no cache writes, deviation or norms: Triton.
 """
 
 from __future__ import annotations

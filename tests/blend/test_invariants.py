@@ -15,7 +15,7 @@ from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.types import AskOptions
 
-FAMILIES = list(FAMILY_CONFIGS)
+FAMILIES = [*FAMILY_CONFIGS, "bloom"]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 QUESTION = "where does Mara work?"
 

@@ -17,8 +17,9 @@ from cacheblend_cli.engine.attention import EVERY, _weights
 from cacheblend_cli.kv.pool import KVPool
 
 
-def test_shares_are_those_of_transformers_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path / "model", "qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "bloom"])
+def test_shares_are_those_of_transformers_attention(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", family)
     (tmp_path / "a.md").write_text(" ".join(WORDS[:12]))
     (tmp_path / "b.md").write_text(" ".join(WORDS[5:24]))
     engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32"))

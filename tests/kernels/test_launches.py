@@ -93,8 +93,9 @@ class Inputs:
             *product((False, True), (None, LENGTH), (None,), (None,)), (False, None, 30.0, None), (False, LENGTH, 30.0, None),
             (False, None, None, sinks), (True, LENGTH, None, sinks),
         ]  # fmt: skip
-        for contiguous, window, cap, held in cases:
-            params = AttentionParams(scale, window, cap, held)
+        layers = [(contiguous, AttentionParams(scale, *params)) for contiguous, *params in cases]
+        layers += [(contiguous, AttentionParams(scale, alibi=sinks)) for contiguous in (False, True)]
+        for contiguous, params in layers:
             for num_rows in (1, NUM_ROWS, 400, LENGTH):
                 meta = self.metadata(num_rows, contiguous)
                 yield lambda b, m=meta, n=num_rows, p=params: b.prefill_attention(self.q[:n], self.cache, m, p)
@@ -169,9 +170,9 @@ def test_every_method(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int
 
 def sampled(launch: Launch) -> bool:
     """Whether `kernel_variants.py` is to hold it: no model with heads of 128 has soft caps or sinks, or norms of a dtype of
-    their own."""
+    their own; those with ALiBi have as many KV heads as query heads."""
     own_weights = launch.types.get("weight_ptr") != launch.types.get("x_ptr")
-    special = launch.constants.get("SOFT_CAP") or launch.constants.get("SINKS")
+    special = any(launch.constants.get(name) for name in ("SOFT_CAP", "SINKS", "ALIBI"))
     return not special and not ("weight_ptr" in launch.types and own_weights)
 
 

@@ -98,6 +98,10 @@ class Reference:
 
     def _run(self, ids: list[int], old: KV | None = None, check: tuple[int, int, int] = (0, 0, 0)) -> _Pass:
         run = _Pass(len(ids), old, check)
+        if self.model.config.model_type in FUSED:
+            with _fused_replaced(self.model, run):
+                run.logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+            return run
         ALL_ATTENTION_FUNCTIONS.register(NAME, run.attention)
         self.model.set_attn_implementation(NAME)
         try:
@@ -135,13 +139,7 @@ class _Pass:
         layer, (before, turn) = len(self.kv), self._before_rope(key)
         self.kv.append((before[0].transpose(0, 1), value[0].transpose(0, 1)))
         self.turns.append(turn(torch.ones_like(before[:, :1]))[0, 0])
-        if self.old is not None and layer >= CHECK_LAYER:
-            old_k, old_v = (t.transpose(0, 1)[None] for t in self.old[layer])
-            if layer == CHECK_LAYER:
-                self._choose((turn(before) - turn(old_k)).square().sum((0, 1, 3)))
-            else:
-                fresh = self._fresh[:, None]
-                before, value = torch.where(fresh, before, old_k), torch.where(fresh, value, old_v)
+        before, value = self._put_back(layer, before, value, turn)
         group, at = query.shape[1] // before.shape[1], torch.arange(self.length)
         scores = query @ turn(before).repeat_interleave(group, 1).transpose(-1, -2) * scaling
         if named.get("softcap"):
@@ -155,6 +153,28 @@ class _Pass:
             scores = torch.cat((scores, sinks), -1)
         weights = scores.softmax(-1)[..., : self.length]
         return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+
+    def fused(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V of the next layer as a module projects them, [num_tokens, num_kv_heads, head_dim] -> the same, as the
+        layer is to have them."""
+        layer = len(self.kv)
+        self.kv.append((k, v))
+        self.turns.append(torch.ones(self.length, 1))
+        k, v = self._put_back(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None], lambda x: x)
+        return k[0].transpose(0, 1), v[0].transpose(0, 1)
+
+    def _put_back(
+        self, layer: int, before: Tensor, value: Tensor, turn: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """K before RoPE and V, [1, num_kv_heads, num_tokens, head_dim], the old ones where a row is not recomputed."""
+        if self.old is None or layer < CHECK_LAYER:
+            return before, value
+        old_k, old_v = (t.transpose(0, 1)[None] for t in self.old[layer])
+        if layer == CHECK_LAYER:
+            self._choose((turn(before) - turn(old_k)).square().sum((0, 1, 3)))
+            return before, value
+        fresh = self._fresh[:, None]
+        return torch.where(fresh, before, old_k), torch.where(fresh, value, old_v)
 
     def _before_rope(self, key: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """K before RoPE, and RoPE. A module may rotate the first dimensions of a head only, or none."""
@@ -172,6 +192,37 @@ class _Pass:
         self.chosen = (first + order).sort().values.tolist()
         self._fresh[first:last] = False
         self._fresh[self.chosen] = True
+
+
+FUSED = ("bloom", "mpt", "falcon")
+"""Models whose attention cannot be replaced: what their fused projections give is, before RoPE or ALiBi."""
+
+
+@contextmanager
+def _fused_replaced(model: Any, run: _Pass) -> Iterator[None]:
+    config, dim = model.config, model.config.hidden_size // model.config.num_attention_heads
+
+    def replaced(module: Any, given: Any, output: Tensor) -> Tensor:
+        clip = getattr(getattr(config, "attn_config", None), "clip_qkv", None)
+        output = output.clone() if clip is None else output.clamp(-clip, clip)
+        if config.model_type == "mpt":
+            k, v = output[0].unflatten(-1, (3, -1, dim)).unbind(1)[1:]
+        else:
+            by_group = config.model_type == "bloom" or config.new_decoder_architecture or not config.multi_query
+            groups = config.num_attention_heads if config.model_type == "bloom" else config.num_kv_heads
+            heads = output[0].unflatten(-1, (groups if by_group else 1, -1, dim))
+            k, v = heads[:, :, -2], heads[:, :, -1]
+        for held, wanted in zip((k, v), run.fused(k.clone(), v.clone()), strict=True):
+            held.copy_(wanted)
+        return output
+
+    projections = [m for name, m in model.named_modules() if name.endswith((".query_key_value", ".Wqkv"))]
+    hooks = [module.register_forward_hook(replaced) for module in projections]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     LlamaConfig,
     MistralConfig,
     OlmoConfig,
@@ -81,9 +82,10 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, {**MOE, "head_dim": 16, "norm_topk_prob": True}),
     "qwen2-moe": (Qwen2MoeConfig, {**MOE, "shared_expert_intermediate_size": 48}),
     "olmo": (OlmoConfig, {}),
+    "bloom": (BloomConfig, {}),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 2}),
 }
-"""With experts, on transformers' own layers, or both: for tests that ask for them."""
+"""With experts, with ALiBi, on transformers' own layers: for tests that ask for them."""
 
 
 def write_tokenizer(path: Path) -> None:

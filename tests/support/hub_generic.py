@@ -15,7 +15,6 @@ from transformers import (
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
-    FalconConfig,
     Glm4MoeConfig,
     GPTNeoXConfig,
     GraniteMoeConfig,
@@ -86,7 +85,6 @@ def refused(name: str, config: Any, why: str, **shape: Any) -> HubModel:
 
 REFUSED = [
     refused("codegen", CodeGenConfig, "its attention does not go through AttentionInterface"),
-    refused("falcon", FalconConfig, "its attention does not go through AttentionInterface"),
     refused("norm behind RoPE", HunYuanDenseV1Config, "its RoPE turns q and k in a way that is not known", head_dim=8),
     refused("sparse attention", DogeConfig, "its layers choose themselves which keys they see"),
     refused("an indexer", AXK2Config, "its layers choose which keys they see"),

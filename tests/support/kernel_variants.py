@@ -44,6 +44,7 @@ _POINTERS = {
     "k_scale_ptr": "*fp32",
     "v_scale_ptr": "*fp32",
     "sinks_ptr": "*fp32",
+    "alibi_ptr": "*fp32",
     "k_zero_ptr": "*fp32",
     "v_zero_ptr": "*fp32",
     "pool_k_scale_ptr": "*fp32",
@@ -107,6 +108,10 @@ SINKS: dict[str, dict[str, Any]] = {  # as gpt-oss has them
     "paged group8 window sinks": {"GROUP": 8, "WINDOW": True, "SINKS": True},
     "paged group8 sinks split": {"GROUP": 8, "SINKS": True, "SPLITS": 8},
 }
+ALIBI: dict[str, dict[str, Any]] = {  # as BLOOM and MPT have it
+    "paged group1 alibi": {"GROUP": 1, "ALIBI": True},
+    "contiguous group1 alibi split": {"GROUP": 1, "ALIBI": True, "CONTIGUOUS": True, "SPLITS": 8},
+}
 
 
 def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +128,7 @@ def _attention_constants(head_dim: int, config: TileConfig, options: dict[str, A
         "WINDOW": False,
         "SOFT_CAP": False,
         "SINKS": False,
+        "ALIBI": False,
         "FP8": False,
         "PRECISION": "ieee",
     }
@@ -136,7 +142,11 @@ def _attention(
     fp8, contiguous = constants["FP8"], constants["CONTIGUOUS"]
     pools = ("k_ptr", "v_ptr", "k_desc", "v_desc")
     types = dict.fromkeys(pools, "*u8") if fp8 else {}
-    tma = not fp8 and copies_tiles(config, head_dim, SIZES[dtype], constants["BLOCK_SIZE"], contiguous)
+    tma = (
+        not fp8
+        and not constants["ALIBI"]
+        and copies_tiles(config, head_dim, SIZES[dtype], constants["BLOCK_SIZE"], contiguous)
+    )
     if "TMA" in kernel.arg_names:
         constants["TMA"] = tma
     if tma:
@@ -173,6 +183,7 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
                 cases |= special if head_dim in (64, 128, 256) else {"paged split": {"SPLITS": 8}}
                 cases |= _pool_cases() if head_dim == 128 else {}
                 cases |= SINKS if head_dim == 64 else {}
+                cases |= ALIBI if head_dim in (64, 128) else {}
             for label, options in cases.items():
                 for config in prefill_configs(arch, head_dim, SIZES[dtype], bool(options.get("FP8"))):
                     core = dtype == "bf16" and head_dim == 128 and label == "paged"
@@ -207,6 +218,8 @@ def _decode() -> Iterator[KernelVariant]:
                 these = these | _pool_cases()
             if dtype == "bf16" and head_dim == 64:
                 these = these | SINKS
+            if dtype == "bf16" and head_dim in (64, 128):
+                these = these | ALIBI
             for label, options in these.items():
                 core = dtype == "bf16" and head_dim == 128 and label == "paged split"
                 config = decode_config(head_dim, GROUP, SIZES[dtype])

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.model.families.bloom import BLOOM
 from cacheblend_cli.model.families.cohere import COHERE, COHERE2
 from cacheblend_cli.model.families.exaone4 import EXAONE4
+from cacheblend_cli.model.families.falcon import FALCON
 from cacheblend_cli.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from cacheblend_cli.model.families.glm import GLM, GLM4
 from cacheblend_cli.model.families.gpt_oss import GPT_OSS
@@ -20,6 +22,7 @@ from cacheblend_cli.model.families.granite import GRANITE
 from cacheblend_cli.model.families.llama import LLAMA
 from cacheblend_cli.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from cacheblend_cli.model.families.moe import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from cacheblend_cli.model.families.mpt import MPT
 from cacheblend_cli.model.families.olmo import OLMO2, OLMO3
 from cacheblend_cli.model.families.phi3 import PHI3
 from cacheblend_cli.model.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_VL, QWEN3, QWEN3_VL
@@ -40,7 +43,7 @@ FAMILIES = {
     for family in (
         LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3,
         OLMO2, OLMO3, GLM, GLM4, STARCODER2, STABLELM, COHERE, COHERE2, EXAONE4,
-        QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS,
+        QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS, BLOOM, MPT, FALCON,
     )
 }  # fmt: skip
 

@@ -7,7 +7,6 @@ RECURRENT = (
     "can stand behind other text"
 )
 LEARNED = "its positions are learned and added to the tokens: K and V cannot be moved to another place"
-ALIBI = "its positions are a bias of attention (ALiBi), which is not implemented"
 ENCODER = "it is an encoder: it writes no text"
 CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
 LATENT = "it keeps K and V as a latent vector (MLA), which is not implemented"
@@ -24,7 +23,6 @@ _TYPES = {
         olmo_hybrid bailing_hybrid
     """,
     LEARNED: "gpt2 opt gpt_bigcode gpt_neo openai-gpt xglm biogpt ctrl",
-    ALIBI: "bloom mpt",
     ENCODER: """
         bert roberta xlm-roberta modernbert deberta deberta-v2 distilbert electra albert camembert nomic_bert mpnet eurobert
         roformer

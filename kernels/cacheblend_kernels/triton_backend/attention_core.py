@@ -130,16 +130,23 @@ def softmax_step(
     shown,
     scale,
     soft_cap,
+    slopes,
+    distances,
     MASKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add one tile of keys to the running softmax.
 
-    acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: who sees which key (MASKED only).
+    acc [M, D], total [M], peak [M] fp32; q [M, D], k, v [N, D]; shown [M, N]: who sees which key (MASKED only). slopes [M]
+    fp32, of base-2 logits, distances [M, N] or [1, N]: position of each key less that of the row (ALIBI only).
     """
     logits = score(q, k, scale, soft_cap, SOFT_CAP, PRECISION)
     factor = score_factor(scale, SOFT_CAP)
+    if ALIBI:
+        logits = logits * factor + slopes[:, None] * distances.to(tl.float32)
+        factor = 1.0
     if MASKED:
         logits = tl.where(shown, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)

@@ -150,7 +150,10 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
     if (sinks := params.sinks) is not None:
         good = sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
         check(good, f"sinks are [{num_heads}] float32, got {list(sinks.shape)} {sinks.dtype}")
-    check_device(q, *tensors_of(cache), params.sinks)
+    if (alibi := params.alibi) is not None:
+        good = alibi.shape == (num_heads,) and alibi.dtype == torch.float32 and alibi.is_contiguous()
+        check(good, f"ALiBi slopes are [{num_heads}] float32, got {list(alibi.shape)} {alibi.dtype}")
+    check_device(q, *tensors_of(cache), params.sinks, params.alibi)
 
 
 @once

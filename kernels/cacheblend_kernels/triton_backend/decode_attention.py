@@ -50,6 +50,7 @@ def decode_attention_kernel(
     k_scale_ptr,
     v_scale_ptr,
     sinks_ptr,
+    alibi_ptr,
     first_slot,
     table_stride,
     q_stride,
@@ -68,6 +69,7 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -105,6 +107,9 @@ def decode_attention_kernel(
     if not SOFT_CAP:
         scale = scale * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    slopes = 0.0
+    if ALIBI:
+        slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
     total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M, SINKS)
     seq_table = table_ptr + seq * table_stride
     for start in range(begin, end, BLOCK_N):
@@ -115,8 +120,9 @@ def decode_attention_kernel(
         k = load_keys(k_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, FP8)
         v = load_keys(v_ptr, slots, kv_head, dims, real, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, FP8)
         acc, total, peak = softmax_step(
-            acc, total, peak, q, k, v, real[None, :], scale * k_factor, soft_cap, True, SOFT_CAP, PRECISION
-        )
+            acc, total, peak, q, k, v, real[None, :], scale * k_factor, soft_cap,
+            slopes, (key_pos - (hi - 1))[None, :], True, SOFT_CAP, ALIBI, PRECISION,
+        )  # fmt: skip
 
     acc = acc * (v_factor / tl.where(total == 0.0, 1.0, total))[:, None]
     cell = seq * (NUM_KV_HEADS * GROUP) + heads
@@ -163,6 +169,7 @@ def decode_attention(
             cache.k_scale if fp8 else lse,
             cache.v_scale if fp8 else lse,
             lse if params.sinks is None else params.sinks,
+            lse if params.alibi is None else params.alibi,
             max(0, meta.contiguous_slot),
             meta.block_table.stride(0),
             q.stride(0),
@@ -181,6 +188,7 @@ def decode_attention(
             WINDOW=params.sliding_window is not None,
             SOFT_CAP=params.soft_cap is not None,
             SINKS=params.sinks is not None,
+            ALIBI=params.alibi is not None,
             FP8=fp8,
             PRECISION="ieee",
             num_warps=config.num_warps,

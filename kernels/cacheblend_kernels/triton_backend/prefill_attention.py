@@ -76,6 +76,7 @@ def _walk_keys(
     scale,
     soft_cap,
     window,
+    slopes,
     BLOCK_N: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -85,6 +86,7 @@ def _walk_keys(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -106,8 +108,9 @@ def _walk_keys(
         if WINDOW:
             shown = shown & (key_pos[None, :] > row_pos[:, None] - window)
         acc, total, peak = softmax_step(
-            acc, total, peak, q, k, v, shown, scale * k_factor, soft_cap, MASKED, SOFT_CAP, PRECISION
-        )
+            acc, total, peak, q, k, v, shown, scale * k_factor, soft_cap,
+            slopes, key_pos[None, :] - row_pos[:, None], MASKED, SOFT_CAP, ALIBI, PRECISION,
+        )  # fmt: skip
     return acc, total, peak
 
 
@@ -175,6 +178,7 @@ def prefill_attention_kernel(
     k_scale_ptr,
     v_scale_ptr,
     sinks_ptr,
+    alibi_ptr,
     num_seqs,
     first_slot,
     table_stride,
@@ -194,6 +198,7 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     FP8: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -269,12 +274,15 @@ def prefill_attention_kernel(
         scale = scale * LOG2E
     seq_table = table_ptr + tl.cast(seq, tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    slopes = 0.0
+    if ALIBI:
+        slopes = tl.load(alibi_ptr + heads, mask=own, other=0.0) * LOG2E
     total, peak = start_of_softmax(sinks_ptr, heads, own, split, BLOCK_M, SINKS)
     if WINDOW:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-            begin, inner_lo, lo, hi, scale, soft_cap, window,
-            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, FP8, PRECISION,
+            begin, inner_lo, lo, hi, scale, soft_cap, window, slopes,
+            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, ALIBI, FP8, PRECISION,
         )  # fmt: skip
     if TMA:
         acc, total, peak = _walk_pairs(
@@ -285,13 +293,13 @@ def prefill_attention_kernel(
     else:
         acc, total, peak = _walk_keys(
             acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-            inner_lo, inner_hi, lo, hi, scale, soft_cap, window,
-            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False, WINDOW, SOFT_CAP, FP8, PRECISION,
+            inner_lo, inner_hi, lo, hi, scale, soft_cap, window, slopes,
+            BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, False, WINDOW, SOFT_CAP, ALIBI, FP8, PRECISION,
         )  # fmt: skip
     acc, total, peak = _walk_keys(
         acc, total, peak, q, row_pos, k_ptr, v_ptr, seq_table, first_slot, kv_head, k_factor,
-        inner_hi, end, lo, hi, scale, soft_cap, window,
-        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, FP8, PRECISION,
+        inner_hi, end, lo, hi, scale, soft_cap, window, slopes,
+        BLOCK_N, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, CONTIGUOUS, True, WINDOW, SOFT_CAP, ALIBI, FP8, PRECISION,
     )  # fmt: skip
 
     if SPLITS > 1:  # a row may see no key of this split
@@ -327,7 +335,8 @@ def prefill_attention(
     keys = most_keys(meta, block_size, params.sliding_window)
     configs = prefill_configs(plan.arch, head_dim, q.element_size(), fp8)
     config = plan.config or pick_prefill_config(configs, group, num_rows, num_kv_heads, plan.num_sms, keys)
-    tma = not fp8 and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
+    copied = not fp8 and params.alibi is None  # pairs of copied tiles carry no positions
+    tma = copied and copies_tiles(config, head_dim, q.element_size(), block_size, contiguous)
     k_desc, v_desc = (tile_descriptor(c, config.block_n) if tma else pool_bits(c) for c in (cache.k, cache.v))
     tiles = num_tiles(config, group, num_rows, meta.num_seqs)
     splits = plan.num_splits or num_context_splits(tiles * num_kv_heads, keys, plan.num_sms)
@@ -348,6 +357,7 @@ def prefill_attention(
             cache.k_scale if fp8 else lse,
             cache.v_scale if fp8 else lse,
             lse if params.sinks is None else params.sinks,
+            lse if params.alibi is None else params.alibi,
             meta.num_seqs,
             max(0, meta.contiguous_slot),
             meta.block_table.stride(0),
@@ -367,6 +377,7 @@ def prefill_attention(
             WINDOW=params.sliding_window is not None,
             SOFT_CAP=params.soft_cap is not None,
             SINKS=params.sinks is not None,
+            ALIBI=params.alibi is not None,
             FP8=fp8,
             TMA=tma,
             PRECISION="ieee",

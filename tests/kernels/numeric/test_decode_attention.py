@@ -20,16 +20,17 @@ def decode_case(kv_lens: list[int], **options: object) -> AttentionCase:
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
     moved, scale = case.to(device), case.q.shape[-1] ** -0.5
-    window, cap, sinks = (options.pop(name, None) for name in ("sliding_window", "soft_cap", "sinks"))
-    sinks = sinks.to(device) if isinstance(sinks, torch.Tensor) else None
-    params = AttentionParams(scale, window, cap, sinks)  # type: ignore[arg-type]
+    names = ("sliding_window", "soft_cap", "sinks", "alibi")
+    given = {name: options.pop(name, None) for name in names}
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    params = AttentionParams(scale, **given)  # type: ignore[arg-type]
     plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
     return decode_attention(moved.q, moved.cache, moved.meta, params, plan)
 
 
 def check(case: AttentionCase, device: torch.device, **options: object) -> None:
-    window, cap, sinks = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks"))
-    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap, sinks)  # type: ignore[arg-type]
+    of_layer = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks", "alibi"))
+    want = attention_reference(case, case.q.shape[-1] ** -0.5, *of_layer)  # type: ignore[arg-type]
     assert_close(run(case, device, **options), want, case.q.dtype)
 
 
@@ -80,6 +81,20 @@ def test_sinks(splits: int, window: int | None, soft_cap: float | None, device: 
 def test_refused_sinks(device: torch.device) -> None:
     with pytest.raises(KernelError, match=r"sinks are \[4\] float32, got \[3\]"):
         run(decode_case([5], heads=(4, 2), head_dim=32), device, sinks=SINKS[:3])
+
+
+@pytest.mark.parametrize(
+    ("splits", "window", "soft_cap"), [(1, None, None), (4, None, None), (8, 20, None), (1, None, 2.0)]
+)
+def test_alibi(splits: int, window: int | None, soft_cap: float | None, device: torch.device) -> None:
+    case = decode_case([90, 3, 1], heads=(4, 2), head_dim=32)
+    slopes = torch.tensor([0.5, 0.125, 0.7, 0.01])
+    check(case, device, num_splits=splits, sliding_window=window, soft_cap=soft_cap, alibi=slopes)
+
+
+def test_refused_slopes(device: torch.device) -> None:
+    with pytest.raises(KernelError):
+        run(decode_case([5], heads=(4, 2), head_dim=32), device, alibi=torch.ones(3))
 
 
 def test_split_chosen_by_context(device: torch.device) -> None:

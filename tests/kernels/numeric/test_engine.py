@@ -19,7 +19,8 @@ from cacheblend_cli.model.decoder import KVScales
 
 BLEND = BlendConfig(ratio=0.3)
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
-FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True)}
+FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True),
+         "alibi": ("bloom", False)}  # fmt: skip
 
 
 class Setup:

@@ -17,16 +17,17 @@ COPIED = TileConfig(16, 16, 4, 2, tma=True)
 
 def run(case: AttentionCase, device: torch.device, **options: object) -> torch.Tensor:
     moved, scale = case.to(device), case.q.shape[-1] ** -0.5
-    window, cap, sinks = (options.pop(name, None) for name in ("sliding_window", "soft_cap", "sinks"))
-    sinks = sinks.to(device) if isinstance(sinks, torch.Tensor) else None
-    params = AttentionParams(scale, window, cap, sinks)  # type: ignore[arg-type]
+    names = ("sliding_window", "soft_cap", "sinks", "alibi")
+    given = {name: options.pop(name, None) for name in names}
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    params = AttentionParams(scale, **given)  # type: ignore[arg-type]
     plan = LaunchPlan(90, 132, **{"config": SMALL, **options})  # type: ignore[arg-type]
     return prefill_attention(moved.q, moved.cache, moved.meta, params, plan)
 
 
 def check(case: AttentionCase, device: torch.device, **options: object) -> None:
-    window, cap, sinks = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks"))
-    want = attention_reference(case, case.q.shape[-1] ** -0.5, window, cap, sinks)  # type: ignore[arg-type]
+    of_layer = (options.get(name) for name in ("sliding_window", "soft_cap", "sinks", "alibi"))
+    want = attention_reference(case, case.q.shape[-1] ** -0.5, *of_layer)  # type: ignore[arg-type]
     assert_close(run(case, device, **options), want, case.q.dtype)
 
 
@@ -74,6 +75,24 @@ def test_sinks(splits: int, window: int | None, dtype: torch.dtype, config: Tile
     sinks = torch.tensor([-3.0, 0.5, 2.0, 9.0])
     case = attention_case([scattered(12, 90), [0, 1, 40]], [90, 41], heads=(4, 2), head_dim=32, dtype=dtype)
     check(case, device, num_splits=splits, sliding_window=window, sinks=sinks, config=config)
+
+
+@pytest.mark.parametrize(
+    ("splits", "window", "cap", "dtype", "config"),
+    [(1, None, None, torch.float32, SMALL), (4, None, None, torch.float32, SMALL), (4, 20, 5.0, torch.float32, SMALL),
+     (1, None, None, torch.float16, COPIED)],
+)  # fmt: skip
+def test_alibi(
+    splits: int,
+    window: int | None,
+    cap: float | None,
+    dtype: torch.dtype,
+    config: TileConfig,
+    device: torch.device,
+) -> None:
+    slopes = torch.tensor([0.5, 0.125, 0.7, 0.01])
+    case = attention_case([scattered(12, 90), [0, 1, 40]], [90, 41], heads=(4, 2), head_dim=32, dtype=dtype)
+    check(case, device, num_splits=splits, sliding_window=window, soft_cap=cap, alibi=slopes, config=config)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
