@@ -24,6 +24,11 @@ LEFT_OVER = {  # what no config class of transformers has as a field any more, a
     "llama": {"max_window_layers"}, "mistral": {"max_window_layers"}, "ministral": {"max_window_layers"},
     "gemma3_text": {"sliding_window_pattern", "rope_local_base_freq"}, "cohere2": {"sliding_window_pattern"},
     "smollm3": {"max_window_layers", "pretraining_tp"}, "gpt_oss": {"experts_per_token"}, "qwen3_moe": {"max_window_layers", "num_local_experts"},
+    "bloom": {
+        "n_embed", "num_hidden_layers", "num_attention_heads", "seq_length", "attention_softmax_in_fp32", "bias_dropout_fusion",
+        "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
+    },
+    "mpt": {"hidden_size", "num_hidden_layers", "num_attention_heads"}, "falcon": {"n_embed", "n_layer", "n_head"},
 }  # fmt: skip
 SIZES = {
     "vocab_size": 320,
@@ -49,7 +54,25 @@ def test_every_field_of_transformers_is_known_and_none_is_made_up(name: str) -> 
     assert {*SHAPE_FIELDS, *OTHER_FIELDS} <= base
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+FUSED = ("bloom", "mpt", "falcon")  # with names of their own
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_missing_field_of_a_fused_decoder_is_what_transformers_takes_for_it(name: str) -> None:
+    config, spec = CONFIG_MAPPING[name](), spec_from_config({"model_type": name})
+    theirs = (
+        config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.layer_norm_epsilon,
+        config.tie_word_embeddings,
+    )  # fmt: skip
+    ours = (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.num_heads, spec.rms_norm_eps, spec.tied)
+    assert ours == theirs
+    assert spec.intermediate_size == 4 * config.hidden_size
+    lengths = [getattr(config, field) for field in ("max_position_embeddings", "max_seq_len") if hasattr(config, field)]
+    assert spec.max_context == (lengths or [2048])[0]
+    assert (spec.alibi is None) == (name == "falcon")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in FUSED])
 def test_a_missing_field_is_what_transformers_takes_for_it(name: str) -> None:
     config = CONFIG_MAPPING[name](**SIZES)
     spec = spec_from_config({"model_type": name, **SIZES})
@@ -163,7 +186,7 @@ def test_the_context_is_what_the_scaling_gives(rope: dict[str, Any], max_positio
 
 def test_what_a_family_reads_is_the_same_in_both_spellings() -> None:
     """A model keeps its fingerprint, and so its store, when its config.json is saved anew by transformers 5."""
-    for name in FAMILIES:
+    for name in set(FAMILIES) - {"bloom", "mpt"}:  # which have no RoPE
         config = CONFIG_MAPPING[name](**SIZES, max_position_embeddings=512)
         new = spec_from_config(config.to_dict() | {"architectures": None})
         theta = by_kind(config.rope_parameters)["full_attention"]["rope_theta"]

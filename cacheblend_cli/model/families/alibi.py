@@ -33,7 +33,7 @@ def fused_decoder(
     if hidden % heads:
         raise UsageError(f"a hidden size of {hidden} does not divide into {heads} attention heads", "check config.json")
     sizes = {"num_key_value_heads": heads, "head_dim": hidden // heads, "intermediate_size": 4 * hidden} | sizes
-    spec = plain_decoder(ConfigFields(fields.values | sizes | fixed), missing, eps="layer_norm_epsilon")
+    spec = plain_decoder(ConfigFields({**fields.values, **sizes, **fixed}), missing, eps="layer_norm_epsilon")
     return replace(spec, layer_norm=True, gated_mlp=False, fused=("qkv_proj",))
 
 

@@ -16,6 +16,7 @@ SIZES = {
 }
 FIELDS = (
     *(name for names in SIZES.values() for name in names), "layer_norm_epsilon", "hidden_dropout",
+    "slow_but_exact", "pretraining_tp",  # the order of sums
     # of its training code; transformers reads none of them
     "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
     "skip_bias_add_qkv",
@@ -29,9 +30,8 @@ EMBEDDING_NORM = {"model.embedding_norm": "word_embeddings_layernorm"}
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    spec = replace(fused_decoder(fields, SIZES, FIXED, MISSING), norm_bias=True, embedding_norm=True)
-    names = {"renamed": tuple(NAMES.items()), "outer": transformer(OUTER | EMBEDDING_NORM)}
-    return with_alibi(replace(spec, qkv_by_group=True, **names))
+    spec = replace(fused_decoder(fields, SIZES, FIXED, MISSING), norm_bias=True, embedding_norm=True, qkv_by_group=True)
+    return with_alibi(replace(spec, renamed=tuple(NAMES.items()), outer=transformer(OUTER | EMBEDDING_NORM)))
 
 
 BLOOM = Family("bloom", ("BloomForCausalLM", "BloomModel"), FIELDS, read)

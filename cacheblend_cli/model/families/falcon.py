@@ -24,7 +24,7 @@ SIZES = {
 }
 FIELDS = (
     *(name for names in SIZES.values() for name in names), "layer_norm_epsilon", "alibi", "bias", "multi_query", "num_kv_heads",
-    "parallel_attn", "new_decoder_architecture", "num_ln_in_parallel_attn", "ffn_hidden_size", "activation",
+    "parallel_attn", "new_decoder_architecture", "num_ln_in_parallel_attn", "ffn_hidden_size", "activation", "hidden_dropout",
 )  # fmt: skip
 MISSING = {
     "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,

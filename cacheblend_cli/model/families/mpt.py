@@ -19,7 +19,7 @@ SIZES = {
 }
 FIELDS = (
     *(name for names in SIZES.values() for name in names), "layer_norm_epsilon", "attn_config", "no_bias", "norm_type",
-    "expansion_ratio", "learned_pos_emb",
+    "expansion_ratio", "learned_pos_emb", "resid_pdrop", "emb_pdrop", "init_device", "embedding_fraction",
 )  # fmt: skip
 MISSING = {
     "vocab_size": 50368, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
