@@ -9,7 +9,17 @@ from torch import Tensor
 
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
-from cacheblend_cli.kv.forward import FreshKV, Hidden, LayerStep, Observer, queries, rotate, run_layers
+from cacheblend_cli.kv.forward import (
+    FreshKV,
+    Hidden,
+    LayerStep,
+    Observer,
+    Pass,
+    finish,
+    layer_by_layer,
+    queries,
+    rotate,
+)
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.rows import Rows, positions_of, rows_of
 from cacheblend_cli.model.decoder import DecoderLayer
@@ -29,6 +39,13 @@ class BeforeLayers:
 
     def __init__(self, prompt: Prompt, probe_layers: Sequence[int], draft_tokens: int) -> None:
         self.prompt, self._probe_layers, self._draft_tokens = prompt, frozenset(probe_layers), draft_tokens
+        self._gathered: dict[str, Tensor] = {}
+
+    def gather(self, candidates: Candidates, kinds: Sequence[str]) -> Pass[None]:
+        """Compute evidence of these kinds ("attention", "draft"), which selectors will ask for, with pauses between layers."""
+        for kind in kinds:
+            run = self._attention if kind == "attention" else self._draft
+            self._gathered[kind] = yield from run(candidates)
 
     def deviation(self, candidates: Candidates) -> Tensor:
         raise AssertionError("a selector that compares fresh with old KV needs a check layer")
@@ -41,9 +58,8 @@ class BeforeLayers:
         (ProphetKV, arXiv 2602.02579, and InfoFlow, arXiv 2603.05353, sum where this takes the largest: one head that
         looks a value up counts for more than many that look at everything a little.)
         """
-        look = _Look(self.prompt, self._probe_layers, candidates, stop=max(self._probe_layers, default=0))
-        self._run_fresh(look)
-        return look.found
+        gathered = self._gathered.get("attention")
+        return finish(self._attention(candidates)) if gathered is None else gathered
 
     def draft(self, candidates: Candidates) -> Tensor:
         """`attention`, over the rows of the answer's first tokens, drafted greedily over the stored KV.
@@ -51,22 +67,31 @@ class BeforeLayers:
         Values are looked up when the answer reaches them, not while the question is read (Lookahead Q-Cache, arXiv
         2505.20334, evicts by the same rows).
         """
+        gathered = self._gathered.get("draft")
+        return finish(self._draft(candidates)) if gathered is None else gathered
+
+    def _attention(self, candidates: Candidates) -> Pass[Tensor]:
+        look = _Look(self.prompt, self._probe_layers, candidates, stop=max(self._probe_layers, default=0))
+        yield from self._run_fresh(look)
+        return look.found
+
+    def _draft(self, candidates: Candidates) -> Pass[Tensor]:
         prompt, sequence, decoder = self.prompt, self.prompt.sequence, self.prompt.decoder
-        hidden = self._run_fresh(_Look(prompt, frozenset(), candidates))
+        hidden = yield from self._run_fresh(_Look(prompt, frozenset(), candidates))
         look = _Look(prompt, self._probe_layers, candidates)
         at = prompt.plan.num_tokens
         for _ in range(min(self._draft_tokens, sequence.capacity - at)):
             assert hidden is not None
             token = hidden.logits(decoder, slice(-1, None)).argmax(-1)
             rows = rows_of(decoder, sequence, upload([at], decoder.device), at + 1, at + 1)
-            hidden, at = run_layers(decoder, rows, token, look, look), at + 1
+            hidden, at = (yield from layer_by_layer(decoder, rows, token, look, look)), at + 1
         return look.found
 
-    def _run_fresh(self, look: _Look) -> Hidden | None:
+    def _run_fresh(self, look: _Look) -> Pass[Hidden | None]:
         prompt = self.prompt
         computed = [s for s in prompt.plan.segments if s.status == "computed"]
         rows = prompt.rows(positions_of(computed, prompt.decoder.device))
-        return run_layers(prompt.decoder, rows, prompt.token_ids[rows.positions], look, look)
+        return layer_by_layer(prompt.decoder, rows, prompt.token_ids[rows.positions], look, look)
 
 
 class _Look(Observer):

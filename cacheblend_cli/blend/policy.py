@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.corrections import CorrectionKind
-from cacheblend_cli.blend.selectors import Candidates, Combined, Evidence, Selector, budget, choose
+from cacheblend_cli.blend.selectors import (
+    Candidates,
+    Combined,
+    DraftAttention,
+    Evidence,
+    QueryAttention,
+    Selector,
+    budget,
+    choose,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,30 @@ class BlendPolicy:
         )
         return self.selector.needs_check_layer and not trivial
 
+    @property
+    def looks(self) -> tuple[str, ...]:
+        """Evidence that the selector takes before layer 0: "attention", "draft"."""
+        if self.selector.needs_check_layer:  # then the question's attention is looked at there
+            return ()
+        selector = self.selector
+        every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
+        kinds = (("attention", QueryAttention), ("draft", DraftAttention))
+        return tuple(kind for kind, cls in kinds if any(isinstance(s, cls) for s in every))
+
+    def is_scored(self, ratio: float, total: int, num_candidates: int, fresh: int = 0) -> bool:
+        """Whether candidates have to be scored to choose among them, see `select`."""
+        count = self._count(ratio, total, fresh)
+        return count > 0 and (count < num_candidates or self.nucleus > 0)
+
+    def _count(self, ratio: float, total: int, fresh: int) -> int:
+        count = budget(ratio, total)
+        return count + -(count + fresh) % self.row_tile if count else 0
+
     def select(self, ratio: float, total: int, candidates: Candidates, evidence: Evidence, fresh: int = 0) -> Tensor:
         """Indexes of the candidates to recompute: `ratio` of all `total` candidates, rounded up to fill the row tile together
         with the `fresh` rows that are computed in any case."""
-        count = budget(ratio, total)
-        if count:
-            count += -(count + fresh) % self.row_tile
-        if count == 0 or (count >= len(candidates) and self.nucleus == 0):  # nothing to score
+        count = self._count(ratio, total, fresh)
+        if not self.is_scored(ratio, total, len(candidates), fresh):
             return torch.arange(min(count, len(candidates)), device=candidates.positions.device)
         selector = self.selector
         required = selector.required(candidates, evidence) if isinstance(selector, Combined) else None

@@ -26,7 +26,7 @@ from cacheblend_cli.blend.evidence import AtCheckLayer, BeforeLayers
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates, Evidence
-from cacheblend_cli.kv.forward import FreshKV, LayerStep, Observer, run_layers, write_kv
+from cacheblend_cli.kv.forward import FreshKV, LayerStep, Observer, Pass, finish, layer_by_layer, write_kv
 from cacheblend_cli.kv.rows import Rows, joined, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
@@ -51,14 +51,22 @@ def blended_prefill(prompt: Prompt, policy: BlendPolicy, output_positions: Tenso
 
     Without cached segments in the plan this is a full prefill. Raises BadChunk if stored KV cannot be used.
     """
+    return finish(blended_layers(prompt, policy, output_positions))
+
+
+def blended_layers(prompt: Prompt, policy: BlendPolicy, output_positions: Tensor | None = None) -> Pass[PrefillResult]:
+    """`blended_prefill`, with pauses between layers."""
     decoder = prompt.decoder
     if output_positions is None:
         output_positions = torch.full((1,), prompt.plan.num_tokens - 1, device=decoder.device)
     steps = BlendSteps(prompt, policy, output_positions)
     if not policy.needs_check_layer:
-        steps.choose_before(BeforeLayers(prompt, policy.probe_layers, policy.draft_tokens))
+        evidence = BeforeLayers(prompt, policy.probe_layers, policy.draft_tokens)
+        if steps.is_scored:
+            yield from evidence.gather(steps.candidates, policy.looks)
+        steps.choose_before(evidence)
     rows = steps.rows
-    hidden = run_layers(decoder, rows, prompt.token_ids[rows.positions], steps, steps)
+    hidden = yield from layer_by_layer(decoder, rows, prompt.token_ids[rows.positions], steps, steps)
     assert hidden is not None
     return PrefillResult(hidden.logits(decoder), steps.candidates.positions, steps.reports)
 
@@ -92,6 +100,12 @@ class BlendSteps(Observer):
         """Correct the old KV of rows dropped by an earlier choice, based on the fresh K and V."""
         if self._correction is not None and fresh.layer.index > 0:
             self._correction.apply(fresh.layer, fresh.k[self._candidate_index], fresh.v[self._candidate_index])
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether `choose_before` scores the candidates."""
+        ratio, count = self._policy.checks[0][1], len(self._all)
+        return self._policy.is_scored(ratio, count, count, len(self._fresh))
 
     def choose_before(self, evidence: Evidence) -> None:
         """Narrow the candidates before layer 0."""

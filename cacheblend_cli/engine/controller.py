@@ -9,12 +9,12 @@ from typing import Any
 
 from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import BlendPolicy
-from cacheblend_cli.blend.selectors import Combined, DraftAttention, QueryAttention
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.speeds import SpeedFile, kv_share, measure_compute, measure_loading
+from cacheblend_cli.engine.speeds import Pieces, SpeedFile, kv_share, measure_compute, measure_loading
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.kv.forward import finish
 
 _LOAD_AGAIN = 16  # full prefills in a row
 
@@ -61,13 +61,13 @@ class AutoReport:
 
 
 class Controller:
-    """The speeds of one model on this machine for one codec. `ready` measures what is not known; say is told so."""
+    """The speeds of one model on this machine for one codec. `measured` measures what is not known; say is told so."""
 
     def __init__(self, runtime: Runtime, codec: str) -> None:
         self._runtime, self._file = runtime, SpeedFile.of(runtime.model, codec)
         self._speeds = self._file.read()
 
-    def ready(self, request: Request) -> None:
+    def measured(self, request: Request) -> Pieces[None]:
         """Measure compute, and loading by the prompt's own chunks, when that was never done on this machine.
 
         Full prefills say nothing about loading, so after some of them in a row it is measured again: a bad first
@@ -77,15 +77,15 @@ class Controller:
         if speeds is None:
             runtime = self._runtime
             runtime.say(f"--ratio auto: measuring how fast this machine is with {runtime.model.name}, once")
-            speeds = measure_compute(runtime.decoder, runtime.config.block_size)
+            speeds = yield from measure_compute(runtime.decoder, runtime.config.block_size)
         if request.store is not None and (math.isinf(speeds.bytes_per_s) or speeds.not_loaded >= _LOAD_AGAIN):
-            found = measure_loading(self._runtime, request.store, request.plan)
+            found = yield from measure_loading(self._runtime, request.store, request.plan)
             speeds = replace(speeds, bytes_per_s=found, not_loaded=0)
         if speeds != self._speeds:
             self._keep(speeds)
 
     def decide(self, request: Request, before_s: float) -> AutoReport:
-        """`ready` came before. request.blend.ratio is the floor; before_s: since the question is known."""
+        """`measured` came before. request.blend.ratio is the floor; before_s: since the question is known."""
         speeds, work = self._speeds, workload(request)
         assert speeds is not None
         decision, other_s = decide(speeds, work, request.blend.ratio), before_s + speeds.rest_s
@@ -124,15 +124,20 @@ def controller_of(runtime: Runtime, request: Request) -> Controller:
 
 
 def decided(runtime: Runtime, request: Request) -> tuple[Request, AutoReport | None]:
+    """`deciding`, without a pause."""
+    return finish(deciding(runtime, request))
+
+
+def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoReport | None]]:
     """The request as the controller wants it, and why; where it does not blend, as it is. Measuring this machine, once, is no
-    part of an answer. Raises UsageError for a blend whose ratio is not one number."""
+    part of an answer, and pauses for others. Raises UsageError for a blend whose ratio is not one number."""
     blend = request.blend
     if blend.mode != "blend":
         return request, None
     if blend.checks:
         raise UsageError("--ratio auto chooses one ratio, and several check layers were given", "give a ratio to each")
     controller, resolved = controller_of(runtime, request), time.perf_counter()
-    controller.ready(request)
+    yield from controller.measured(request)
     started = request.started + time.perf_counter() - resolved
     report = controller.decide(request, time.perf_counter() - started)
     if report.decision.mode == "full":
@@ -177,13 +182,9 @@ def workload(request: Request) -> Workload:
 
 def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:
     """The layers that the selector's probe runs before layer 0, and the tokens it drafts."""
-    selector = policy.selector
-    every = [selector.last, *(s for s, _ in selector.parts)] if isinstance(selector, Combined) else [selector]
-    if selector.needs_check_layer:  # then the question's attention is looked at there
-        return 0, 0
-    if any(isinstance(s, DraftAttention) for s in every):
+    if "draft" in policy.looks:
         return num_layers, policy.draft_tokens
-    return (max(policy.probe_layers) + 1, 0) if any(isinstance(s, QueryAttention) for s in every) else (0, 0)
+    return (max(policy.probe_layers) + 1, 0) if "attention" in policy.looks else (0, 0)
 
 
 def kv_bytes(request: Request) -> int:

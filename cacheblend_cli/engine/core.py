@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -13,7 +14,7 @@ from torch import Tensor
 from cacheblend_cli.engine.attention import AttentionShares, Watch
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
-from cacheblend_cli.engine.controller import decided
+from cacheblend_cli.engine.controller import deciding
 from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent, Started
@@ -27,8 +28,10 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, provenance_of
 from cacheblend_cli.engine.sequence_output import NOBODY, SequenceOutput
+from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
@@ -56,6 +59,7 @@ class EngineCore:
         size = memory.pool.block_size
         self._slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
         self._same_slices = not (limits.refine or limits.reuse_repaired)
+        self._measuring = deque[tuple[RequestState, Pieces[None]]]()  # not admitted yet
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
         self.scheduler = Scheduler(self.blocks, limits.max_sequences, ahead, self._begin, self._restart, self.counts)
@@ -67,7 +71,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return self._outputs.storing or any(not state.background for state in self._states)
+        return self._outputs.storing or bool(self._measuring) or any(not state.background for state in self._states)
 
     @property
     def may_refine(self) -> bool:
@@ -76,11 +80,24 @@ class EngineCore:
 
     def arrive(self, state: RequestState) -> None:
         """Queue a request, or fail it at once where it is impossible."""
+        admission = admitting(self._runtime, self._store, state)
+        if state.job.auto:  # in a step: this machine may have to be measured first
+            self._measuring.append((state, admission))
+        else:
+            self._admit(state, admission)
+
+    def _admit(self, state: RequestState, admission: Pieces[None]) -> bool:
+        """Go on admitting a request. False: it takes another step."""
         try:
-            admit(self._runtime, self._store, state)
-            self.add(state)
+            if state.ended is not None:
+                self._outputs.end(state, state.ended)
+            elif next(admission, state) is None:
+                return False
+            else:
+                self.add(state)
         except Exception as error:
             self._outputs.failed(state, error)
+        return True
 
     def add(self, state: RequestState) -> None:
         """Queue an admitted request. Raises UsageError where it can never fit the pool."""
@@ -100,7 +117,10 @@ class EngineCore:
 
     def step(self) -> None:
         """End requests that were cancelled or are overdue, then do one thing: compute a slice of a prompt, or a token of every
-        answer. Missing chunks that are to be stored are computed one launch a step. An idle engine refines."""
+        answer. Missing chunks that are to be stored, and what --ratio auto measures, are computed one launch a step. An idle engine
+        refines."""
+        if self._measuring and self._admit(*self._measuring[0]):
+            self._measuring.popleft()
         if self._outputs.storing:
             self._outputs.store_piece()
         elif self.refiner and not self._states:
@@ -282,7 +302,7 @@ class EngineCore:
             paged.give_back(unseen)
 
 
-def admit(runtime: Runtime, store: ChunkStore | None, state: RequestState) -> None:
+def admitting(runtime: Runtime, store: ChunkStore | None, state: RequestState) -> Pieces[None]:
     """Resolve a submitted request, and check that it is possible. Raises UsageError, NotFoundError, StoreErrors."""
     job = state.job
     request = job.request or resolve(runtime, store, job.question)
@@ -290,7 +310,8 @@ def admit(runtime: Runtime, store: ChunkStore | None, state: RequestState) -> No
     runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
     if job.confirm:
         request = seeded(request)
-    request, state.report = decided(runtime, request) if job.auto else (request, None)
+    if job.auto:
+        request, state.report = yield from deciding(runtime, request)
     request.blend.policy(runtime.model.spec.num_layers, request.lossless)
     state.request, state.gate = request, Gate.of(request)
     state.sequences = [Sequence(state, 0)]
@@ -304,7 +325,7 @@ def answer_one(runtime: Runtime, store: ChunkStore | None, job: Job, on_event: O
     Raises what the request fails of, and what on_event raises.
     """
     state, raised = RequestState(job, on_event, 0), list[BaseException]()
-    admit(runtime, store, state)
+    finish(admitting(runtime, store, state))
     size, room = runtime.config.block_size, state.max_new_tokens
     copies = 1 if job.verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
     each = -(-(room + (state.num_tokens if job.verify else size)) // size) + 1

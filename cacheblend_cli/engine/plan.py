@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_cli.engine.controller import decided, kv_bytes
+from cacheblend_cli.engine.controller import deciding, kv_bytes
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.speeds import Pieces
+from cacheblend_cli.kv.forward import finish
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,12 @@ class AskPlan:
 
 def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
     """What running the request would do. Raises UsageError for what would be refused."""
-    request, report = decided(runtime, request) if auto else (request, None)
+    return finish(planning(runtime, request, auto))
+
+
+def planning(runtime: Runtime, request: Request, auto: bool) -> Pieces[AskPlan]:
+    """`plan`, with pauses while this machine is measured for --ratio auto; only that needs the model."""
+    request, report = (yield from deciding(runtime, request)) if auto else (request, None)
     prompt = request.plan
     runtime.check_length(prompt.num_tokens, runtime.room(request.sampling))
     request.blend.policy(runtime.model.spec.num_layers, request.lossless)

@@ -2,7 +2,7 @@
 
 A prompt is always cut at the same positions, multiples of the slice size, whatever part of it a prefix cache holds already:
 the same rows then go through the same matrix products, so that KV and logits are the same to the bit. What needs repair is
-one slice with all that follows it."""
+one slice with all that follows it, which pauses between layers: a step computes as many of its layers as cost about a slice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.blend.policy import row_tile_of
-from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
+from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import logprobs_of
-from cacheblend_cli.kv.forward import LayerStep, run_layers
+from cacheblend_cli.kv.forward import LayerStep, Pass, finish, run_layers
 from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
@@ -128,7 +128,10 @@ class PrefillState:
         tile = row_tile_of(runtime.decoder.device)
         self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless, tile)
         self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
-        self._slices = slices_of(self._plan, slice_rows or runtime.slice_rows)
+        slice_rows = slice_rows or runtime.slice_rows
+        self._slices = slices_of(self._plan, slice_rows)
+        self._step_rows = slice_rows * len(self._decoder.layers)  # rows x layers that a step computes
+        self._blending: Pass[PrefillResult] | None = None  # paused between two layers
         self._done, self._prefill_s, self._logprobs = 0, 0.0, list[TokenLogprob]()
         if outputs is None and request.sampling.prompt_logprobs is not None:
             outputs = 0, self._note_logprobs
@@ -139,6 +142,9 @@ class PrefillState:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._blending is not None:
+            self._blending.close()
+        self._blending = None
         self._loader.__exit__(*exc)
 
     @property
@@ -149,18 +155,21 @@ class PrefillState:
     @torch.inference_mode()
     def whole(self, output_positions: Callable[[PromptPlan], Tensor] | None = None) -> Prefilled:
         """Compute the prompt in one go. output_positions: where logits are wanted, the last by default."""
+        start = time.perf_counter()
         positions = output_positions(self._plan).to(self._decoder.device) if output_positions else None
-        return self._blend(self._plan, time.perf_counter(), positions)
+        return self._prefilled(finish(self._blend(self._plan, positions)), start)
 
     @torch.inference_mode()
     def advance(self) -> Prefilled | None:
-        """Compute the next slice. Returns None unless it was the last one."""
+        """Compute the next slice, or some layers of what is blended. Returns None unless it was the last one."""
         start, piece = time.perf_counter(), self._slices[self._done]
         last = self._done == len(self._slices) - 1
         if piece.blended:
-            prefilled = self._blend(self._plan.filled_until(piece.start), start, None)
+            if (result := self._next_layers(piece)) is None:
+                self._prefill_s += time.perf_counter() - start
+                return None
             self._done += 1
-            return prefilled
+            return self._prefilled(result, start)
         positions = torch.tensor(piece.positions, device=self._decoder.device)
         token_ids, total = torch.tensor(self._plan.token_ids, device=positions.device), self._plan.num_tokens
         first = len(positions) - last if self._outputs is None else bisect_left(piece.positions, self._outputs[0])
@@ -184,9 +193,24 @@ class PrefillState:
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
         return self._prefilled(PrefillResult(logits, positions[:0], layers), start)
 
-    def _blend(self, plan: PromptPlan, start: float, output_positions: Tensor | None) -> Prefilled:
+    def _next_layers(self, piece: Slice) -> PrefillResult | None:
+        """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done then."""
+        if self._blending is None:
+            self._blending = self._blend(self._plan.filled_until(piece.start), None)
+        left = self._step_rows
+        try:
+            while left > 0:
+                rows = next(self._blending)
+                left -= rows if left >= 2 * rows else left  # the next layer has as many rows
+        except StopIteration as end:
+            self._blending = None
+            result: PrefillResult = end.value
+            return result
+        return None
+
+    def _blend(self, plan: PromptPlan, output_positions: Tensor | None) -> Pass[PrefillResult]:
         prompt = Prompt(self._decoder, plan, self.sequence, self._loader)
-        return self._prefilled(blended_prefill(prompt, self._policy, output_positions), start)
+        return blended_layers(prompt, self._policy, output_positions)
 
     def _note_logprobs(self, logits: Tensor) -> None:
         """logits: of the rows behind those noted so far; the last row of the prompt predicts none of its tokens."""

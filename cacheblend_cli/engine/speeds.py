@@ -10,10 +10,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import Candidates
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.forward import AllRows, KVOnly, Steps, run_layers
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool
@@ -36,6 +37,7 @@ from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import PromptPlan, Segment
 
+T = TypeVar("T")
 FORMAT = 3
 PROBE_ROWS = (8, 32, 128, 512, 1024)
 PROBE_S = 1.0
@@ -44,6 +46,10 @@ MOVED_ROWS, CHUNK_ROWS, KNOWN_EVERY = 1024, 256, 7
 """Of the probe of a correction: its rows, those of a chunk of them, and which of these are recomputed."""
 PROBE_BYTES = 64 << 20
 """KV to load at most for a first measure of loading."""
+
+
+Pieces = Generator[None, None, T]
+"""A measurement that pauses after each run; every run is a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -98,28 +104,30 @@ def kv_share(spec: ModelSpec) -> float:
 
 
 @torch.inference_mode()
-def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Speeds:
+def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Pieces[Speeds]:
     """Time prefills of rising length through one layer (and the next one's K and V), and fit a layer's cost."""
     spec = decoder.spec
     depth = min(2, spec.num_layers)
     shallow = copy.copy(decoder)  # the same weights, its first layers only
     shallow.layers = decoder.layers[:depth]
     shallow.spec = replace(spec, num_layers=depth, sliding_windows=spec.sliding_windows[:depth])
-    started = time.perf_counter()
+    spent = 0.0
     found: list[tuple[int, float]] = []
     for num_rows in PROBE_ROWS:
         if num_rows > spec.max_context:
             break
-        left = seconds - (time.perf_counter() - started)
+        left = seconds - spent
         if len(found) > 1 and found[-1][1] * num_rows / found[-1][0] * 3 > left:
             break
-        found.append((num_rows, _median_s(_layers_run(shallow, num_rows, block_size), decoder, left / 3)))
+        times = yield from _runs(_layers_run(shallow, num_rows, block_size), decoder, left / 3)
+        found.append((num_rows, statistics.median(times[1:])))
+        spent += sum(times)
     layers = depth - 1 + kv_share(spec) if depth > 1 else 1.0
     layer_s, row_s, pair_s = fit([n for n, _ in found], [t / layers for _, t in found])
     hidden = torch.zeros(1, spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
-    head_s = _median_s(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
-    moved_s = _moved_row_s(shallow, block_size, seconds / 20)
-    return Speeds(layer_s, row_s, pair_s, head_s, moved_s=moved_s)
+    times = yield from _runs(lambda: decoder.logits(hidden, hidden), decoder, seconds / 10)
+    moved_s = yield from _moved_row_s(shallow, block_size, seconds / 20)
+    return Speeds(layer_s, row_s, pair_s, statistics.median(times[1:]), moved_s=moved_s)
 
 
 def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -139,8 +147,8 @@ def fit(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, fl
     return best
 
 
-def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> float:
-    """Bytes of KV a second from the store into a pool, of the first cached segments; inf when there are none.
+def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> Pieces[float]:
+    """Bytes of KV a second from the store into a pool, of the first cached segments; inf when there are none, or no room.
 
     The best of three: what is too high is put right by the next prefill that loads, what is too low can end in full
     prefills, which never load.
@@ -155,19 +163,29 @@ def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> fl
         return math.inf
     found = []
     part = PromptPlan((*some, plan.segments[-1]))  # whose length RoPE is told
-    sequence = runtime.new_sequence(plan.num_tokens)
     try:
         for _ in range(3):
-            with make_loader(decoder, store, sequence, part) as loader:
-                for layer in range(decoder.spec.num_layers):
-                    loader.wait(layer)
-            _synchronize(decoder)
-            found.append(loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf)
+            yield
+            found.append(_loading(runtime, store, part, plan.num_tokens))
     except BadChunk:
         pass  # the prefill that follows says so, and computes it
+    except DeviceError:
+        pass  # others have the pool
+    return max(found, default=math.inf)
+
+
+@torch.inference_mode()
+def _loading(runtime: Runtime, store: ChunkStore, part: PromptPlan, num_tokens: int) -> float:
+    """Bytes a second of one load. The blocks are taken for this run only: others run before the next one."""
+    sequence = runtime.new_sequence(num_tokens)
+    try:
+        with make_loader(runtime.decoder, store, sequence, part) as loader:
+            for layer in range(runtime.decoder.spec.num_layers):
+                loader.wait(layer)
+        _synchronize(runtime.decoder)
+        return loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf
     finally:
         sequence.release()
-    return max(found, default=math.inf)
 
 
 def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[], Any]:
@@ -180,7 +198,7 @@ def _layers_run(decoder: Decoder, num_rows: int, block_size: int) -> Callable[[]
     return lambda: run_layers(decoder, rows, token_ids, steps)
 
 
-def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
+def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> Pieces[float]:
     """Seconds a row that the default correction moves, in a layer; others are taken to be as slow."""
     num_rows, spec = min(MOVED_ROWS, decoder.spec.max_context), decoder.spec
     sequence = KVPool.of(decoder, -(-num_rows // block_size), block_size).new_sequence(num_rows)
@@ -192,24 +210,22 @@ def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> float:
     known = every.take(at[::KNOWN_EVERY])
     correction = Regression(Prompt(decoder, plan, sequence, loader), every, known)
     fresh = torch.ones(len(known), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
-    run = _median_s(lambda: correction.apply(decoder.layers[0], fresh, fresh), decoder, seconds)
-    return run / max(1, num_rows - len(known))
+    times = yield from _runs(lambda: correction.apply(decoder.layers[0], fresh, fresh), decoder, seconds)
+    return statistics.median(times[1:]) / max(1, num_rows - len(known))
 
 
-def _median_s(run: Callable[[], Any], decoder: Decoder, seconds: float) -> float:
-    """Median of up to 15 runs after one that warms up, within about `seconds`."""
+def _runs(run: Callable[[], Any], decoder: Decoder, seconds: float) -> Pieces[list[float]]:
+    """Seconds of a run that warms up, and of 1 to 15 more, as many as fit `seconds` together."""
     times: list[float] = []
-    started = time.perf_counter()
-    run()
-    while len(times) < 15:
+    while len(times) < 2 or (len(times) < 16 and sum(times) < seconds):
+        if times:
+            yield
         _synchronize(decoder)
         begin = time.perf_counter()
         run()
         _synchronize(decoder)
         times.append(time.perf_counter() - begin)
-        if time.perf_counter() - started > seconds:
-            break
-    return statistics.median(times)
+    return times
 
 
 def _synchronize(decoder: Decoder) -> None:

@@ -2,20 +2,24 @@
 
 `LayerStep` says, per layer, which rows get fresh K and V and which rows continue. Full prefill, collect, the four
 statuses of a blended prefill, the question's probe and decoding differ only in their steps; anything else they need
-from a pass they observe (`Observer`).
+from a pass they observe (`Observer`). A pass can pause between two layers (`layer_by_layer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from cacheblend_kernels import Slots
 from torch import Tensor
 
 from cacheblend_cli.kv.rows import Rows
 from cacheblend_cli.model.decoder import Decoder, DecoderLayer
+
+T = TypeVar("T")
+Pass = Generator[int, None, T]
+"""A computation that pauses between layers: yields the number of rows of the layer just computed, returns its result."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,29 @@ def run_layers(
     decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
 ) -> Hidden | None:
     """Run rows through the layers as directed by `steps`, writing fresh K and V to the pool. None if a step ended the pass."""
+    return finish(layer_by_layer(decoder, rows, token_ids, steps, observer))
+
+
+def finish(run: Generator[Any, None, T]) -> T:
+    """Run what pauses to its end, and return its result."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def layer_by_layer(
+    decoder: Decoder, rows: Rows, token_ids: Tensor, steps: Steps, observer: Observer | None = None
+) -> Pass[Hidden | None]:
+    """`run_layers`, with a pause after every layer but the last. While it pauses, other sequences may be computed."""
     seen = observer or Observer()
-    delta, residual = decoder.embed(token_ids), None
+    delta, residual, num_rows = decoder.embed(token_ids), None, 0
     for layer in decoder.layers:
-        step = steps.at(layer)
+        if residual is not None:
+            yield num_rows
+        step, num_rows = steps.at(layer), len(rows)
         h, residual = decoder.input_norm(layer, delta, residual)
         del delta  # what is not needed any more goes before attention and MLP: activations are most of a pass's memory
         q, rows, residual = _project(layer, h, residual, rows, step, seen)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from cacheblend_store import StoreError
@@ -25,7 +25,9 @@ from cacheblend_cli import __version__
 from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.jobs import Done, Job, Reasoning, Text
+from cacheblend_cli.engine.plan import planning
 from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.server.app import EventStream, make_app
 from cacheblend_cli.server.asking import Asking
@@ -34,6 +36,7 @@ from cacheblend_cli.server.place import PROTOCOL
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.types import Answer, AskOptions, AskRequest
 
+T = TypeVar("T")
 Record = dict[str, Any]
 _CUT_OFF_S = 10  # beyond the grace of running answers
 
@@ -125,16 +128,14 @@ class WarmSocket:
         return replace(job, request=resolve(runtime, store, job.question))
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
-        ask_request, store = AskRequest.from_wire(body), self._host.store
-
-        def planned() -> Record:
-            engine = Engine(self._host.runtime)
-            job = engine.job(store, ask_request)
-            told = engine.plan(store, job.question, auto=job.auto)
-            return {"plan": plain(told), "keys": [key.hex() for key in job.question.keys]}
-
+        ask_request = AskRequest.from_wire(body)
         with self._host:
-            yield {"event": "plan", "end": True, **await self._host.in_engine(lambda runtime: planned())}
+            job = await self._host.in_pool(lambda: self._job(ask_request))
+            assert job.request is not None
+            pieces = planning(self._host.runtime, job.request, job.auto)
+            while (found := await self._host.in_engine(lambda runtime: _next(pieces))) is None:
+                pass
+            yield {"event": "plan", "end": True, "plan": plain(found), "keys": [key.hex() for key in job.question.keys]}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
         said: list[str] = []
@@ -158,6 +159,15 @@ class WarmSocket:
             "tokens": [[vars(token) for token in chunk] for chunk in tokens],
             "pid": os.getpid(),
         }
+
+
+def _next(pieces: Pieces[T]) -> T | None:
+    """Result of the pieces, None where more of them follow."""
+    try:
+        return next(pieces)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 class _Server(uvicorn.Server):

@@ -17,6 +17,7 @@ from cacheblend_cli.blend.cost import Speeds
 from cacheblend_cli.engine.controller import kv_bytes, workload
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.engine.speeds import SpeedFile, fit, kv_share, measure_compute, measure_loading
+from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.model.weights import load_weights
 
 ROWS = (8, 32, 128, 512, 1024)
@@ -51,7 +52,7 @@ def test_the_fit_never_says_that_rows_cost_nothing(times: list[float]) -> None:
 def test_every_depth_can_be_probed(tmp_path: Path, layers: int) -> None:
     write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=layers)
     decoder = Engine.load(EngineConfig(model=str(tmp_path / "model"))).model.decoder
-    speeds = measure_compute(decoder, 16, seconds=0.05)
+    speeds = finish(measure_compute(decoder, 16, seconds=0.05))
     assert speeds.row_s > 0
     assert speeds.head_s > 0
     assert speeds.moved_s > 0
@@ -88,10 +89,10 @@ def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunk
         assert workload(replace(request, blend=BlendConfig(selector="first"))).check_layer == 0
         blends = BlendConfig(), BlendConfig(correction="none")
         assert [workload(replace(request, blend=b)).corrected for b in blends] == [True, False]
-        speed = measure_loading(engine.runtime, store, plan)
+        speed = finish(measure_loading(engine.runtime, store, plan))
         assert 0 < speed < math.inf
         nothing = replace(request, blend=BlendConfig(mode="full")).plan
-        assert measure_loading(engine.runtime, store, nothing) == math.inf
+        assert finish(measure_loading(engine.runtime, store, nothing)) == math.inf
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
