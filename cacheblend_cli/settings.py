@@ -113,6 +113,12 @@ class Settings:
     max_size: str = _setting(
         "", "Quota of the store, such as 20GB: the least recently used KV is evicted, documents' text stays. 0: none."
     )
+    tier: str = _setting(
+        "",
+        "Shared tier behind the store: s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER. Credentials: environment only.",
+    )
+    tier_key_file: str = _setting("", "File with the secret that KV in the tier is encrypted with.")
+    tier_deadline: float = _setting(0.05, "Seconds to find out which chunks the tier has.")
     salt: str = _setting("", "Keep the chunks of this tenant separate.")
     threads: int | None = _setting(None, "CPU threads.")
     block_size: int = 64
@@ -147,6 +153,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "tenant": ("salt",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
     "store": ("store", "lock_timeout", "force_store", "max_size"),
+    "tier": ("tier", "tier_key_file", "tier_deadline"),
 }  # fmt: skip
 """Settings by topic. Commands choose their flags by group; server/place.py uses the groups that define an engine."""
 
@@ -175,11 +182,18 @@ def _kind(hint: Any) -> type:
 
 _FIELDS = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
 DEFAULTS = Resolved(Settings(), dict.fromkeys(_FIELDS, "default"))
-_LEAST = {"top_k": 1, "expand": 0, "threads": 1, "lock_timeout": 0, "seed": -(2**63)}  # not checked elsewhere
+_LEAST = {
+    "tier_deadline": 0,
+    "top_k": 1,
+    "expand": 0,
+    "threads": 1,
+    "lock_timeout": 0,
+    "seed": -(2**63),
+}  # not checked elsewhere
 _MOST = {"threads": 4096, "expand": 10_000}  # other integers: 64 bits
 _WORDS = {"ratio": "auto"}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-PATHS = ("store", "model", "lora", "prompt", "embeddings")  # relative to the file that sets them
+PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file")  # relative to the file that sets them
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:
@@ -282,6 +296,8 @@ def _convert(name: str, value: Any, place: str) -> Any:
         raise UsageError(f"{shown} is {value!r}, not {hint}", "see: cacheblend config show") from None
     if kind is str and name not in PATHS:
         check_text(value, shown)
+    if name == "tier" and ("@" in value or "?" in value):  # not repeated: config show and messages are read by others
+        raise UsageError(f"{shown} holds credentials", "a bucket and a prefix: credentials come from the environment")
     if kind is int and converted > (most := _MOST.get(name, 2**63 - 1)):
         raise UsageError(f"{shown} is {value!r}; the maximum is {most}", "see: cacheblend config show")
     if name in _LEAST and converted < _LEAST[name]:

@@ -1,4 +1,4 @@
-"""cacheblend chunks: list, show and remove stored chunks; upkeep, export and import."""
+"""cacheblend chunks: list, show and remove stored chunks; upkeep, push and pull."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from cacheblend_cli.cli import archive, completion, options, upkeep
+from cacheblend_cli.cli import completion, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
 from cacheblend_cli.errors import NotFoundError, UsageError
@@ -207,5 +207,9 @@ def _record(m: ChunkManifest, citation: Citation) -> dict[str, Any]:
 
 for _command in (upkeep.stats, upkeep.verify, upkeep.prune, upkeep.compact):
     app.command(_command.__name__)(_command)
-app.command("export")(archive.export)
-app.command("import")(archive.import_)
+app.command("push")(tier.push)
+app.command("pull")(tier.pull)
+for _old, _new in (("export", "push"), ("import", "pull")):
+    app.command(_old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
+        tier.renamed(_new)
+    )

@@ -53,7 +53,7 @@ _PANEL = {
     for panel, groups in zip(
         PANELS,
         (
-            ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store"),
+            ("search",), ("cutting",), ("sampling",), ("prompt",), ("model", "machine", "memory", "tenant", "store", "tier"),
             ("blend",),
         ),
         strict=True,

@@ -2,7 +2,6 @@
 
 from cacheblend_store.errors import (
     AmbiguousId,
-    ArchiveError,
     BadBlob,
     ChunkNotFound,
     CodecError,
@@ -15,6 +14,9 @@ from cacheblend_store.errors import (
     StoreNoSpace,
     StoreNotFound,
     StorePermission,
+    TierError,
+    TierNotFound,
+    TierUsage,
 )
 from cacheblend_store.format.keys import FORMAT_VERSION, KeyParts, chunk_key, collection_id
 from cacheblend_store.format.records import NOWHERE, ChunkManifest, DocumentChunk, DocumentRecord, Locator, Memo
@@ -29,7 +31,6 @@ __all__ = [
     "NOWHERE",
     "AmbiguousId",
     "Amount",
-    "ArchiveError",
     "BadBlob",
     "ChunkManifest",
     "ChunkNotFound",
@@ -54,6 +55,9 @@ __all__ = [
     "StorePermission",
     "StoreReader",
     "StoreStats",
+    "TierError",
+    "TierNotFound",
+    "TierUsage",
     "VerifyReport",
     "chunk_key",
     "collection_id",

@@ -65,8 +65,20 @@ class CodecError(StoreError):
     """KV has values that its codec cannot represent. Nothing of it is stored."""
 
 
-class ArchiveError(StoreError):
-    """An archive is refused: damaged, hostile, too big, or without the required signature."""
+class TierError(StoreError):
+    """A shared tier cannot be reached, refuses, or has another format."""
+
+
+class TierUsage(TierError):
+    """The URL or the key file of a tier is wrong, or its extra is not installed."""
+
+    exit_code = 2
+
+
+class TierNotFound(TierError):
+    """There is no bucket or folder at the URL of a tier, or not that object."""
+
+    exit_code = 3
 
 
 class ChunkNotFound(StoreError):

@@ -36,12 +36,15 @@ from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.opened import acquire, release
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
+from cacheblend_store.tier.shared import SharedTier
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
 PAGE_OF_CHUNKS = 64  # manifests read in one transaction by `chunks`
 TOUCHES_HELD = 4096
+FLUSH_S = 5.0
+"""Seconds that a store waits, when it is closed, for chunks that are on their way to its tier."""
 T = TypeVar("T")
 
 
@@ -56,6 +59,7 @@ class ChunkStore:
         self.path, self.writable, self.lock_timeout, self._force = path, write, lock_timeout, force
         self._touched: dict[bytes, float] = {}
         self._touch_lock = threading.Lock()
+        self.tier: SharedTier | None = None
         self._env: Environment | None = self._acquire(create=create)
         try:
             with self.read() as reader:
@@ -98,11 +102,15 @@ class ChunkStore:
         try:
             if kind is None:
                 self.flush_touches()
+                if self.tier is not None:
+                    self.tier.flush(FLUSH_S)
         finally:
             self.close()
 
     def close(self) -> None:
         """Give the environment back; the last store of the process on this path closes it. Twice does no harm."""
+        if self.tier is not None:
+            self.tier.close()
         env, self._env = self._env, None
         if env is not None:
             release(env)
@@ -116,6 +124,12 @@ class ChunkStore:
             yield
         finally:
             self._env = self._acquire()
+
+    def share(self, tier: SharedTier) -> None:
+        """Put chunks there as they are stored from now on, in the background, until the store is closed. A store that is used as
+        a context manager waits for that up to FLUSH_S."""
+        self.tier = tier
+        tier.start(self.get_blobs)
 
     @property
     def generation(self) -> int:
@@ -141,6 +155,14 @@ class ChunkStore:
         """Return the manifest, or None if the chunk is not stored. Raises BadBlob if its record is damaged."""
         with self.read() as reader:
             return reader.manifest(key)
+
+    def get_blobs(self, key: bytes) -> tuple[ChunkManifest, list[bytes]] | None:
+        """Return a chunk with its blobs, or None if it has no KV. Raises BadBlob if any of it is damaged."""
+        with self.read() as reader:
+            manifest = reader.manifest(key)
+            if manifest is None or not manifest.has_kv:
+                return None
+            return manifest, [reader.blob(manifest, layer) for layer in range(manifest.num_layers)]
 
     def has_chunk(self, key: bytes) -> bool:
         """Return whether the chunk is stored undamaged, with or without KV."""
@@ -241,7 +263,10 @@ class ChunkStore:
             return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
 
         self.flush_touches()  # so that the least recently used chunks are known
-        return self.transact(put)
+        statuses = self.transact(put)
+        if self.tier is not None:
+            self.tier.offer(m.key for (m, _), status in zip(given, statuses, strict=True) if status != "unchanged")
+        return statuses
 
     def put_records(self, manifests: Iterable[ChunkManifest], keep: Collection[bytes] = ()) -> int:
         """Store chunks of no document without KV, in one transaction, unless they are stored. Returns how many were missing.

@@ -178,10 +178,11 @@ def test_an_interrupt_says_what_is_true_of_the_command(
     assert interrupted("chunks", "ls") == ""
 
 
-def test_an_interrupted_import_keeps_what_it_took(
+def test_an_interrupted_pull_keeps_what_it_took(
     cli: Cli, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli("chunks", "export", "kept.tar").code == 0
+    url = f"file://{tmp_path}/tier"
+    assert cli("chunks", "push", url).code == 0
     count = 0
 
     def stop(*args: object) -> None:
@@ -190,14 +191,14 @@ def test_an_interrupted_import_keeps_what_it_took(
         if count == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("cacheblend_store.archive.importing._BATCH_BYTES", 1)  # a transaction a chunk
-    monkeypatch.setattr("cacheblend_cli.cli.archive._tell", stop)
+    monkeypatch.setattr("cacheblend_store.upkeep.moving._BATCH_BYTES", 1)  # a transaction a chunk
+    monkeypatch.setattr("cacheblend_cli.cli.tier._teller", lambda *args, **kwargs: stop)
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
-    result = cli("chunks", "import", "kept.tar")
+    result = cli("chunks", "pull", url)
     assert result.code == 130
     assert result.err.strip().splitlines()[-1].startswith("interrupted; ")
     with ChunkStore.open(tmp_path / "other") as store:
-        assert len(list(store.chunks(prefixes=True))) == 2
+        assert sum(m.has_kv for m in store.chunks(prefixes=True)) == 2
 
 
 def test_an_answer_that_was_cut_says_so(cli: Cli, stored: list[str]) -> None:

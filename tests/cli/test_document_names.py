@@ -238,17 +238,20 @@ def test_stdin_is_a_document_of_the_project_it_is_piped_in(cli: Cli, projects: t
     assert listed(cli) == {"docs/a.md", "../one/docs/a.md", "../one/-"}
 
 
-def test_an_archive_names_documents_from_where_it_is_made_and_lands_where_it_is_read(
+def test_a_push_names_documents_from_where_it_is_made_and_they_land_where_it_is_pulled(
     cli: Cli, projects: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = projects
     os.chdir(one)
-    assert cli("chunks", "export", str(tmp_path / "x"), "--source", "docs").code == 0
-    assert str(tmp_path).encode() not in (tmp_path / "x").read_bytes()
+    url = f"file://{tmp_path}/tier"
+    assert cli("chunks", "push", url, "--source", "docs").code == 0
+    assert not any(
+        str(tmp_path).encode() in file.read_bytes() for file in (tmp_path / "tier").rglob("*") if file.is_file()
+    )
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
     write(tmp_path / "there/docs/a.md", MARA)
     os.chdir(tmp_path / "there")
-    assert cli("chunks", "import", str(tmp_path / "x")).code == 0
+    assert cli("chunks", "pull", url).code == 0
     assert listed(cli) == found(cli) == {"docs/a.md"}
     assert {r["status"] for r in cli("precompute", "docs", "--json").records} == {"unchanged"}
     assert listed(cli) == {"docs/a.md"}

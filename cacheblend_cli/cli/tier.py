@@ -1,0 +1,247 @@
+"""cacheblend chunks push, pull: stored chunks to a tier and from it. And the tier of commands that compute and answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_cli.cli import completion, options
+from cacheblend_cli.cli.exits import on_interrupt
+from cacheblend_cli.cli.inputs import read_ids
+from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
+from cacheblend_cli.extras import install_hint
+from cacheblend_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from cacheblend_store import ChunkStore, DocumentRecord
+    from cacheblend_store.tier import Tier
+    from cacheblend_store.upkeep.moving import MovedChunk, MoveReport
+
+_FLUSH_STEP_S = 0.2
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="A tier: ./FOLDER, file:///FOLDER, s3://BUCKET/PREFIX, gs:// or az://.", metavar="URL", show_default=False
+    ),
+]
+
+
+@options.with_settings("store", "tier_key_file")
+def push(
+    settings: Settings,
+    url: Url,
+    chunks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Chunk ids or unique beginnings; - is stdin.", metavar="[ID]...", autocompletion=completion.chunk_ids
+        ),
+    ] = None,
+    source: options.Source = None,
+    model: Annotated[str | None, typer.Option(help="Chunks of this model, by name or fingerprint.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every chunk; the default if nothing is named.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Copy chunks and their documents to a tier: an object store, or a folder that can be carried elsewhere.
+
+    What is there already is not copied again, so an interrupted push goes on where it ended. Documents below this directory
+    are named relative to it; pull takes such names as relative to where it runs.
+    """
+    output = Output(quiet=quiet)
+    if sum((bool(chunks), source is not None or model is not None, everything)) > 1:
+        raise UsageError("chunks to push were named in more than one way", "ids, --source and --model, or --all")
+    tier = open_tier(settings, url)
+    from cacheblend_store.upkeep.moving import push as push_to
+
+    from cacheblend_cli.corpus.places import portable
+
+    with (
+        on_interrupt("what was copied stays; the same command copies the rest"),
+        options.open_store(settings, write=False) as store,
+        output.progress("push") as bar,
+    ):
+        keys = _choose(store, chunks, source, model)
+        report = push_to(store, tier, keys, portable, _teller(output, bar, json=json, quiet=quiet))
+    _summary(output, report, f"to {url}", "see: cacheblend chunks verify --repair")
+
+
+@options.with_settings("store", "tier_key_file", "lock_timeout")
+def pull(
+    settings: Settings,
+    url: Url,
+    chunks: Annotated[
+        list[str] | None, typer.Argument(help="Chunk ids or their beginnings; - is stdin.", metavar="[ID]...")
+    ] = None,
+    source: options.Source = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also take documents that the store has in another version.")
+    ] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Copy chunks and documents of a tier to the store, each checked against its digests and its shape.
+
+    What the store has stays, so an interrupted pull goes on where it ended. Exits with 4 if an object was rejected; the others
+    are taken. Without --tier-key-file, whoever can write to the tier is trusted.
+    """
+    output = Output(quiet=quiet)
+    if chunks and source is not None:
+        raise UsageError("chunks to pull were named in more than one way", "ids or --source")
+    tier = open_tier(settings, url, create=False)
+    from cacheblend_store.upkeep.moving import pull as pull_from
+
+    from cacheblend_cli.corpus.places import landed, shown
+
+    with (
+        on_interrupt("what was copied stays; the same command copies the rest"),
+        options.open_store(settings, write=True) as store,
+        output.progress("pull") as bar,
+    ):
+        report = pull_from(
+            store, tier, _wanted(chunks, source), landed, _teller(output, bar, json=json, quiet=quiet),
+            replace_documents=replace,
+        )  # fmt: skip
+    for name in report.kept:
+        output.warn(f"{shown(name)} is in the store in another version, which stays; --replace takes the tier's")
+    for reason in report.rejected:
+        output.warn(f"a document is rejected: {reason}")
+    if not (report.chunks or report.documents or report.kept) and (chunks or source):
+        raise NotFoundError(f"nothing at {url} matches", "cacheblend doctor says what a tier holds")
+    _summary(output, report, f"from {url}", "push it again from a store that has it; the others were taken")
+
+
+def renamed(new: str) -> Callable[[], None]:
+    """Return a command that says its new name. Raises UsageError."""
+
+    def command() -> None:
+        raise UsageError("archives were replaced by tiers", f"it is now: cacheblend chunks {new} file:///FOLDER")
+
+    return command
+
+
+def open_tier(settings: Settings, url: str = "", *, create: bool = True) -> Tier:
+    """Return the tier at the URL, by default the setting's. Raises TierErrors, each with a hint that fits this installation."""
+    from cacheblend_store import TierUsage
+    from cacheblend_store.tier import open_tier as open_at
+
+    if "/" in url and "://" not in url:
+        url = Path(url).expanduser().absolute().as_uri()
+    try:
+        return open_at(url or settings.tier, settings.tier_key_file or None, create=create)
+    except TierUsage as error:
+        if "not installed" in error.message:
+            raise UsageError(error.message, install_hint("tier")) from error
+        raise
+
+
+def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool = False) -> None:
+    """Give the store the tier of the settings, if they name one.
+
+    strict: raise what is wrong with the settings of the tier, also what only the tier knows. A tier that cannot be reached is no
+    error: what it has is computed.
+    """
+    if not settings.tier:
+        return
+    from cacheblend_store import TierError
+    from cacheblend_store.tier import SharedTier
+
+    tier = SharedTier(open_tier(settings), settings.tier_deadline, output.warn)
+    if strict:
+        try:
+            tier.tier.check()
+        except TierError as error:
+            if error.exit_code != ExitCode.STORE:
+                raise
+    else:
+        tier.check_later()
+    store.share(tier)
+
+
+def finish(store: ChunkStore, output: Output) -> None:
+    """Wait for chunks on their way to the tier, with progress, and say how many could not be put. Ctrl-C stops waiting."""
+    if store.tier is None:
+        return
+    total = left = store.tier.unput
+    with output.progress("tier") as bar, suppress(KeyboardInterrupt):
+        while left:
+            bar(total - left, total, "chunks")
+            left = store.tier.flush(_FLUSH_STEP_S)
+    counts = store.tier.counts
+    output.note(f"tier: {counts.puts} chunks put, {format_size(counts.put_bytes)}, in {store.tier.tier.url}")
+    if left + counts.unput:
+        output.warn(
+            f"{left + counts.unput} chunks are not in the tier; put them: cacheblend chunks push {store.tier.tier.url}"
+        )
+
+
+def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, model: str | None) -> set[bytes] | None:
+    """Return the keys of what was named, None for everything. Raises NotFoundError if that is nothing."""
+    if chunks:
+        return {store.resolve(name) for text in chunks for name in read_ids(text)}
+    if source is None and model is None:
+        return None
+    from cacheblend_cli.corpus.citations import Citations
+    from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+
+    scope = EVERYTHING if source is None else Scope.matching(source)
+    citations = Citations(store, scope)
+    found = {
+        m.key for m in store.chunks() if scope.holds(citations.of(m).name) and (model is None or m.is_of_model(model))
+    }
+    if not found:
+        raise NotFoundError("no stored chunk is of that source and model", "see: cacheblend chunks stats --sources")
+    return found
+
+
+def _wanted(chunks: list[str] | None, source: str | None) -> Callable[[DocumentRecord | str], bool] | None:
+    if not chunks and source is None:
+        return None
+    from cacheblend_cli.corpus.scopes import Scope
+
+    ids = tuple(name.lower() for text in chunks or () for name in read_ids(text))
+    scope = None if source is None else Scope.matching(source)
+
+    def wanted(found: DocumentRecord | str) -> bool:
+        if isinstance(found, str):
+            return found.startswith(ids) if ids else False
+        if scope is not None:
+            return scope.holds(found.source)
+        return any(chunk.key.hex().startswith(ids) for chunk in found.chunks)
+
+    return wanted
+
+
+def _teller(
+    output: Output, bar: Callable[[int, int, str], None], *, json: bool, quiet: bool
+) -> Callable[[MovedChunk, int, int], None]:
+    def tell(chunk: MovedChunk, done: int, total: int) -> None:
+        bar(done, total, "chunks")
+        bad = chunk.status in ("rejected", "damaged")
+        if json:
+            record: dict[str, Any] = {"id": chunk.id, "status": chunk.status, "bytes": chunk.num_bytes}
+            output.json({**record, "reason": chunk.reason or None})
+        elif quiet and not bad:
+            output.text(chunk.id)
+        if bad:
+            output.warn(f"chunk {chunk.id[:12]} is {chunk.status}: {chunk.reason}")
+
+    return tell
+
+
+def _summary(output: Output, report: MoveReport, where: str, hint: str) -> None:
+    """Say what was moved. Exits with 4 if something is damaged."""
+    names = {"text": "without KV"}
+    counts = [f"{count} {names.get(status, status)}" for status, count in sorted(report.chunks.items())]
+    output.note(
+        f"chunks: {', '.join(counts) or 'none'}; {report.documents} documents; {format_size(report.num_bytes)} {where}"
+    )
+    bad = sum(report.chunks.get(status, 0) for status in ("rejected", "damaged")) + len(report.rejected)
+    if bad:
+        output.error(f"{bad} objects were left out", hint)
+        raise typer.Exit(int(ExitCode.STORE))

@@ -1,0 +1,291 @@
+"""A tier on an object store: S3, Google Cloud Storage, Azure, a folder, or memory, by obstore."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cacheblend_store.errors import (
+    BadBlob,
+    StoreError,
+    StoreFormat,
+    StoreNoSpace,
+    StorePermission,
+    TierError,
+    TierNotFound,
+    TierUsage,
+)
+from cacheblend_store.format.keys import KEY_BYTES
+from cacheblend_store.format.records import (
+    DIGEST_BYTES,
+    MAX_DOCUMENT_BYTES,
+    ChunkManifest,
+    blob_digest,
+    decode_document,
+    decode_manifest,
+    encode_document,
+    encode_manifest,
+)
+from cacheblend_store.tier.cipher import Cipher
+from cacheblend_store.tier.layout import (
+    VERSION,
+    Head,
+    Layout,
+    decode_bundle,
+    decode_head,
+    encode_bundle,
+    encode_chunk,
+)
+from cacheblend_store.tier.protocol import DocumentBundle, TierObject
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
+MAX_CHUNK_BYTES = 16 << 30
+_ROOT, _DOCUMENTS, _MARKER = f"v{VERSION}", "documents", "cacheblend-tier.json"
+_CONNECT_S, _REQUEST_S = 2, 30
+_PIECE_BYTES = 8 << 20  # a request: a timeout is of one, however large the object
+_LISTED = 1000  # objects a request
+_DENIED = re.compile(r"40[13] (Forbidden|Unauthorized)|[Pp]ermission denied")
+_NAME = re.compile(rf"{_ROOT}/[0-9a-f]+/(?:{_DOCUMENTS}/)?[0-9a-f]+")
+
+
+def check_url(url: str) -> str:
+    """Return the scheme. Raises TierUsage for one that is unknown and for a URL with credentials; it does not repeat these."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise TierUsage(
+            "the URL of a tier holds more than a bucket and a prefix",
+            "credentials come from the environment: docs/scale.md",
+        )
+    if parts.scheme not in SCHEMES:
+        known = "s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER, memory:///"
+        raise TierUsage(f"unknown tier {url!r}", f"known: {known}")
+    if parts.scheme == "file" and parts.netloc:
+        raise TierUsage(f"{url!r} names a host", "write three slashes: file:///FOLDER")
+    return parts.scheme
+
+
+def open_tier(url: str, key_file: str | Path | None = None, *, create: bool = True) -> ObjectTier:
+    """Return the tier at a URL. Nothing is sent yet: `check` does that.
+
+    key_file: secret that objects are encrypted with. create: make a folder that is not there, if the one above it is. Credentials
+    and endpoint come from the environment, as obstore takes them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS,
+    AZURE_STORAGE_ACCOUNT_NAME, ...). Raises TierUsage, TierNotFound.
+    """
+    scheme = check_url(url)
+    cipher = None if not key_file else Cipher.of_file(Path(key_file).expanduser())
+    try:
+        import obstore  # noqa: F401
+    except ImportError as error:
+        raise TierUsage("a tier needs obstore, which is not installed", "install the extra: tier") from error
+    if scheme == "memory":
+        return ObjectTier(url, _memory(url), cipher)
+    with _errors(url):
+        from obstore.store import LocalStore, from_url
+
+        if scheme == "file":
+            folder = Path(unquote(urlsplit(url).path))
+            if not folder.is_dir() and not (create and folder.parent.is_dir()):
+                raise TierNotFound(f"there is no folder {folder}", "make it, or mount what it is on")
+            return ObjectTier(url, LocalStore(folder, mkdir=True), cipher)
+        client: Any = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s", "allow_http": True}
+        return ObjectTier(url, from_url(url, client_options=client, retry_config={"max_retries": 2}), cipher)
+
+
+@cache
+def _memory(url: str) -> Any:
+    """The process's store at a memory URL."""
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
+
+
+class ObjectTier:
+    """See `Tier`. cipher: None for a tier without encryption."""
+
+    def __init__(self, url: str, store: Any, cipher: Cipher | None = None) -> None:
+        import obstore
+
+        self.url, self._store, self._cipher, self._api = url, store, cipher, obstore
+        self._marked = False
+
+    def check(self) -> None:
+        with _errors(self.url):
+            for _ in self._api.list(self._store, prefix=_ROOT, chunk_size=1):  # a bucket that is not there has no list
+                break
+            try:
+                found = bytes(self._api.get(self._store, _MARKER).bytes())
+            except FileNotFoundError:
+                return
+        try:
+            marker = json.loads(found[:4096])
+            version, key = marker["version"], marker["key"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreFormat(f"{_MARKER} at {self.url} is not a tier's", "use another prefix") from error
+        if version != VERSION:
+            raise StoreFormat(
+                f"the tier at {self.url} has format {str(version)[:20]}, this version reads {VERSION}",
+                "use another prefix, or the version of cacheblend that wrote it",
+            )
+        if key != self._key_check:
+            how = "without a key" if key is None else "with another key" if self._cipher else "with a key"
+            raise TierUsage(f"the tier at {self.url} was written {how}", "see --tier-key-file; or use another prefix")
+        self._marked = True
+
+    @property
+    def _key_check(self) -> str | None:
+        return None if self._cipher is None else self._cipher.name("tier")
+
+    def name(self, collection: str, key: bytes) -> str:
+        return f"{self._folder(collection)}/{self._hidden(f'{collection}/{key.hex()}', key.hex())}"
+
+    def _folder(self, collection: str) -> str:
+        if not re.fullmatch(r"[0-9a-f]{8,64}", collection):
+            raise TierError("the collection is not one of a store", "run: cacheblend chunks verify")
+        return f"{_ROOT}/{self._hidden(collection, collection)}"
+
+    def _hidden(self, text: str, plain: str) -> str:
+        return plain if self._cipher is None else self._cipher.name(text)
+
+    def _document_name(self, collection: str, key: bytes) -> str:
+        return f"{self._folder(collection)}/{_DOCUMENTS}/{self._hidden(f'{collection}/d/{key.hex()}', key.hex())}"
+
+    # chunks
+
+    def size(self, collection: str, key: bytes) -> int | None:
+        try:
+            with _errors(self.url):
+                return int(self._api.head(self._store, self.name(collection, key))["size"])
+        except TierNotFound:
+            return None
+
+    def layout(self, chunk: ChunkManifest, size: int) -> Layout:
+        return Layout.of(chunk, size, encrypted=self._cipher is not None)
+
+    def read(self, collection: str, key: bytes, start: int, end: int) -> memoryview:
+        return self._read(self.name(collection, key), start, end)
+
+    def _read(self, name: str, start: int, end: int) -> memoryview:
+        with _errors(self.url):
+            pieces = [
+                memoryview(self._api.get_range(self._store, name, start=at, end=min(at + _PIECE_BYTES, end)))
+                for at in range(start, end, _PIECE_BYTES)
+            ]
+        data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        if len(data) != end - start:
+            raise BadBlob(f"its object is cut off: {len(data):,} of {end - start:,} bytes")
+        return data
+
+    def head(self, collection: str, key: bytes, data: memoryview) -> Head:
+        return self._head(self.name(collection, key), data)[0]
+
+    def _head(self, name: str, data: memoryview) -> tuple[Head, int]:
+        head, num_bytes = decode_head(data, name, self._cipher)
+        if self.name(head.manifest.collection, head.manifest.key) != name:
+            raise BadBlob("its object is another chunk's", key=head.manifest.key)
+        return head, num_bytes
+
+    def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> int:
+        digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
+        whole = replace(manifest, blob_sizes=tuple(map(len, blobs)), blob_digests=digests)
+        name = self.name(manifest.collection, manifest.key)
+        return self._put(name, encode_chunk(whole, blobs, name, self._cipher))
+
+    def get_chunk(self, name: str, size: int) -> tuple[ChunkManifest, list[bytes]]:
+        if size > MAX_CHUNK_BYTES:
+            raise BadBlob(f"its object has {size:,} bytes")
+        data = self._read(name, 0, size)
+        head, num_bytes = self._head(name, data)
+        layout = self.layout(head.manifest, size)
+        if layout.head_bytes != num_bytes:
+            raise BadBlob("its object is of another size than its manifest", key=head.manifest.key)
+        starts = (layout.span(range(i, i + 1))[1] - layout.layer_bytes for i in range(layout.num_layers))
+        blobs = [head.layer(i, data[start : start + layout.layer_bytes]) for i, start in enumerate(starts)]
+        return head.manifest, [bytes(blob) for blob in blobs]
+
+    def chunks(self) -> Iterator[TierObject]:
+        return (found for found in self._list() if found.name.count("/") == 2)
+
+    # documents
+
+    def put_document(self, bundle: DocumentBundle) -> None:
+        record = bundle.record
+        name = self._document_name(record.collection, record.key)
+        texts = [m.key + encode_manifest(m.without_kv()) for m in bundle.texts]
+        self._put(
+            name, encode_bundle((record.key + encode_document(record), bundle.prefix_key, texts), name, self._cipher)
+        )
+
+    def get_document(self, name: str, size: int) -> DocumentBundle:
+        if size > MAX_DOCUMENT_BYTES:
+            raise BadBlob(f"a document of {size:,} bytes")
+        raw, prefix_key, texts = decode_bundle(self._read(name, 0, size), name, self._cipher)
+        record = decode_document(raw[:DIGEST_BYTES], raw[DIGEST_BYTES:])
+        manifests = tuple(decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]).without_kv() for text in texts)
+        known = {m.key for m in manifests if m.collection == record.collection}
+        if self._document_name(record.collection, record.key) != name or not {c.key for c in record.chunks} <= known:
+            raise BadBlob("its object is another document's, or lacks texts")
+        return DocumentBundle(record, prefix_key, manifests)
+
+    def documents(self) -> Iterator[TierObject]:
+        return (found for found in self._list() if found.name.count("/") == 3)
+
+    # objects
+
+    def delete(self, names: Iterable[str]) -> None:
+        wanted = list(names)
+        with _errors(self.url):
+            for start in range(0, len(wanted), _LISTED):
+                self._api.delete(self._store, wanted[start : start + _LISTED])
+
+    def _put(self, name: str, data: bytes) -> int:
+        with _errors(self.url):
+            if not self._marked:
+                marker = json.dumps({"version": VERSION, "key": self._key_check}).encode()
+                self._api.put(self._store, _MARKER, marker)
+                self._marked = True
+            self._api.put(self._store, name, data)
+        return len(data)
+
+    def _list(self) -> Iterator[TierObject]:
+        with _errors(self.url):
+            for page in self._api.list(self._store, prefix=_ROOT, chunk_size=_LISTED):
+                for meta in page:
+                    if not _NAME.fullmatch(meta["path"]):
+                        continue
+                    yield TierObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
+
+
+@contextmanager
+def _errors(url: str) -> Iterator[None]:
+    """Turn errors of the library and the system into TierError and its like, in one line and without queries of URLs."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as error:
+        raise TierNotFound(f"{url}: {_line(error)}", "check bucket and prefix") from error
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "StorageFull" in text:
+            raise StoreNoSpace(f"no space is left at {url}", "free some, or use another tier") from error
+        if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or _DENIED.search(text):
+            raise StorePermission(
+                f"{url} may not be used: {_line(error)}", "check the credentials in the environment, and their rights"
+            ) from error
+        if "NoSuchBucket" in text:
+            raise TierNotFound(f"there is no bucket at {url}", "make it, or check the URL") from error
+        if "MissingAccount" in text or isinstance(error, ValueError):
+            raise TierUsage(f"{url} cannot be used: {_line(error)}", "see docs/scale.md") from error
+        raise TierError(f"{url} failed: {_line(error)}", "check the network and the endpoint") from error
+
+
+def _line(error: Exception) -> str:
+    return re.sub(r"(://[^\s?]*)\?\S*", r"\1", (str(error).strip().splitlines() or [type(error).__name__])[0])[:300]

@@ -1,0 +1,261 @@
+"""A tier as a store uses it: what fails is a miss, and what was stored is put in the background."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from cacheblend_store.errors import BadBlob, StoreError, TierNotFound
+from cacheblend_store.format.records import ChunkManifest
+from cacheblend_store.tier.layout import Layout
+from cacheblend_store.tier.protocol import Tier
+from cacheblend_store.tier.threads import Threads
+
+READERS, WRITERS = 32, 4
+FAILURES, REST_S = 3, 30.0
+"""So many failed requests in a row leave the tier alone for so long."""
+_NEW = 0.2  # weight of the newest measurement in a running average
+T = TypeVar("T")
+Load = Callable[[bytes], tuple[ChunkManifest, Sequence[bytes]] | None]
+"""Reads a chunk with KV from the store; None if it has none now."""
+logger = logging.getLogger("cacheblend")
+
+
+@dataclass
+class TierCounts:
+    """Since the tier was opened. hits and misses: chunks that were looked for. late: those that were not answered in time.
+    failed: requests. refused: objects that were damaged or another writer's. rests: times that the breaker opened.
+    read_bytes, read_s: of requests, side by side. puts, put_bytes: chunks written. unput: chunks that could not be written."""
+
+    hits: int = 0
+    misses: int = 0
+    late: int = 0
+    failed: int = 0
+    refused: int = 0
+    rests: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    puts: int = 0
+    put_bytes: int = 0
+    unput: int = 0
+
+
+class SharedTier:
+    """Reads and writes of one process. Any thread. Raises nothing of the tier's.
+
+    deadline_s: to find out which chunks are there. say: told once of each kind of failure. latency_s, bytes_per_s: measured;
+    0 if unknown.
+    """
+
+    def __init__(self, tier: Tier, deadline_s: float = 0.05, say: Callable[[str], None] = logger.warning) -> None:
+        self.tier, self.deadline_s, self.say = tier, deadline_s, say
+        self.latency_s = self.bytes_per_s = 0.0
+        self._counts = TierCounts()
+        self._readers, self._writers = Threads(READERS, "tier-read"), Threads(WRITERS, "tier-write")
+        self._changed = threading.Condition()
+        self._load: Load | None = None
+        self._waiting = deque[bytes]()
+        self._writing = 0
+        self._known, self._refused = set[bytes](), set[bytes]()  # keys that are there; those of objects to replace
+        self._in_row, self._rests_until = 0, 0.0
+        self._said = set[str]()
+        self._checked: Future[None] | None = None
+
+    @property
+    def counts(self) -> TierCounts:
+        with self._changed:
+            return replace(self._counts)
+
+    @property
+    def resting(self) -> bool:
+        return time.monotonic() < self._rests_until
+
+    def check_later(self) -> None:
+        """Check the tier in the background. It is left alone until that is done, and where the check fails for good."""
+
+        def check() -> None:
+            try:
+                self._request(self.tier.check)
+            except StoreError:
+                self._rests_until = math.inf
+                raise
+
+        self._checked = self._readers.submit(check)
+
+    # reading
+
+    def find(self, chunks: Iterable[ChunkManifest]) -> dict[bytes, Layout]:
+        """Return the layouts of those chunks that the tier has, asked at the same time, as far as it answers in time.
+
+        chunks: of the shape that is wanted; sizes and digests are not looked at.
+        """
+        wanted = {chunk.key: chunk for chunk in chunks if chunk.key not in self._refused}
+        if wanted and self._checked is not None:
+            wait([self._checked], timeout=self.deadline_s)
+        if not wanted or self.resting or (self._checked is not None and not self._checked.done()):
+            return {}
+        asked = {key: self._readers.submit(partial(self._size, chunk)) for key, chunk in wanted.items()}
+        wait(asked.values(), timeout=self.deadline_s)
+        found, late = dict[bytes, Layout](), 0
+        for key, answer in asked.items():
+            if answer.cancel() or not answer.done():
+                late += 1
+                continue
+            try:
+                size = answer.result()
+                if size is not None:
+                    found[key] = self.tier.layout(wanted[key], size)
+            except BadBlob as error:
+                self.refuse(key, error)
+            except StoreError:
+                pass  # `_request` counted it
+        with self._changed:
+            self._counts.hits += len(found)
+            self._counts.misses += len(wanted) - len(found)
+            self._counts.late += late
+            self._known |= found.keys()
+        if late == len(wanted):
+            self._failed("late", f"it did not answer in {self.deadline_s * 1e3:.0f} ms (--tier-deadline)")
+        return found
+
+    def _size(self, chunk: ChunkManifest) -> int | None:
+        start = time.perf_counter()
+        size = self._request(lambda: self.tier.size(chunk.collection, chunk.key))
+        self.latency_s = _average(self.latency_s, time.perf_counter() - start)
+        return size
+
+    def read(self, chunk: ChunkManifest, start: int, end: int) -> Future[memoryview]:
+        """Read bytes of a chunk's object, in a thread. The result raises StoreError."""
+        return self._readers.submit(lambda: self._read(chunk, start, end))
+
+    def _read(self, chunk: ChunkManifest, start: int, end: int) -> memoryview:
+        begun = time.perf_counter()
+        data = self._request(lambda: self.tier.read(chunk.collection, chunk.key, start, end))
+        with self._changed:
+            self._counts.read_bytes += end - start
+            self._counts.read_s += time.perf_counter() - begun
+        return data
+
+    def measured(self, num_bytes: int, seconds: float) -> None:
+        """Note how long it took until so many bytes were read side by side."""
+        if num_bytes and seconds > 0:
+            self.bytes_per_s = _average(self.bytes_per_s, num_bytes / seconds)
+
+    def refuse(self, key: bytes, error: StoreError) -> None:
+        """Do not ask for this object again: it is damaged or another's. The next put replaces it."""
+        with self._changed:
+            self._counts.refused += 1
+            self._refused.add(key)
+            self._known.discard(key)
+        self._say("refused", f"chunk {key.hex()[:12]} is not used: {error.message}")
+
+    def gave_up(self) -> None:
+        """Note that an answer waited as long as it could."""
+        self._failed("slow", "its KV did not come in time")
+
+    # writing
+
+    def start(self, load: Load) -> None:
+        """Put chunks from now on. load: reads them from the store."""
+        self._load = load
+
+    def offer(self, keys: Iterable[bytes]) -> None:
+        """Put these chunks of the store in the background, unless the tier has them."""
+        with self._changed:
+            new = [key for key in keys if key not in self._known]
+            self._known.update(new)
+            self._waiting.extend(new)
+        for _ in new:
+            self._writers.submit(self._put_next)
+
+    def _put_next(self) -> None:
+        with self._changed:
+            if not self._waiting or self._load is None:
+                return
+            key, load = self._waiting.popleft(), self._load
+            self._writing += 1
+        size, put = 0, False
+        try:
+            chunk = None if self.resting else load(key)
+            if chunk is not None:
+                there = (
+                    None if key in self._refused else self._request(lambda: self.tier.size(chunk[0].collection, key))
+                )
+                size = self._request(lambda: self.tier.put_chunk(*chunk)) if there is None else 0
+                put = True
+        except StoreError as error:
+            self._say("unput", f"KV could not be put there: {error.message}")
+        finally:
+            with self._changed:
+                self._writing -= 1
+                self._counts.puts += size > 0
+                self._counts.put_bytes += size
+                self._counts.unput += not put
+                if put:
+                    self._refused.discard(key)
+                else:
+                    self._known.discard(key)
+                self._changed.notify_all()
+
+    @property
+    def unput(self) -> int:
+        """Chunks that wait to be put."""
+        with self._changed:
+            return len(self._waiting) + self._writing
+
+    def flush(self, seconds: float) -> int:
+        """Wait for the puts, at most so long. Returns how many are left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._writing), timeout=seconds)
+            return len(self._waiting) + self._writing
+
+    def close(self, seconds: float = 0.0) -> int:
+        """Flush, and put nothing more. Returns how many chunks were not put."""
+        left = self.flush(seconds)
+        with self._changed:
+            self._waiting.clear()
+            self._load = None
+        return left
+
+    # failures
+
+    def _request(self, send: Callable[[], T]) -> T:
+        """Send a request, and count whether it failed. A missing or damaged object is no failure of the tier."""
+        try:
+            result = send()
+        except (BadBlob, TierNotFound):
+            self._in_row = 0
+            raise
+        except StoreError as error:
+            self._failed(type(error).__name__, error.message)
+            raise
+        self._in_row = 0
+        return result
+
+    def _failed(self, kind: str, what: str) -> None:
+        with self._changed:
+            self._counts.failed += 1
+            self._in_row += 1
+            if self._in_row >= FAILURES and not self.resting:
+                self._rests_until = time.monotonic() + REST_S
+                self._counts.rests += 1
+        self._say(kind, what)
+
+    def _say(self, kind: str, what: str) -> None:
+        with self._changed:
+            if kind in self._said:
+                return
+            self._said.add(kind)
+        self.say(f"the tier at {self.tier.url}: {what}; missing KV is computed")
+
+
+def _average(old: float, new: float) -> float:
+    return new if not old else (1 - _NEW) * old + _NEW * new

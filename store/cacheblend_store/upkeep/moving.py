@@ -1,0 +1,252 @@
+"""Push chunks and documents of a store to a tier, and pull them into a store. Both go on where an earlier run ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal, TypeVar
+
+from cacheblend_store.errors import BadBlob, StoreFull
+from cacheblend_store.format.records import ChunkManifest, DocumentRecord
+from cacheblend_store.progress import Progress
+from cacheblend_store.store import ChunkStore
+from cacheblend_store.tier.protocol import DocumentBundle, Tier, TierObject
+
+_AT_ONCE = 8
+_BATCH_BYTES = 32 << 20  # of chunks a transaction
+T = TypeVar("T")
+R = TypeVar("R")
+Status = Literal["new", "unchanged", "replaced", "rejected", "damaged", "text"]
+Rename = Callable[[str], str]
+"""From a document's name in the store to its name in the tier, or back."""
+
+
+@dataclass(frozen=True)
+class MovedChunk:
+    """A chunk that was pushed or pulled. rejected: `reason` says why its object is not used. damaged: its record or KV in the
+    store is. text: it has no KV, or the quota has no room for it."""
+
+    id: str
+    status: Status
+    num_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass
+class MoveReport:
+    """kept: documents of which the store has another version, which stays. rejected: documents whose objects are not used."""
+
+    chunks: dict[str, int] = field(default_factory=dict)
+    documents: int = 0
+    num_bytes: int = 0
+    kept: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+
+    def add(self, chunk: MovedChunk) -> MovedChunk:
+        self.chunks[chunk.status] = self.chunks.get(chunk.status, 0) + 1
+        self.num_bytes += chunk.num_bytes
+        return chunk
+
+
+OnChunk = Callable[[MovedChunk, int, int], None]
+"""Called with a chunk, how many are done, and how many there are."""
+
+
+def push(
+    store: ChunkStore, tier: Tier, keys: Collection[bytes] | None, rename: Rename, on_chunk: OnChunk
+) -> MoveReport:
+    """Put chunks (None: all), the prefixes before them and the documents they are of. Chunks that are there are not put again.
+
+    Chunks without KV go as text with their documents. Raises TierError, StoreErrors.
+    """
+    tier.check()
+    report = MoveReport()
+    every = {m.key: (m.collection, m.context) for m in store.chunks(prefixes=True)}
+    prefixes = {collection: key for key, (collection, context) in every.items() if context == "prefix"}
+    wanted = list(every) if keys is None else list(dict.fromkeys(keys))
+    before = {prefixes[every[key][0]] for key in wanted if key in every and every[key][0] in prefixes}
+    wanted = sorted({*wanted, *before})
+
+    def put(key: bytes) -> MovedChunk:
+        try:
+            chunk = store.get_blobs(key)
+        except BadBlob as error:
+            return MovedChunk(key.hex(), "damaged", reason=error.message)
+        if chunk is None:
+            return MovedChunk(key.hex(), "text")
+        manifest, blobs = chunk
+        size = tier.size(manifest.collection, key)
+        if size is not None and _fits(tier, manifest, size):
+            return MovedChunk(key.hex(), "unchanged")
+        named = replace(manifest, source=rename(manifest.source))
+        return MovedChunk(key.hex(), "new" if size is None else "replaced", tier.put_chunk(named, blobs))
+
+    for done, chunk in enumerate(_side_by_side(wanted, put), 1):
+        on_chunk(report.add(chunk), done, len(wanted))
+    moved = set(wanted)
+    for record in store.documents():
+        if any(chunk.key in moved for chunk in record.chunks):
+            texts = tuple(m for c in record.chunks if (m := _text(store, c.key)) is not None)
+            if len({m.key for m in texts}) == len({c.key for c in record.chunks}):
+                name = rename(record.source)
+                named = tuple(replace(m, source=rename(m.source)) for m in texts)
+                tier.put_document(
+                    DocumentBundle(replace(record, source=name), prefixes.get(record.collection, b""), named)
+                )
+                report.documents += 1
+    return report
+
+
+def pull(
+    store: ChunkStore, tier: Tier, wanted: Callable[[DocumentRecord | str], bool] | None, rename: Rename,
+    on_chunk: OnChunk, *, replace_documents: bool = False,
+) -> MoveReport:  # fmt: skip
+    """Take documents with the texts and KV of their chunks, and chunks of no document, each checked. Raises TierError, StoreErrors.
+
+    wanted: called with each document, and with the id of each chunk that is of none; None for everything. Chunks that the store
+    has, undamaged, stay as they are, as do documents that it has in another version, unless `replace_documents`.
+    """
+    tier.check()
+    report, needed, owned = MoveReport(), dict[str, None](), set[str]()
+    for found in tier.documents():
+        try:
+            bundle = tier.get_document(found.name, found.size)
+        except BadBlob as error:
+            report.rejected.append(f"{found.name}: {error.message}")
+            continue
+        record = replace(bundle.record, source=rename(bundle.record.source))
+        names = [
+            tier.name(record.collection, key) for key in (bundle.prefix_key, *(c.key for c in record.chunks)) if key
+        ]
+        owned.update(names)
+        if (wanted is None or wanted(record)) and _take_document(
+            store, record, bundle, report, rename, replace_documents
+        ):
+            needed.update(dict.fromkeys(names))
+    objects = [o for o in tier.chunks() if o.name in needed or (o.name not in owned and _is_wanted(o, wanted))]
+
+    def get(found: TierObject) -> tuple[MovedChunk, ChunkManifest | None, list[bytes]]:
+        key = _key_in(store, tier, found)
+        if key is not None:
+            return MovedChunk(key.hex(), "unchanged"), None, []
+        try:
+            manifest, blobs = tier.get_chunk(found.name, found.size)
+        except BadBlob as error:
+            return MovedChunk(found.name.rpartition("/")[2], "rejected", reason=error.message), None, []
+        if _holds(store, manifest):
+            return MovedChunk(manifest.id, "unchanged"), None, []
+        return MovedChunk(manifest.id, "new", found.size), manifest, blobs
+
+    done, batch = 0, list[tuple[ChunkManifest, list[bytes]]]()
+    for chunk, manifest, blobs in _side_by_side(objects, get):
+        if manifest is None:
+            done += 1
+            on_chunk(report.add(chunk), done, len(objects))
+            continue
+        batch.append((replace(manifest, source=rename(manifest.source)), blobs))
+        if sum(m.num_bytes for m, _ in batch) >= _BATCH_BYTES:
+            for moved in _put(store, batch):
+                done += 1
+                on_chunk(report.add(moved), done, len(objects))
+            batch = []
+    for moved in _put(store, batch):
+        done += 1
+        on_chunk(report.add(moved), done, len(objects))
+    return report
+
+
+def prune_tier(
+    tier: Tier, before: float, *, dry_run: bool = False, progress: Progress | None = None
+) -> tuple[int, int]:
+    """Delete what was written before a moment (seconds since the epoch). Returns (objects, bytes)."""
+    tier.check()
+    names, num_bytes = list[str](), 0
+    for listed in (tier.chunks, tier.documents):
+        for found in listed():
+            if found.modified < before:
+                names.append(found.name)
+                num_bytes += found.size
+    if not dry_run:
+        for start in range(0, len(names), 1000):
+            tier.delete(names[start : start + 1000])
+            if progress is not None:
+                progress(min(start + 1000, len(names)), len(names))
+    return len(names), num_bytes
+
+
+def _take_document(
+    store: ChunkStore, record: DocumentRecord, bundle: DocumentBundle, report: MoveReport, rename: Rename, replaces: bool
+) -> bool:  # fmt: skip
+    """Store a document and the texts of its chunks. Returns whether its KV is wanted."""
+    old = store.get_document(*record.place)
+    same = old is not None and (old.chunks, old.content_digest) == (record.chunks, record.content_digest)
+    if old is not None and not same and not replaces:
+        report.kept.append(record.source)
+        return False
+    texts = [replace(m, source=rename(m.source)) for m in bundle.texts]
+    store.put_documents([] if same else [record], (), texts)
+    report.documents += not same
+    return True
+
+
+def _put(store: ChunkStore, batch: list[tuple[ChunkManifest, list[bytes]]]) -> Iterator[MovedChunk]:
+    try:
+        statuses: Iterable[Status] = store.put_chunks(batch) if batch else []
+    except StoreFull:  # the quota has no room for KV: the texts stay
+        statuses = ["text"] * len(batch)
+        store.put_documents((), (), [m for m, _ in batch])
+    for (manifest, blobs), status in zip(batch, statuses, strict=True):
+        yield MovedChunk(manifest.id, status, sum(map(len, blobs)) if status != "text" else 0)
+
+
+def _is_wanted(found: TierObject, wanted: Callable[[DocumentRecord | str], bool] | None) -> bool:
+    return wanted is None or wanted(found.name.rpartition("/")[2])
+
+
+def _key_in(store: ChunkStore, tier: Tier, found: TierObject) -> bytes | None:
+    """Return the key of a chunk that the store has, read from the object's name; None if it is hidden or the store lacks it."""
+    name = found.name.rpartition("/")[2]
+    key = bytes.fromhex(name) if len(name) == 40 else b""
+    with store.read() as reader:
+        manifest = reader.undamaged(key)
+    if manifest is None or tier.name(manifest.collection, key) != found.name or not _holds(store, manifest):
+        return None
+    return key
+
+
+def _holds(store: ChunkStore, manifest: ChunkManifest) -> bool:
+    """Return whether the store has the chunk with all of its KV, undamaged."""
+    try:
+        chunk = store.get_blobs(manifest.key)
+    except BadBlob:
+        return False
+    return chunk is not None and chunk[0].token_ids == manifest.token_ids
+
+
+def _fits(tier: Tier, manifest: ChunkManifest, size: int) -> bool:
+    try:
+        tier.layout(manifest, size)
+    except BadBlob:
+        return False
+    return True
+
+
+def _text(store: ChunkStore, key: bytes) -> ChunkManifest | None:
+    with store.read() as reader:
+        return reader.undamaged(key)
+
+
+def _side_by_side(items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
+    """Yield the results in order; a few are worked out ahead. What is not begun when an error ends it is left undone."""
+    rest = iter(items)
+    with ThreadPoolExecutor(_AT_ONCE, "tier-move") as pool:
+        running: list[Future[R]] = [pool.submit(work, item) for item in islice(rest, 2 * _AT_ONCE)]
+        try:
+            while running:
+                yield running.pop(0).result()
+                running += [pool.submit(work, item) for item in islice(rest, 1)]
+        finally:
+            for future in running:
+                future.cancel()
