@@ -44,6 +44,10 @@ def serve(
     retrieve: Annotated[
         bool, typer.Option("--retrieve", help="Search the store for chats that bring no documents, chunks or search.")
     ] = False,
+    find_passages: Annotated[
+        bool,
+        typer.Option("--find-passages", help="Take <source> and <document> elements in messages as documents."),
+    ] = False,
     refine: Annotated[
         bool, typer.Option("--refine", help="While nobody asks, make exact what was blended, for who asks it again.")
     ] = False,
@@ -62,7 +66,8 @@ def serve(
     json: options.Json = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Answer questions of other programs: OpenAI's API at /v1, with documents, chunks and search beside its fields.
+    """Answer questions of other programs: OpenAI's API at /v1 and Ollama's at /api, with documents, chunks and search beside
+    their fields.
 
     ask and chat over the same store, model and settings use the running engine by themselves.
     """
@@ -131,6 +136,7 @@ def serve(
                 names,
                 max_body=max_body << 20,
                 retrieve=retrieve,
+                find_passages=find_passages,
             )
             held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)
             serving = Serving(

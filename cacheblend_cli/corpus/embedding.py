@@ -43,6 +43,15 @@ class TokenMeans:
                 table.take(ids, axis=0).astype(np.float32, copy=False).mean(axis=0, out=mean)
         return means
 
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text's known tokens."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [[i for i in encoding.ids if i != self._unknown] for encoding in encodings]
+
+    @property
+    def dim(self) -> int:
+        return int(self.embedding.shape[1])
+
     @cached_property
     def _float32(self) -> NDArray[np.float32]:
         return self.embedding.astype("float32")
@@ -60,12 +69,30 @@ class Embedder:
         prompt for queries, where it has one, instead of that for documents."""
         import numpy as np
 
-        before = getattr(self._model, "prompts", {}).get("query" if question else "document", "")
         with self._one_at_a_time:
-            encoded = self._model.encode([before + text for text in texts], max_length=_MOST_TOKENS)
+            encoded = self._model.encode(self._prompted(texts, question), max_length=_MOST_TOKENS)
         vectors = np.asarray(encoded, dtype=np.float32)
         norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
         return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+
+    def num_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Count the tokens of each text as a document, also those that are not read."""
+        with self._one_at_a_time:
+            return [len(ids) for ids in self._model.tokenize(self._prompted(texts))]
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        return int(self._model.dim)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a text that are read."""
+        return min(_MOST_TOKENS, getattr(self._model, "most_tokens", _MOST_TOKENS))
+
+    def _prompted(self, texts: Sequence[str], question: bool = False) -> list[str]:
+        before = getattr(self._model, "prompts", {}).get("query" if question else "document", "")
+        return [before + text for text in texts]
 
     @cached_property
     def digest(self) -> str:

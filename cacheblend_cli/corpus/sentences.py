@@ -23,7 +23,8 @@ _MODES = {
 
 
 class SentenceModel:
-    """An encoder with pooled hidden states, one vector a text. prompts: texts to put before a query and before a document."""
+    """An encoder with pooled hidden states, one vector a text. prompts: texts to put before a query and before a document.
+    most_tokens: of a text, that are read."""
 
     def __init__(self, folder: Path) -> None:
         """Raises NotFoundError for unsupported modules and for weights that are not in safetensors."""
@@ -44,7 +45,7 @@ class SentenceModel:
         self._model = AutoModel.from_pretrained(encoder, use_safetensors=True, dtype="float32", **local).eval()
         most = _json(encoder / "sentence_bert_config.json").get("max_seq_length")
         context = getattr(self._model.config, "max_position_embeddings", None)
-        self._most = min(filter(None, (most, context, self._tokenizer.model_max_length)))
+        self.most_tokens = min(filter(None, (most, context, self._tokenizer.model_max_length)))
         prompts = _json(folder / "config_sentence_transformers.json").get("prompts") or {}
         self.prompts = {
             "query": prompts.get("query", ""),
@@ -62,13 +63,22 @@ class SentenceModel:
                     list(texts[start : start + _BATCH]),
                     padding=True,
                     truncation=True,
-                    max_length=min(max_length, self._most),
+                    max_length=min(max_length, self.most_tokens),
                     return_tensors="pt",
                 )
                 hidden = self._model(**tokens).last_hidden_state
                 found.append(pooled(hidden, tokens["attention_mask"], self._mode))
         vectors: NDArray[np.float32] = torch.cat(found).numpy()
         return vectors
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, with special tokens and without a limit."""
+        ids: list[list[int]] = self._tokenizer(list(texts), verbose=False)["input_ids"]
+        return ids
+
+    @property
+    def dim(self) -> int:
+        return int(self._model.config.hidden_size)
 
     @cached_property
     def digest(self) -> str:

@@ -57,7 +57,7 @@ class Tokenizer:
         self.config = read_object(model_dir / "tokenizer_config.json")
         if "added_tokens_decoder" not in self.config:  # transformers looks into the older file in this case only
             self.config |= read_object(model_dir / "special_tokens_map.json")
-        self._template_source = self._find_template(model_dir)
+        self.template_source = self._find_template(model_dir)
         self.fingerprint = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
         self._num_embeddings = self.vocab_size if num_embeddings is None else num_embeddings
 
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        return self._template_source is not None
+        return self.template_source is not None
 
     @property
     def vocab_size(self) -> int:
@@ -147,7 +147,7 @@ class Tokenizer:
 
     def knows(self, tag: str) -> bool:
         """Whether the tag is a token, or occurs in the chat template."""
-        return self.token_id(tag) is not None or tag in (self._template_source or "")
+        return self.token_id(tag) is not None or tag in (self.template_source or "")
 
     def special(self, name: str) -> str | None:
         """Text of `bos_token`, `eos_token`, ... from tokenizer_config.json or special_tokens_map.json."""
@@ -172,7 +172,7 @@ class Tokenizer:
         enable_thinking is False where they do not say. Raises UsageError for one that the template does not have, and
         TemplateFailed.
         """
-        if self._template_source is None:
+        if self.template_source is None:
             if variables:
                 raise UsageError("the model has no chat template, and so no variables of one", "leave them out")
             return (self.special("bos_token") or "") + "\n\n".join(m["content"] for m in messages) + "\n\nAnswer:"
@@ -184,8 +184,8 @@ class Tokenizer:
     def _template(self) -> ChatTemplate:
         from cacheblend_cli.model.chat_template import ChatTemplate  # jinja takes a tenth of a second to import
 
-        assert self._template_source is not None
-        return ChatTemplate(self._template_source)
+        assert self.template_source is not None
+        return ChatTemplate(self.template_source)
 
     def _find_template(self, model_dir: Path) -> str | None:
         file = model_dir / "chat_template.jinja"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,16 +15,18 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from cacheblend_cli import __version__
-from cacheblend_cli.engine.jobs import Done, Event
-from cacheblend_cli.server import documents, mcp_route
-from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, prepare, sampling_of
+from cacheblend_cli.server import documents, embedding, mcp_route
+from cacheblend_cli.server.answering import Stream, answered
+from cacheblend_cli.server.asking import Wanted, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.document_routes import delete_document, list_documents, put_document, read_document
 from cacheblend_cli.server.errors import ApiError, bad
-from cacheblend_cli.server.http import EventStream, events, json_body, logged, session_headers, tenant_of, unless_left
+from cacheblend_cli.server.http import event_stream, json_body, logged, tenant_of
+from cacheblend_cli.server.ollama import routes as ollama
 from cacheblend_cli.server.openapi import openapi
+from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
 
@@ -52,7 +53,7 @@ def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
             except HTTPException:
                 raise
             except Exception as error:
-                return _told(logged(error, host))
+                return logged(error, host).response(request.url.path)
 
         return Route(path, guarded, methods=[method])
 
@@ -65,12 +66,14 @@ def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
             route("GET", "/v1/documents", list_documents),
             route("GET", "/v1/documents/{id:path}", read_document),
             route("DELETE", "/v1/documents/{id:path}", delete_document),
+            route("POST", "/v1/embeddings", embedding.embeddings),
             route("GET", "/v1/models", _models),
             route("GET", "/v1/models/{name:path}", _models),
             route("GET", "/health", _health),
             route("GET", "/ready", _ready),
             route("GET", "/metrics", _metrics),
             route("GET", "/openapi.json", _openapi),
+            *(route(method, path, answer) for (method, path), answer in ollama.ROUTES.items()),
             Route(mcp_route.PATH, mcp_route.McpRoute(host), methods=["POST"]),
             route("GET", "/", _page),
             route("GET", "/page/{name}", _page),
@@ -123,10 +126,13 @@ async def _chat(request: Request, host: ServerState) -> Response:
     body = parse(ChatBody, await json_body(request))
     _check_model(host, body)
     _check_priority(request, body)
-    said = read_messages(body.messages)
+    of = with_passages(host, body, body.messages)
+    said = read_messages(of.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    wanted = Wanted(body, tenant_of(request), said.question, sampling, said.history, said.system)
-    return await _answered(request, host, _reply(host, body, chat=True), [wanted])
+    wanted = Wanted(body, tenant_of(request), said.question, sampling, said.history, said.system, found=of.alone)
+    return await answered(
+        request, host, replace(_reply(host, body, chat=True), passages=of.passages), [wanted], _streamed(body)
+    )
 
 
 async def _complete(request: Request, host: ServerState) -> Response:
@@ -145,7 +151,7 @@ async def _complete(request: Request, host: ServerState) -> Response:
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     wanted = [Wanted(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
-    return await _answered(request, host, _reply(host, body, chat=False), wanted)
+    return await answered(request, host, _reply(host, body, chat=False), wanted, _streamed(body))
 
 
 def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
@@ -155,45 +161,14 @@ def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:
     return own(usage=usage, explain=body.explain, echo=echo, silent=silent)
 
 
-async def _answered(request: Request, host: ServerState, reply: Reply, wanted: list[Wanted]) -> Response:
-    with host.preparing(len(wanted)):
-        prepared = await unless_left(request, _prepare_all(host, wanted))
-    session = session_headers(request, prepared[0].job.question.keys)
-    if not wanted[0].body.stream:
-        ends = await unless_left(request, _ends(host, prepared))
-        return JSONResponse(reply.whole(ends, prepared), headers=session)
-    with ExitStack() as stack:
-        asking = stack.enter_context(Asking(host, prepared[0].job))
-        first = await unless_left(request, asking.next())  # what is refused has a status of its own
-        if isinstance(first, Done):
-            checked(first)
-        return EventStream(events(host, reply.stream(_from(first, asking), prepared[0])), stack.pop_all(), session)
-
-
-async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:
-    return [await host.in_pool(partial(prepare, host, one)) for one in wanted]
-
-
-async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
-    with ExitStack() as stack:
-        askings = [stack.enter_context(Asking(host, one.job)) for one in prepared]
-        return [await asking.done() for asking in askings]
-
-
-async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
-    yield first
-    async for event in asking.events():
-        yield event
+def _streamed(body: AskBody) -> Stream | None:
+    return event_stream if body.stream else None
 
 
 async def _search(request: Request, host: ServerState) -> Response:
     body = parse(SearchBody, await json_body(request))
     hits = await host.in_pool(lambda: documents.find(host, body.query, body.k, tenant_of(request)))
     return JSONResponse({"object": "list", "data": hits})
-
-
-def _told(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -205,7 +180,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     code = "unknown_route" if error.status_code == 404 else "method_not_allowed"
     told = ApiError(error.status_code, f"{what}; the routes are {', '.join(routes)}", code=code)
     told.headers.update(error.headers or {})
-    return _told(told)
+    return told.response(request.url.path)
 
 
 def _check_model(host: ServerState, body: AskBody) -> None:

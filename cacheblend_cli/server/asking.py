@@ -22,7 +22,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.search import with_chunks
 from cacheblend_cli.errors import NotFoundError
 from cacheblend_cli.prompt.kept import kept_wordings
-from cacheblend_cli.prompt.wording import CHUNKS, QUESTION, Wording
+from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION, Wording
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import AskBody, SearchIn
 from cacheblend_cli.server.errors import ApiError, bad, stopping
@@ -43,7 +43,8 @@ PLAIN = CHUNKS + QUESTION
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for."""
+    """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for. found: its chunks are
+    passages of its messages alone, which say what to do with them: nothing of the default wording is put around them."""
 
     body: AskBody
     tenant: Tenant
@@ -52,6 +53,7 @@ class Wanted:
     history: tuple[str, ...] = ()
     system: str | None = None
     raw: bool = False
+    found: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ def _wording(runtime: Runtime, wanted: Wanted, *, with_chunks: bool) -> Wording:
         return Wording(PLAIN, raw=True)
     system = own.system if wanted.system is None else wanted.system
     prompt = own.prompt if with_chunks else PLAIN
+    if wanted.found and prompt == DEFAULT:
+        prompt = f"{CHUNKS}\n\n{QUESTION}"
     return replace(own, prompt=prompt, system=system.strip())
 
 

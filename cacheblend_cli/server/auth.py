@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from starlette.responses import JSONResponse
-
-from cacheblend_cli.server.errors import ApiError, stopping
+from cacheblend_cli.server.errors import OLLAMA, ApiError, stopping
 from cacheblend_cli.server.state import ServerState
 
 Message = MutableMapping[str, Any]
@@ -20,7 +18,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class AuthMiddleware:
-    """Refuse a request, or pass it on and count it. For /v1 and /mcp the tenant is put into the scope's state.
+    """Refuse a request, or pass it on and count it. For /v1, /api and /mcp the tenant is put into the scope's state.
 
     is_owner: requests come from this machine's user and need no key; they are of the store's own tenant.
     """
@@ -61,8 +59,7 @@ class AuthMiddleware:
             else:
                 await self._app(scope, counted, noted)
         except ApiError as error:
-            response = JSONResponse(error.body, error.status, error.headers)
-            await response(scope, receive, noted)
+            await error.response(scope["path"])(scope, receive, noted)
         finally:
             self._host.body_bytes -= size
             route = getattr(scope.get("route"), "path", "(none)")
@@ -100,7 +97,7 @@ class AuthMiddleware:
 
 
 def _needs_key(path: str) -> bool:
-    return path.startswith("/v1/") or path == "/mcp"
+    return path.startswith(("/v1/", OLLAMA)) or path == "/mcp"
 
 
 def _without_port(host: str) -> str:

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from cacheblend_cli.errors import ExitCode, PromptTooLong, QueueFull
 from cacheblend_cli.settings import GROUPS
 
@@ -22,6 +24,8 @@ _FIELDS = {
     "regex": "regex", "system": "messages", "verify": "verify", "explain": "explain",
 }  # fmt: skip
 """Fields of a request, by the flags of the command line that say the same."""
+OLLAMA = "/api/"
+"""Beginning of the paths of Ollama's API."""
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
 
 
@@ -40,6 +44,15 @@ class ApiError(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def ollama_body(self) -> dict[str, Any]:
+        """The body in the form of Ollama's API, with two fields of ours."""
+        return {"error": self.message, "param": self.param, "code": self.code}
+
+    def response(self, path: str) -> JSONResponse:
+        """The reply to a request for that path, in the form of its API."""
+        return JSONResponse(self.ollama_body if path.startswith(OLLAMA) else self.body, self.status, self.headers)
 
 
 def stopping() -> ApiError:

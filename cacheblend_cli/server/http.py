@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from cacheblend_cli.server.tenants import Tenant
 T = TypeVar("T")
 JSON = "application/json"
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 SESSION = "X-Session-ID"
 _SESSION = re.compile("[!-~]{1,128}")
 logger = logging.getLogger("cacheblend")
@@ -35,6 +36,12 @@ async def json_body(request: Request) -> bytes:
     if media_type(request) != JSON:
         raise ApiError(415, f"the body must be {JSON}")
     return await raw_body(request)
+
+
+async def any_body(request: Request) -> bytes:
+    """The body, whatever its type is: Ollama's clients often send JSON without saying so. Raises ApiError for one of another type
+    that comes from a browser, which names the site it is from."""
+    return await (json_body(request) if "origin" in request.headers else raw_body(request))
 
 
 async def raw_body(request: Request) -> bytes:
@@ -77,21 +84,42 @@ async def events(host: ServerState, records: AsyncIterator[dict[str, Any]]) -> A
     yield b"data: [DONE]\n\n"
 
 
+async def lines(host: ServerState, records: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Records as JSON lines, as Ollama streams them. An error after the beginning is the last line."""
+    try:
+        async for record in records:
+            yield _text(record) + b"\n"
+    except Exception as error:
+        yield _text(logged(error, host).ollama_body) + b"\n"
+
+
 def _event(record: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(record, ensure_ascii=False)}\n\n".encode()
+    return b"data: " + _text(record) + b"\n\n"
+
+
+def _text(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode()
 
 
 class EventStream(StreamingResponse):
     """Send pieces as they come. It ends when the client leaves, and `stack` is closed in any case."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack, extra: Mapping[str, str] | None = None) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(extra or {})}
-        super().__init__(pieces, headers=headers, media_type=EVENTS)
+    def __init__(self, pieces: AsyncIterator[bytes], stack: ExitStack, media: str = EVENTS) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(pieces, headers=headers, media_type=media)
         self._stack = stack
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._stack:
             await first_of(self.stream_response(send), left(receive))
+
+
+def event_stream(host: ServerState, records: AsyncIterator[dict[str, Any]], stack: ExitStack) -> EventStream:
+    return EventStream(events(host, records), stack)
+
+
+def line_stream(host: ServerState, records: AsyncIterator[dict[str, Any]], stack: ExitStack) -> EventStream:
+    return EventStream(lines(host, records), stack, LINES)
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -13,13 +13,15 @@ from typing import Any
 from cacheblend_cli.engine.jobs import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.server.asking import Prepared, checked
+from cacheblend_cli.server.passages import Passage
 from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
 
 @dataclass(frozen=True)
 class Reply:
     """How the answers to one request are written. chat: as messages, else as text. public: what is told of a note. usage: in a
-    stream, too. explain: tell what became of every token. echo: the prompt stands before the text; silent: nothing behind it."""
+    stream, too. explain: tell what became of every token. echo: the prompt stands before the text; silent: nothing behind it. passages: found in
+    the messages, None where they are not looked for."""
 
     chat: bool
     model: str
@@ -29,6 +31,7 @@ class Reply:
     explain: bool = False
     echo: bool = False
     silent: bool = False
+    passages: Sequence[Passage] | None = None
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -114,6 +117,7 @@ class Reply:
             "chunks": chunks,
             "timing": timing,
             "ended": done.ended,
+            **({} if self.passages is None else {"passages": [vars(passage) for passage in self.passages]}),
             **rest,
         }
 
@@ -158,7 +162,7 @@ class Reply:
         if not of:
             return None
         if self.chat:
-            return {"content": [self._token(p) for p in of], "refusal": None}
+            return {"content": [self.token(p) for p in of], "refusal": None}
         tokens = [self._text(i) for i in (*first, *(p.token_id for p in of))]
         return {
             "tokens": tokens,
@@ -167,7 +171,7 @@ class Reply:
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
         }
 
-    def _token(self, of: TokenLogprob) -> dict[str, Any]:
+    def token(self, of: TokenLogprob) -> dict[str, Any]:
         top = [self._named(token_id, value) for token_id, value in of.top]
         return {**self._named(of.token_id, of.logprob), "top_logprobs": top}
 

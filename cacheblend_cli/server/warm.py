@@ -29,9 +29,10 @@ from cacheblend_cli.engine.plan import planning
 from cacheblend_cli.engine.request import Question, resolve
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import CacheBlendError, ExitCode
-from cacheblend_cli.server.app import EventStream, make_app
+from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.asking import Asking
 from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.place import PROTOCOL
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.types import Answer, AskOptions, AskRequest

@@ -55,6 +55,8 @@ def test_replies_are_as_described(server: Any) -> None:
             def check(case: Any) -> None:
                 if isinstance(case.body, dict) and case.method == "POST":
                     case.body.setdefault("max_tokens", 2) if "completions" in case.path else None
+                    if isinstance(case.body.get("timeout_s"), int | float):
+                        del case.body["timeout_s"]  # 504 is right where it is too short
                 case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=60)
                 asked[case.path] = asked.get(case.path, 0) + 1
 

@@ -1,0 +1,66 @@
+"""From requests that were read to their reply: one object, or a stream. OpenAI's and Ollama's routes share it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cacheblend_cli.engine.jobs import Done, Event
+from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, prepare
+from cacheblend_cli.server.http import EventStream, session_headers, unless_left
+from cacheblend_cli.server.state import ServerState
+
+Records = AsyncIterator[dict[str, Any]]
+Stream = Callable[[ServerState, Records, ExitStack], EventStream]
+"""Makes a response of records, and closes the stack at its end."""
+
+
+class Reply(Protocol):
+    """Writes answers in an API's form."""
+
+    def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
+        """Return one object for the answers to all prompts."""
+
+    def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> Records:
+        """Yield the objects of a stream for one prompt."""
+
+
+async def answered(
+    request: Request, host: ServerState, reply: Reply, wanted: list[Wanted], stream: Stream | None
+) -> Response:
+    """Answer the prompts. stream: None for one object. A prompt that is refused raises before the response begins."""
+    with host.preparing(len(wanted)):
+        prepared = await unless_left(request, _prepare_all(host, wanted))
+    session = session_headers(request, prepared[0].job.question.keys)
+    if stream is None:
+        ends = await unless_left(request, _ends(host, prepared))
+        return JSONResponse(reply.whole(ends, prepared), headers=session)
+    with ExitStack() as stack:
+        asking = stack.enter_context(Asking(host, prepared[0].job))
+        first = await unless_left(request, asking.next())  # what is refused has a status of its own
+        if isinstance(first, Done):
+            checked(first)
+        response = stream(host, reply.stream(_from(first, asking), prepared[0]), stack.pop_all())
+        response.headers.update(session)
+        return response
+
+
+async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:
+    return [await host.in_pool(partial(prepare, host, one)) for one in wanted]
+
+
+async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
+    with ExitStack() as stack:
+        askings = [stack.enter_context(Asking(host, one.job)) for one in prepared]
+        return [await asking.done() for asking in askings]
+
+
+async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
+    yield first
+    async for event in asking.events():
+        yield event

@@ -1,0 +1,235 @@
+"""Request bodies of Ollama's API, translated into those of /v1. What would change an answer is supported or refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from cacheblend_cli.server.bodies import (
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_STOPS,
+    NULL,
+    AskBody,
+    BlendIn,
+    Count,
+    DocumentIn,
+    FormatIn,
+    Int,
+    Message,
+    SchemaIn,
+    SearchIn,
+    Stop,
+    TopLogprobs,
+)
+from cacheblend_cli.server.embedding import MAX_TEXTS
+from cacheblend_cli.server.errors import ApiError, bad
+
+_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "images": ([],), "tools": ([],), "suffix": ("",), "template": ("",), "context": ([],), "width": (0,), "height": (0,), "steps": (0,),
+}  # fmt: skip
+"""Fields of Ollama's that are not supported, and the values that change nothing (null never does)."""
+
+
+class OptionsIn(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Ollama's options. num_predict below 0 is the server's own limit."""
+
+    seed: Int | None = None
+    num_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+
+    # refused, unless they ask for nothing
+    repeat_last_n: Int | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    mirostat: Int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    penalize_newline: bool | None = None
+
+    # how Ollama loads a model, which is loaded here already
+    num_ctx: Int | None = None
+    num_keep: Int | None = None
+    num_batch: Int | None = None
+    num_gpu: Int | None = None
+    main_gpu: Int | None = None
+    num_thread: Int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+
+    def check(self) -> None:
+        """Raises ApiError for an option that would change the answer and is not supported."""
+        penalises = self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty
+        for name, neutral in (
+            ("repeat_last_n", not penalises or self.repeat_last_n == -1),  # penalties count all of the text
+            ("typical_p", self.typical_p == 1),
+            ("tfs_z", self.tfs_z == 1),
+            ("mirostat", self.mirostat == 0),
+            ("penalize_newline", not penalises or self.penalize_newline is True),
+        ):
+            if getattr(self, name) is not None and not neutral:
+                place = f"options.{name}"
+                raise bad(f"{place} {getattr(self, name)} is not supported", place, "unsupported_parameter")
+
+    @property
+    def sampled(self) -> dict[str, Any]:
+        """Fields of AskBody."""
+        return {
+            "seed": self.seed,
+            "max_tokens": None if self.num_predict is None or self.num_predict < 0 else max(1, self.num_predict),
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "stop": self.stop,
+        }
+
+
+class LoadBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """model: required. keep_alive: checked and without effect, for the model stays loaded while the server runs."""
+
+    model: str
+    keep_alive: float | str | None = None
+    options: OptionsIn | None = None
+
+    def check(self) -> None:
+        """Raises ApiError."""
+        if isinstance(self.keep_alive, str) and not _DURATION.fullmatch(self.keep_alive):
+            raise bad(f"keep_alive {self.keep_alive[:80]!r} is not a duration", "keep_alive")
+        if self.options is not None:
+            self.options.check()
+
+
+class AnswerBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
+    """Fields of /api/chat and /api/generate, and four of ours. format: "json" or a JSON schema. think: False ends a model's
+    reasoning at once."""
+
+    stream: bool | None = None
+    format: Raw = NULL
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    documents: Annotated[list[DocumentIn], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    chunks: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    search: SearchIn | None = None
+    blend: BlendIn | None = None
+
+    # what becomes of a prompt that is too long for Ollama's context: it is refused here
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    # refused, unless they ask for nothing: see _NEUTRAL
+    tools: Raw = NULL
+    images: Raw = NULL
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def ask_body(self) -> AskBody:
+        """The request in the form of /v1. Raises ApiError for what is not supported."""
+        self.check()
+        for name, neutral in _NEUTRAL.items():
+            raw = bytes(getattr(self, name, b"null"))
+            if raw != b"null" and (len(raw) > 64 or msgspec.json.decode(raw) not in neutral):
+                raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        if isinstance(self.think, str):
+            raise bad("think is true or false: levels are not supported", "think", "unsupported_parameter")
+        return AskBody(
+            stream=self.stream is not False,
+            response_format=_format(bytes(self.format)),
+            documents=self.documents,
+            chunks=self.chunks,
+            search=self.search,
+            blend=self.blend,
+            **(self.options.sampled if self.options else {}),
+        )
+
+
+class ChatMessage(Message):
+    """A message as /v1 takes it. thinking: of earlier turns, which is not said again."""
+
+    thinking: str | None = None
+    tool_name: str | None = None
+    images: Raw = NULL
+
+
+class OllamaChatBody(AnswerBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/chat. Without messages it asks whether the model is loaded."""
+
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+
+    def ask_body(self) -> AskBody:
+        for i, message in enumerate(self.messages or ()):
+            if bytes(message.images) not in (b"null", b"[]"):
+                place = f"messages.{i}.images"
+                raise ApiError(400, "images are not supported", param=place, code="unsupported_parameter")
+        return super().ask_body()
+
+
+class GenerateBody(AnswerBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/generate. raw: without the chat template. Without a prompt it asks whether the model is loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: Raw = NULL
+    template: Raw = NULL
+    context: Raw = NULL
+    width: Raw = NULL
+    height: Raw = NULL
+    steps: Raw = NULL
+
+
+class ShowBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/show. name: an older word for model. verbose: accepted."""
+
+    model: str = ""
+    name: str = ""
+    verbose: bool | None = None
+
+
+class OllamaEmbedBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embed. truncate: False refuses a text that is too long."""
+
+    input: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)]
+    truncate: bool | None = None
+    dimensions: Count | None = None
+
+
+class OldEmbedBody(LoadBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embeddings, the older form for one text."""
+
+    prompt: str | None = None
+
+
+def _format(raw: bytes) -> FormatIn | None:
+    """ "json" or a JSON schema. Raises ApiError."""
+    if raw in (b"null", b'""'):
+        return None
+    if raw == b'"json"':
+        return FormatIn("json_object")
+    if not raw.startswith(b"{"):
+        raise bad('format is "json" or a JSON schema', "format")
+    return FormatIn("json_schema", SchemaIn(Raw(raw)))

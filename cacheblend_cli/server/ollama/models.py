@@ -1,0 +1,189 @@
+"""The models of this server as Ollama's API describes them: the one that answers, and the one that embeds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, to_builtins
+
+from cacheblend_cli.model.model_files import checkpoint_files, is_converted
+from cacheblend_cli.server import embedding
+from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.ollama.replies import timestamp
+from cacheblend_cli.server.state import ServerState
+
+_LATEST = ":latest"
+_FOREVER = "2318-01-01T00:00:00Z"
+"""When a model is unloaded that stays: what Ollama tells for keep_alive -1 is as far away."""
+_LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Details(Struct):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class Listed(Struct):
+    """size: bytes of the files. digest: of all that the model's KV or its vectors depend on."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: Details
+
+
+class Running(Struct):
+    """size: bytes of the weights in memory; size_vram: of these on a GPU."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: Details
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class Shown(Struct):
+    """template: jinja's, as the model has it."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, Any]
+    capabilities: list[Literal["completion", "thinking", "embedding"]]
+    modified_at: str
+
+
+class ListReply(Struct):
+    models: list[Listed]
+
+
+class RunningReply(Struct):
+    models: list[Running]
+
+
+class Version(Struct):
+    """The version of Ollama whose API this is."""
+
+    version: str
+
+
+def tagged(name: str) -> str:
+    """The name with a tag, which Ollama's always have."""
+    return name if ":" in name else name + _LATEST
+
+
+def is_named(own: str, name: str) -> bool:
+    """Whether the name, with or without a tag, is that model's."""
+    return tagged(name) in (tagged(own), tagged("cacheblend"))
+
+
+def check(host: ServerState, name: str) -> None:
+    """Raises ApiError for a model that does not answer here."""
+    if not is_named(host.model, name):
+        raise _unknown(name)
+
+
+def listed(host: ServerState) -> list[dict[str, Any]]:
+    models = [_answering(host)]
+    if (own := embedding.model_of(host)) is not None:
+        models.append(_embedding(host, own))
+    return [to_builtins(model) for model in models]
+
+
+def running(host: ServerState) -> list[dict[str, Any]]:
+    own, decoder = _answering(host), host.runtime.decoder
+    size = decoder.num_parameters * (1 if host.runtime.model.weight_dtype == "int8" else decoder.dtype.itemsize)
+    vram = 0 if decoder.device.type == "cpu" else size
+    name, context = own.name, host.runtime.context
+    return [to_builtins(Running(name, name, size, own.digest, own.details, _FOREVER, vram, context))]
+
+
+def shown(host: ServerState, name: str) -> dict[str, Any]:
+    """Raises ApiError for a model that is not here."""
+    embedder = embedding.model_of(host)
+    if embedder is not None and tagged(name) == tagged(embedding.name_of(host)):
+        return _shown_embedding(host, _embedding(host, embedder), embedder)
+    check(host, name)
+    return _shown(host, _answering(host))
+
+
+def _answering(host: ServerState) -> Listed:
+    model, name = host.runtime.model, tagged(host.model)
+    size = sum(file.stat().st_size for file in checkpoint_files(model.path))
+    family = str(host.runtime.decoder.spec.config.get("model_type") or "")
+    dtype = str(model.decoder.dtype).removeprefix("torch.")
+    details = Details(
+        parent_model="",
+        format="gguf" if is_converted(model.path) else "safetensors",
+        family=family,
+        families=[family],
+        parameter_size=_count(model.decoder.num_parameters),
+        quantization_level="INT8" if model.weight_dtype == "int8" else _LEVELS.get(dtype, dtype),
+    )
+    return Listed(name, name, timestamp(host.started), size, model.fingerprint, details)
+
+
+def _embedding(host: ServerState, own: embedding.Embedder) -> Listed:
+    name = tagged(embedding.name_of(host))
+    details = Details("", "safetensors", "embedding", ["embedding"], "", "")
+    return Listed(name, name, timestamp(host.started), 0, own.digest, details)
+
+
+def _shown(host: ServerState, model: Listed) -> dict[str, Any]:
+    runtime, sampling = host.runtime, host.sampling
+    spec, family = runtime.decoder.spec, model.details.family
+    defaults = {
+        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
+        "num_predict": sampling.max_tokens, "num_ctx": runtime.context,
+    }  # fmt: skip
+    info = {
+        "general.architecture": family,
+        "general.parameter_count": runtime.decoder.num_parameters,
+        f"{family}.context_length": runtime.context,
+        f"{family}.embedding_length": spec.hidden_size,
+        f"{family}.block_count": spec.num_layers,
+        f"{family}.attention.head_count": spec.num_heads,
+        f"{family}.attention.head_count_kv": spec.num_kv_heads,
+        f"{family}.vocab_size": spec.vocab_size,
+    }
+    shown = Shown(
+        modelfile="\n".join([f"FROM {model.name}", *(f"PARAMETER {k} {v}" for k, v in defaults.items())]),
+        parameters="\n".join(f"{name:<30} {value}" for name, value in defaults.items()),
+        template=runtime.model.tokenizer.template_source or "",
+        details=model.details,
+        model_info=info,
+        capabilities=["completion", "thinking"] if runtime.template.may_reason else ["completion"],
+        modified_at=model.modified_at,
+    )
+    told: dict[str, Any] = to_builtins(shown)
+    return told
+
+
+def _shown_embedding(host: ServerState, model: Listed, own: embedding.Embedder) -> dict[str, Any]:
+    info = {
+        "general.architecture": "embedding",
+        "embedding.embedding_length": own.dim,
+        "embedding.context_length": own.most_tokens,
+    }
+    shown = Shown(f"FROM {model.name}", "", "", model.details, info, ["embedding"], model.modified_at)
+    told: dict[str, Any] = to_builtins(shown)
+    return told
+
+
+def _count(parameters: int) -> str:
+    """As Ollama writes it: 134.52M, 8.0B."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
+
+
+def _unknown(name: str) -> ApiError:
+    return ApiError(404, f"model {name[:80]!r} not found", param="model", code="model_not_found")

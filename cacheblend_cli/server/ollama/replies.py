@@ -1,0 +1,131 @@
+"""Replies in the form of Ollama's API; the last object of an answer has "blend" as /v1 has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType, to_builtins
+
+from cacheblend_cli.engine.jobs import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.server import replies
+from cacheblend_cli.server.asking import Prepared, checked
+from cacheblend_cli.types import Answer, TokenLogprob
+
+
+class OllamaMessage(Struct, omit_defaults=True):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | UnsetType = UNSET
+
+
+class Numbers(Struct, omit_defaults=True, kw_only=True):
+    """Fields of the last object: durations in nanoseconds, counts of tokens; blend: what became of the chunks, see docs/serve.md."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    logprobs: list[dict[str, Any]] | UnsetType = UNSET
+    blend: dict[str, Any] | UnsetType = UNSET
+
+
+class OllamaChatReply(Numbers, omit_defaults=True, kw_only=True):
+    """A reply of /api/chat, or an object of its stream."""
+
+    message: OllamaMessage
+
+
+class GenerateReply(Numbers, omit_defaults=True, kw_only=True):
+    """A reply of /api/generate, or an object of its stream."""
+
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class OllamaReply:
+    """How the answer to one request is written. chat: as a message, else as a response. model: its name in the request.
+    written: the reply of /v1 to the same request, which has the parts in common."""
+
+    chat: bool
+    model: str
+    written: replies.Reply
+    started_ns: int = field(default_factory=time.monotonic_ns)
+
+    def whole(self, ends: Sequence[Done], prepared: Sequence[Prepared]) -> dict[str, Any]:
+        """One object for the answer."""
+        [done], [of] = ends, prepared
+        [answer] = done.answers
+        logprobs = self._logprobs(answer.logprobs)
+        return self._record(answer.text, answer.reasoning, **logprobs, **self._last(done, of))
+
+    async def stream(self, events: AsyncIterator[Event], prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
+        """A line for each piece of text, and one with the numbers. Tokens go with the piece that they end."""
+        tokens: list[TokenLogprob] = []
+        async for event in events:
+            if isinstance(event, Token):
+                tokens.append(event.logprob)
+            elif isinstance(event, Text | Reasoning):
+                text, thought = (event.text, "") if isinstance(event, Text) else ("", event.text)
+                yield self._record(text, thought, done=False, **self._logprobs(tokens))
+                tokens.clear()
+            elif isinstance(event, Done):
+                yield self._record("", **self._logprobs(tokens), **self._last(checked(event), prepared))
+
+    def loaded(self) -> dict[str, Any]:
+        """The reply to a request without a prompt: the model is loaded."""
+        return self._record("", done=True, done_reason="load")
+
+    def _record(self, text: str, thought: str = "", **rest: Any) -> dict[str, Any]:
+        rest |= {"model": self.model, "created_at": timestamp()}
+        thinking = thought or UNSET
+        record: OllamaChatReply | GenerateReply
+        if self.chat:
+            record = OllamaChatReply(message=OllamaMessage("assistant", text, thinking), **rest)
+        else:
+            record = GenerateReply(response=text, thinking=thinking, **rest)
+        named: dict[str, Any] = to_builtins(record)
+        return named
+
+    def _last(self, done: Done, prepared: Prepared) -> dict[str, Any]:
+        answer = done.answers[0]
+        return {
+            "done": True,
+            "done_reason": replies.finish_reason(answer),
+            "total_duration": time.monotonic_ns() - self.started_ns,
+            "load_duration": 0,
+            "prompt_eval_count": answer.prompt_tokens,
+            "prompt_eval_duration": _ns(answer.timing.ttft_s),
+            "eval_count": len(answer.generated_ids),
+            "eval_duration": _eval_ns(answer),
+            "blend": self.written.blend(done, prepared),
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"logprobs": [self.written.token(token) for token in tokens]} if tokens else {}
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """RFC 3339 in UTC; now by default."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _eval_ns(answer: Answer) -> int:
+    """Time of the tokens behind the first one, 1 where there are none: clients divide by it."""
+    rate = answer.timing.decode_tokens_per_s
+    return max(1, _ns((len(answer.generated_ids) - 1) / rate if rate > 0 else 0))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

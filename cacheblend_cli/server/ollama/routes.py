@@ -1,0 +1,121 @@
+"""Ollama's routes. They answer by the functions of /v1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cacheblend_cli.server import replies
+from cacheblend_cli.server.answering import answered
+from cacheblend_cli.server.asking import Wanted, sampling_of
+from cacheblend_cli.server.bodies import AskBody, Message, parse
+from cacheblend_cli.server.conversation import read_messages
+from cacheblend_cli.server.errors import ApiError, as_api_error
+from cacheblend_cli.server.http import any_body, line_stream, tenant_of
+from cacheblend_cli.server.ollama import models
+from cacheblend_cli.server.ollama.bodies import AnswerBody, GenerateBody, OllamaChatBody, ShowBody
+from cacheblend_cli.server.ollama.embedding import embed, embed_one
+from cacheblend_cli.server.ollama.replies import OllamaReply
+from cacheblend_cli.server.passages import with_passages
+from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.types import SamplingParams
+
+VERSION = "0.12.11"
+"""The version of Ollama whose API this is: clients look whether a server is new enough for them."""
+_OPTIONS = {
+    **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
+    "presence_penalty": "options.presence_penalty", "frequency_penalty": "options.frequency_penalty",
+    "response_format.json_schema.schema": "format", "response_format.json_schema": "format", "response_format": "format",
+}  # fmt: skip
+"""Fields of a request, by those of /v1 that say the same."""
+_OPTION = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, _OPTIONS))})(?![\w.])")
+
+
+async def version(_: Request, host: ServerState) -> Response:
+    return JSONResponse({"version": VERSION})
+
+
+async def tags(_: Request, host: ServerState) -> Response:
+    return JSONResponse({"models": await host.in_pool(lambda: models.listed(host))})
+
+
+async def running(_: Request, host: ServerState) -> Response:
+    return JSONResponse({"models": await host.in_pool(lambda: models.running(host))})
+
+
+async def show(request: Request, host: ServerState) -> Response:
+    body = parse(ShowBody, await any_body(request))
+    return JSONResponse(await host.in_pool(lambda: models.shown(host, body.model or body.name)))
+
+
+async def chat(request: Request, host: ServerState) -> Response:
+    body = parse(OllamaChatBody, await any_body(request))
+    return await _answered(request, host, body, list(body.messages or ()))
+
+
+async def generate(request: Request, host: ServerState) -> Response:
+    body = parse(GenerateBody, await any_body(request))
+    system = [Message("system", body.system)] if body.system else []
+    asked = [Message("user", body.prompt)] if body.prompt else []
+    if body.raw and asked and system:
+        raise ApiError(400, "with raw, the prompt is sent as it is: leave system out", param="system")
+    return await _answered(request, host, body, [*system, *asked] if asked else [])
+
+
+async def _answered(request: Request, host: ServerState, body: AnswerBody, messages: Sequence[Message]) -> Response:
+    """Answer the messages; without any, say that the model is loaded."""
+    models.check(host, body.model)
+    ask, is_chat, tokenizer = body.ask_body(), isinstance(body, OllamaChatBody), host.runtime.model.tokenizer
+    written = replies.Reply(True, host.model, tokenizer, host.public)
+    if not messages:
+        return JSONResponse(OllamaReply(is_chat, body.model, written).loaded())
+    try:
+        sampling = _sampling(host, body, ask)
+        if isinstance(body, GenerateBody) and body.raw:
+            wanted = Wanted(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
+        else:
+            of = with_passages(host, ask, messages)
+            said = read_messages(of.messages)
+            wanted = Wanted(ask, tenant_of(request), said.question, sampling, said.history, said.system, found=of.alone)
+            written = replace(written, passages=of.passages)
+        reply = OllamaReply(is_chat, body.model, written)
+        return await answered(request, host, reply, [wanted], line_stream if ask.stream else None)
+    except Exception as error:
+        raise _named(error) from error
+
+
+def _sampling(host: ServerState, body: AnswerBody, ask: AskBody) -> SamplingParams:
+    """Raises ApiError, UsageError."""
+    sampling = sampling_of(host.sampling, ask, ask.max_tokens, body.num_logprobs)
+    may_reason = host.runtime.template.may_reason
+    if body.think and not may_reason:
+        raise ApiError(400, f"{body.model[:80]!r} does not support thinking", param="think")
+    return replace(sampling, reasoning_tokens=0) if body.think is False and may_reason else sampling
+
+
+def _named(error: Exception) -> Exception:
+    """The error with the options of Ollama's API in the place of /v1's fields; an internal one as it is."""
+    told = as_api_error(error)
+    if told.status >= 500:
+        return error
+    told.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], told.message)
+    told.param = _OPTIONS.get(told.param or "", told.param)
+    return told
+
+
+ROUTES = {
+    ("GET", "/api/version"): version,
+    ("GET", "/api/tags"): tags,
+    ("GET", "/api/ps"): running,
+    ("POST", "/api/show"): show,
+    ("POST", "/api/chat"): chat,
+    ("POST", "/api/generate"): generate,
+    ("POST", "/api/embed"): embed,
+    ("POST", "/api/embeddings"): embed_one,
+}
+"""By method and path."""
