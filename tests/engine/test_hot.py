@@ -208,15 +208,21 @@ def verified(bench: Bench, question: Question) -> Answer:
 def test_a_verified_answer_holds_nobody_up(house: House) -> None:
     """Another answer gets a token between any two steps of the check."""
     bench = Bench(house, Limits(pool_tokens=4096, max_rows=16))
+    other, state = bench.arrive(house.question("who?", max_tokens=80))
+    while not other.events or not state.num_started:
+        bench.step()
     checked, _ = bench.arrive(house.question(), verify=True)
     while not any(isinstance(s, Verify) for s in bench.stepper.scheduler.states):
         bench.step()
-    other, _ = bench.arrive(house.question("who?", max_tokens=4))
-    while not other.last.done():
+    output = state.sequences[0].output
+    assert output is not None
+    before = len(output.out.token_ids)
+    while not checked.last.done():
         bench.step()
-    assert not checked.last.done()
+    [answer] = checked.done().answers
+    assert answer.verify is not None
+    assert len(output.out.token_ids) - before >= answer.prompt_tokens // 16, "one for each slice of the full prefill"
     bench.run()
-    assert checked.done().answers[0].verify is not None
 
 
 def test_a_check_ends_with_its_request(house: House) -> None:
