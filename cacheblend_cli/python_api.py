@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore
 
@@ -32,6 +32,9 @@ from cacheblend_cli.server import documents as documents_of
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import DEFAULTS, Resolved, of_settings
 from cacheblend_cli.types import Answer
+
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
 
 __all__ = ["Added", "Asked", "Engine"]
 
@@ -142,6 +145,15 @@ class Engine:
         Raises NotFoundError, UsageError, StoreErrors and DeviceError.
         """
         return self._submit(_asked(question, about)).result()
+
+    def prefill(self, question: str | Asked, **about: Any) -> PrefilledPrompt:
+        """Prefill a question's prompt for transformers' `generate`, and keep no answer. Arguments and errors as for `ask`."""
+        from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt, TransformersConnector
+
+        taken = TransformersConnector()
+        job = replace(self._job(_asked(question, {**about, "max_tokens": 1})), connector=taken)
+        report = self._run().ask(job).result()
+        return PrefilledPrompt(tuple(report.prompt_ids), taken.layers, report, self._loaded.model.path)
 
     def stream(self, question: str | Asked, **about: Any) -> Iterator[str]:
         """Yield pieces of the answer as they are generated. Leaving the loop early cancels the answer."""

@@ -14,7 +14,7 @@ from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Resolved
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "handed_over"]
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
 

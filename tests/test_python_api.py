@@ -55,6 +55,19 @@ def test_the_example_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.M
     assert any(line.isdigit() and int(line) > 0 for line in lines)
 
 
+def test_the_example_with_transformers_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "tiny", "llama-gqa", max_position_embeddings=1024)
+    text = (ROOT / "docs" / "python.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "prefill" in block]
+    assert code.count("path/to/model") == 1
+    (tmp_path / "example.py").write_text(code.replace("path/to/model", str(tmp_path / "tiny")))
+    import runpy
+
+    runpy.run_path(str(tmp_path / "example.py"))
+    first, second = (int(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line[-1:].isdigit())
+    assert first == 0 < second
+
+
 def test_what_is_added_is_found_and_replaced(engine: Engine, store: ChunkStore) -> None:
     added = engine.add(store, texts=PAGES)
     assert [a.id for a in added] == ["a", "b"]

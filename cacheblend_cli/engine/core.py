@@ -14,6 +14,7 @@ from torch import Tensor
 from cacheblend_cli.engine.attention import AttentionShares, Watch
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
+from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import deciding
 from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.gate import Gate
@@ -27,10 +28,11 @@ from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, provenance_of
-from cacheblend_cli.engine.sequence_output import NOBODY, SequenceOutput
+from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.prefix_cache import Hit
@@ -217,6 +219,9 @@ class EngineCore:
         self.counts.repaired += len(done.result.chosen)
         self.counts.hot += done.hot_tokens
         self.counts.stall_s += done.loader.stall_s
+        if state.job.connector is not None:
+            self._hand_over(first, state.job.connector)
+            return
         if state.job.verify and state.blended is None:
             state.blended = Snapshot(swap_out(first.paged.fork()), done.logits.clone())
         begun = state.num_started
@@ -240,6 +245,17 @@ class EngineCore:
             self._fall_back(first)
             return
         self._outputs.sampled([(s, s.output.draw(done.logits)) for s in wave if s.output is not None])
+
+    def _hand_over(self, sequence: Sequence, connector: Connector) -> None:
+        """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
+        state = sequence.state
+        assert sequence.paged is not None
+        connector.hand_over(
+            state.request.plan.token_ids, export(self._runtime.decoder, sequence.paged, state.num_tokens)
+        )
+        sequence.generation = Generation(finish_reason="handed_over", first_token_at=time.perf_counter())
+        sequence.finish()
+        self._outputs.end(state)
 
     # decode
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.request import Question, Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import Answer, TokenLogprob
@@ -19,7 +20,8 @@ class Job:
     deadline_s: from submission; afterwards the job ends with finish_reason "deadline". request: the question as `resolve`
     made it outside the engine's thread, None to have the engine do it. auto: the loading controller chooses the ratio, the
     question's being its floor, or a full prefill. verify: compare with a full prefill. confirm: the answer is a full prefill's, after
-    the blended one was streamed. save_holes: store the KV of chunks that had to be computed, where the store is open for writing."""
+    the blended one was streamed. save_holes: store the KV of chunks that had to be computed, where the store is open for writing.
+    connector: takes the prompt's KV, and the answer ends before its first token."""
 
     question: Question
     priority: int = 0
@@ -29,12 +31,18 @@ class Job:
     verify: bool = False
     confirm: bool = False
     save_holes: bool = True
+    connector: Connector | None = None
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and self.deadline_s <= 0:
             raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
         if self.confirm and max(self.question.sampling.n, self.question.sampling.best_of) > 1:
             raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
+        if self.connector is not None and (self.verify or self.confirm or self.question.blend.max_risk is not None):
+            raise UsageError(
+                "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
+                "leave them out, or let this engine decode",
+            )
 
 
 @dataclass(frozen=True)
