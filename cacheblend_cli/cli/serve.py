@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
+
+if TYPE_CHECKING:
+    from cacheblend_cli.server.remote_decoding import RemoteDecoder
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -58,6 +61,15 @@ def serve(
             help="Reuse repaired KV for other questions over the same chunks: faster, and answers depend on earlier ones.",
         ),
     ] = False,
+    decode_url: Annotated[
+        str | None, typer.Option(help="Prefill here, and have the vLLM server at this URL decode (docs/vllm.md).")
+    ] = None,
+    decode_key: Annotated[
+        str | None, typer.Option(help="API key of that server.", envvar="CACHEBLEND_DECODE_KEY", show_default=False)
+    ] = None,
+    hand_over: Annotated[
+        Path, typer.Option(help="Directory for KV on its way to the vLLM server, this user's alone.")
+    ] = Path("/dev/shm/cacheblend"),
     background: Annotated[
         bool, typer.Option("--background", help="Return once it answers, and leave it running.")
     ] = False,
@@ -87,6 +99,8 @@ def serve(
             _told(told, _status_line(told), output, json=json)
         return
     _check_installed()
+    if decode_url is not None and background:
+        raise UsageError("--background was given with --decode-url", "leave it out; a service manager keeps it running")
     if background:
         from cacheblend_cli.server.background import start
 
@@ -119,6 +133,7 @@ def serve(
         address = public.getsockname()
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
+        decoder = None if decode_url is None else _decoder(decode_url, decode_key, hand_over)
         engine = options.load_engine(settings, output)
         sampling = as_the_model(sampling, resolved, engine.model)
         service = AsyncEngine(
@@ -137,6 +152,7 @@ def serve(
                 max_body=max_body << 20,
                 retrieve=retrieve,
                 find_passages=find_passages,
+                decoder=decoder,
             )
             held.callback(serving_host.pool.shutdown, wait=False, cancel_futures=True)
             serving = Serving(
@@ -150,6 +166,20 @@ def serve(
             serving.run([public])
         finally:
             service.close(0.0)
+
+
+def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
+    """The vLLM server that decodes. Raises UsageError."""
+    from importlib.util import find_spec
+
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--decode-url {url} is not an HTTP URL", "for example http://127.0.0.1:8000")
+    if find_spec("httpx2") is None:
+        raise UsageError("--decode-url needs httpx2, which is not installed", install_hint("vllm"))
+    from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
+    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+
+    return RemoteDecoder(url, HandOverDirectory(directory.expanduser().absolute()), key)
 
 
 def _check_installed() -> None:

@@ -90,7 +90,14 @@ class Failed:
     error: Exception
 
 
-Event = Started | Text | Reasoning | Token | Done | Failed
+@dataclass(frozen=True)
+class HandedOver:
+    """The connector has the prompt's KV. report: the answer, of no tokens. Done follows once missing chunks are stored."""
+
+    report: Answer
+
+
+Event = Started | Text | Reasoning | Token | HandedOver | Done | Failed
 OnEvent = Callable[[Event], None]
 
 

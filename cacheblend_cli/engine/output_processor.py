@@ -14,7 +14,7 @@ from cacheblend_cli.engine.build_answer import answer_of
 from cacheblend_cli.engine.checks import Confirm, InternalRequest, Refine, Verify
 from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.holes import has_holes, store_holes
-from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, Reasoning, Text, Token
+from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.refine import Refiner
@@ -132,6 +132,8 @@ class OutputProcessor:
             self.fail(state, error)
             return
         self.remove(state)
+        if early is None and state.job.connector is not None:
+            self._emit(state, HandedOver(answers[0]))
         if early is None and state.job.save_holes and state.done is not None and has_holes(state.done):
             self._storing.append((state, answers, store_holes(state.done)))
         else:

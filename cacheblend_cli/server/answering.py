@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.engine.jobs import Done, Event
-from cacheblend_cli.server.asking import Asking, Prepared, Wanted, checked, prepare
+from cacheblend_cli.server.asking import Asking, Prepared, Wanted, ask_engine, checked, prepare
 from cacheblend_cli.server.http import EventStream, session_headers, unless_left
 from cacheblend_cli.server.state import ServerState
 
@@ -41,7 +41,7 @@ async def answered(
         ends = await unless_left(request, _ends(host, prepared))
         return JSONResponse(reply.whole(ends, prepared), headers=session)
     with ExitStack() as stack:
-        asking = stack.enter_context(Asking(host, prepared[0].job))
+        asking = stack.enter_context(ask_engine(host, prepared[0].job))
         first = await unless_left(request, asking.next())  # what is refused has a status of its own
         if isinstance(first, Done):
             checked(first)
@@ -56,7 +56,7 @@ async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared
 
 async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
     with ExitStack() as stack:
-        askings = [stack.enter_context(Asking(host, one.job)) for one in prepared]
+        askings = [stack.enter_context(ask_engine(host, one.job)) for one in prepared]
         return [await asking.done() for asking in askings]
 
 

@@ -57,8 +57,10 @@ def make_app(host: ServerState, *, is_owner: bool = False) -> Starlette:
 
         return Route(path, guarded, methods=[method])
 
+    handed = [] if host.decoder is None else [route("GET", "/handovers/{name}", _hand_over)]
     return Starlette(
         routes=[
+            *handed,
             route("POST", "/v1/chat/completions", _chat),
             route("POST", "/v1/completions", _complete),
             route("POST", "/v1/search", _search),
@@ -113,6 +115,14 @@ async def _metrics(_: Request, host: ServerState) -> Response:
 
 async def _openapi(_: Request, host: ServerState) -> Response:
     return JSONResponse(openapi())
+
+
+async def _hand_over(request: Request, host: ServerState) -> Response:
+    """KV of a prompt that is being decoded elsewhere, with ranges. Its name is a secret of 128 bits."""
+    file = None if host.decoder is None else host.decoder.directory.find(request.path_params["name"])
+    if file is None:
+        raise HTTPException(404)
+    return FileResponse(file, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
 
 
 async def _page(request: Request, _: ServerState) -> Response:

@@ -260,6 +260,11 @@ class Asking:
         raise AssertionError("a job ends with Done or Failed")
 
 
+def ask_engine(host: ServerState, job: Job) -> Asking:
+    """Submit a job, to be decoded here or where --decode-url says. Raises QueueFull, UsageError."""
+    return Asking(host, job) if host.decoder is None else host.decoder.asking(host, job)
+
+
 def checked(done: Done) -> Done:
     """Raises ApiError for an end without any answer."""
     if done.ended == "cancelled":

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_store import ChunkStore
 
@@ -22,6 +22,9 @@ from cacheblend_cli.server.tenants import Keyring
 from cacheblend_cli.settings import Settings
 from cacheblend_cli.types import SamplingParams
 
+if TYPE_CHECKING:
+    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+
 T = TypeVar("T")
 _PREPARING = 2  # threads; most of the work holds Python's lock
 
@@ -31,7 +34,7 @@ class ServerState:
     """Lives as long as the server. sampling: defaults of a request. runtime: of the service; its model computes in the
     service's thread alone. names: host names that a browser may use, None for all. max_body: bytes of a request. draining:
     answers finish, new ones are refused. retrieve: a chat that brings no chunks is searched for in the store. find_passages: passages in messages become documents. body_bytes: of all bodies in memory. ended: requests are to end now. pool: threads
-    that prepare requests. converting: held while a file is converted, so that one of them stays for the others."""
+    that prepare requests. decoder: a RemoteDecoder, None to decode here. converting: held while a file is converted, so that one of them stays for the others."""
 
     service: AsyncEngine
     store: ChunkStore
@@ -51,6 +54,7 @@ class ServerState:
     on_end: set[Callable[[], None]] = field(default_factory=set)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PREPARING, "cacheblend-prepare"))
     converting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    decoder: RemoteDecoder | None = None
     _active: int = 0
     _preparing: int = 0
     _last_use: float = field(default_factory=time.monotonic)
@@ -74,13 +78,14 @@ class ServerState:
     async def in_pool(self, work: Callable[[], T]) -> T:
         """Result of work outside the event loop and the engine's thread: tokenising, cutting, embedding, searching, records.
         Raises ApiError when the server ends first."""
-        return await self._unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
+        return await self.unless_ended(asyncio.get_running_loop().run_in_executor(self.pool, work))
 
     async def in_engine(self, work: Callable[[Runtime], T]) -> T:
         """Result of work in the engine's thread: KV to compute. Raises ApiError when the server ends first."""
-        return await self._unless_ended(asyncio.wrap_future(self.service.run(work)))
+        return await self.unless_ended(asyncio.wrap_future(self.service.run(work)))
 
-    async def _unless_ended(self, result: asyncio.Future[T]) -> T:
+    async def unless_ended(self, result: asyncio.Future[T]) -> T:
+        """The result. Raises ApiError when the server ends first; the result is cancelled then."""
         ended = asyncio.ensure_future(self.ended.wait())
         waited: list[asyncio.Future[Any]] = [result, ended]
         try:

@@ -1,0 +1,228 @@
+"""Answers that vLLM decodes: prefilled and blended here, handed over, and streamed back in our own form."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import torch
+
+from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
+from cacheblend_cli.engine.jobs import Done, Early, Event, HandedOver, Job, Reasoning, Text
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sampling import Draw
+from cacheblend_cli.engine.sequence_output import Listener, SequenceOutput
+from cacheblend_cli.errors import DeviceError
+from cacheblend_cli.server.asking import Asking, checked
+from cacheblend_cli.server.errors import ApiError
+from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.types import Answer, SamplingParams
+
+_CONNECT_S, _READ_S = 5.0, 120.0
+
+
+class Unreachable(Exception):
+    """The decoder did not give a first token."""
+
+
+class RemoteDecoder:
+    """A vLLM server. url: its root. directory: where it finds KV. key: its API key."""
+
+    def __init__(self, url: str, directory: HandOverDirectory, key: str | None = None) -> None:
+        self.directory = directory
+        self._model: str | None = None  # its name for the model, asked for once
+        timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx2.AsyncClient(base_url=url.rstrip("/"), timeout=timeout, headers=headers, trust_env=False)
+
+    def asking(self, host: ServerState, job: Job) -> Asking:
+        """Submit a job. What vLLM would not decode as this engine does is decoded here. Raises QueueFull, UsageError."""
+        return RemoteAsking(host, job, self) if decodes_elsewhere(host.runtime, job) else Asking(host, job)
+
+    async def token_ids(self, body: dict[str, Any]) -> AsyncIterator[list[int]]:
+        """Yield the ids of a completion as they come. Raises Unreachable before the first, ApiError after it."""
+        begun = False
+        try:
+            if self._model is None:
+                models = await self._client.get("/v1/models")
+                self._model = str(models.raise_for_status().json()["data"][0]["id"])
+            asked = {**body, "model": self._model, "stream": True, "return_token_ids": True}
+            async with self._client.stream("POST", "/v1/completions", json=asked) as reply:
+                if reply.status_code != 200:
+                    raise Unreachable(
+                        f"it answers {reply.status_code}: {(await reply.aread())[:300].decode(errors='replace')}"
+                    )
+                async for line in reply.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    record = json.loads(line[6:])
+                    if "error" in record:
+                        raise ValueError(str(record["error"])[:300])
+                    if ids := [i for choice in record["choices"] for i in choice["token_ids"] or ()]:
+                        begun = True
+                        yield ids
+        except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+            if not begun:
+                raise Unreachable(f"{type(error).__name__}: {error}") from error
+            raise ApiError(502, "the decoder failed within the answer", code="decoder_failed") from error
+
+
+class RemoteAsking(Asking):
+    """As Asking, of an answer that is decoded elsewhere. Without a first token from there the answer is decoded here, and a note
+    says so."""
+
+    def __init__(self, host: ServerState, job: Job, decoder: RemoteDecoder) -> None:
+        """Raises QueueFull, UsageError."""
+        self._decoder, self._job, self._file = decoder, job, decoder.directory.new()
+        self._own: Asking | None = None
+        self._submitted = time.perf_counter()
+        self._events: AsyncIterator[Event] | None = None
+        super().__init__(host, replace(job, connector=self._file))
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._own is not None:
+            self._own.__exit__(*error)
+        self._file.remove()
+
+    async def next(self) -> Event:
+        if self._events is None:
+            self._events = self._all()
+        return await anext(self._events)
+
+    async def events(self) -> AsyncIterator[Event]:
+        while not isinstance(event := await self.next(), Done):
+            yield event
+        yield event
+
+    async def _all(self) -> AsyncIterator[Event]:
+        """Until the end, Done last."""
+        try:
+            while not isinstance(handed := await super().next(), HandedOver):
+                if isinstance(handed, Done):
+                    checked(handed)
+                    raise AssertionError("a prompt is handed over before its end")
+            async for event in self._decoded(handed.report):
+                yield event
+        except (Unreachable, DeviceError) as error:
+            assert self._job.request is not None
+            why = error.message if isinstance(error, DeviceError) else str(error)
+            self._job.request.notes.append(f"decoded here, not by the decoder of --decode-url: {why}")
+            self._own = Asking(self._host, replace(self._job, save_holes=isinstance(error, DeviceError)))
+            async for event in self._own.events():
+                yield event
+
+    async def _decoded(self, report: Answer) -> AsyncIterator[Event]:
+        assert self._job.request is not None
+        runtime, sampling, handed_at = self._host.runtime, self._job.question.sampling, time.perf_counter()
+        pieces = list[Event]()
+        kept = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            stop_ids=sampling.stop_ids,
+            ignore_eos=sampling.ignore_eos,
+        )
+        listener = Listener(lambda text: pieces.append(Text(text)), lambda text: pieces.append(Reasoning(text)))
+        output = SequenceOutput(runtime, kept, report.prompt_ids, listener)
+        body = {
+            "prompt": report.prompt_ids,
+            **sampling_fields(runtime, sampling),
+            "cache_salt": salt_of(self._job.request),
+            "kv_transfer_params": self._file.params,
+        }
+        ended = False
+        early: Early | None = None
+        ids = self._decoder.token_ids(body)
+        try:
+            async with asyncio.timeout(self._left_s()):
+                while not ended:
+                    step = await self._host.unless_ended(asyncio.ensure_future(anext(ids, None)))
+                    if step is None:
+                        output.out.finish_reason = "stop" if len(output.out.token_ids) < output.max_tokens else "length"
+                        break
+                    if not output.out.token_ids:
+                        self._host.metrics.first_token(time.perf_counter() - self._submitted)
+                    for token_id in step:
+                        if ended := not output.append(Draw(torch.tensor([token_id]))):
+                            break
+                    while pieces:
+                        yield pieces.pop(0)
+        except TimeoutError:
+            early = "deadline"
+        finally:
+            await ids.aclose()  # type: ignore[attr-defined]
+        if not output.out.token_ids and early is None:
+            raise Unreachable("it ended without a token")
+        generation = output.end()
+        for piece in pieces:
+            yield piece
+        while not isinstance(await super().next(), Done):
+            pass  # the missing chunks are stored
+        timing = replace(
+            report.timing,
+            ttft_s=report.timing.ttft_s + max(0.0, generation.first_token_at - handed_at),
+            decode_tokens_per_s=generation.tokens_per_s,
+        )
+        answer = replace(
+            report,
+            text=generation.text,
+            reasoning=generation.reasoning,
+            reasoning_tokens=generation.reasoning_tokens,
+            finish_reason=early or generation.finish_reason,
+            generated_ids=generation.token_ids,
+            timing=timing,
+        )
+        yield Done([answer], early)
+
+    def _left_s(self) -> float | None:
+        limit_s = self._job.deadline_s
+        return None if limit_s is None else max(0.0, limit_s - (time.perf_counter() - self._submitted))
+
+
+def decodes_elsewhere(runtime: Runtime, job: Job) -> bool:
+    """Whether an answer needs nothing but sampled tokens: no check against a full prefill, form, log-probabilities, second
+    answer or budget for its reasoning."""
+    sampling = job.question.sampling
+    return (
+        job.request is not None
+        and not (job.verify or job.confirm)
+        and job.question.blend.max_risk is None
+        and not sampling.has_form
+        and sampling.logprobs is None
+        and sampling.prompt_logprobs is None
+        and max(sampling.n, sampling.best_of) == 1
+        and runtime.reasoning_budget(sampling) is None
+    )
+
+
+def sampling_fields(runtime: Runtime, sampling: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters in vLLM's fields. Stop strings are matched here."""
+    ends = set(sampling.stop_ids) | (set() if sampling.ignore_eos else set(runtime.model.eos_ids))
+    names = (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos",
+    )  # fmt: skip
+    return {
+        **{name: getattr(sampling, name) for name in names},
+        "max_tokens": runtime.room(sampling),
+        "stop_token_ids": sorted(ends),
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+    }
+
+
+def salt_of(request: Request) -> str:
+    """vLLM's cache_salt: its blocks of this prompt serve prompts with the same salt alone.
+
+    Exact KV: the tenant's salt. Repaired KV depends on policy, chunks and question, so it serves the same prompt only.
+    """
+    parts: list[object] = [request.collection.id, request.collection.salt]
+    if request.plan.inexact_tokens:
+        chunks = [(s.key, s.status, s.codec) for s in request.plan.chunks]
+        parts += [replace(request.blend, max_risk=None), chunks, request.suffix_ids]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

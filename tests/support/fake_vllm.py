@@ -1,0 +1,126 @@
+"""What of vLLM the connector and the server meet: the connector's base class, and a completions server that reads hand-overs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+PACKAGE = Path(__file__).parents[2] / "vllm_connector"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+class KVConnectorBase_V1:
+    """As vLLM 0.32 has it, without what nobody here calls."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._kv_transfer_config, self._metadata = vllm_config.kv_transfer_config, None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def _get_connector_metadata(self) -> Any:
+        return self._metadata
+
+
+def install(monkeypatch: Any, rank: int = 0, world: int = 1) -> None:
+    """Make `vllm` and `cacheblend_vllm` importable."""
+    parts = BASE.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    base, parallel = sys.modules[BASE], sys.modules["vllm.distributed"]
+    for name, made in (
+        ("KVConnectorBase_V1", KVConnectorBase_V1),
+        ("KVConnectorMetadata", object),
+        ("SupportsHMA", type("SupportsHMA", (), {})),
+    ):
+        setattr(base, name, made)
+    parallel.get_tensor_model_parallel_rank = lambda: rank  # type: ignore[attr-defined]
+    parallel.get_tensor_model_parallel_world_size = lambda: world  # type: ignore[attr-defined]
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    for name in ("cacheblend_vllm", "cacheblend_vllm.handover", "cacheblend_vllm.connector"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@dataclass
+class FakeServer:
+    """POST /v1/completions over transformers. place: where hand-overs are read. requests: bodies. loaded: tokens of each that came
+    as KV. cut_after: tokens after which the connection breaks."""
+
+    model: Any
+    place: Any = None
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
+    cut_after: int | None = None
+
+    @torch.no_grad()
+    def generate(self, body: dict[str, Any]) -> list[int]:
+        from cacheblend_vllm.handover import HandOver
+
+        ids, cache = torch.tensor([body["prompt"]]), DynamicCache(config=self.model.config)
+        hand_over = HandOver.of(body.get("kv_transfer_params"))
+        if hand_over is not None and hand_over.is_of(body["prompt"]):
+            file = self.place.open(hand_over)
+            for layer in range(self.model.config.num_hidden_layers):
+                k, v = (x.transpose(0, 1)[None] for x in file.read(layer, 0, hand_over.num_tokens - 1))
+                cache.update(k.to(self.model.dtype), v.to(self.model.dtype), layer)
+        self.loaded.append(cache.get_seq_length())
+        found = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=body["max_tokens"],
+            do_sample=False, eos_token_id=body["stop_token_ids"] or None, pad_token_id=0,
+        )  # fmt: skip
+        return found[0, ids.shape[1] :].tolist()
+
+
+@contextmanager
+def serving(fake: FakeServer) -> Iterator[FakeServer]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._send(json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            fake.requests.append(body)
+            try:
+                ids = fake.generate(body)
+            except Exception as error:
+                self._send(str(error).encode(), 500)
+                return
+            cut = len(ids) if fake.cut_after is None else fake.cut_after
+            records = [{"choices": [{"index": 0, "text": "", "token_ids": [i]}]} for i in ids[:cut]]
+            text = "".join(f"data: {json.dumps(record)}\n\n" for record in records) + "data: [DONE]\n\n" * (
+                cut == len(ids)
+            )
+            self._send(text.encode(), extra=len(ids) - cut)
+
+        def _send(self, data: bytes, status: int = 200, extra: int = 0) -> None:
+            """extra: bytes that are promised and do not come."""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data) + extra))
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

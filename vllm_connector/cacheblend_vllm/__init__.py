@@ -1,0 +1,1 @@
+"""vLLM connector that loads prompts prefilled by `cacheblend serve --decode-url`."""
