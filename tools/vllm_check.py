@@ -41,8 +41,9 @@ LONG = 150  # tokens of answers that are to overflow the pool
 class Pair:
     """Both servers. `ask` goes through cacheblend, `own` to vLLM alone."""
 
-    def __init__(self, model: Path, vllm_python: str, folder: Path, over: str) -> None:
-        self.model, self.vllm_python, self.folder, self.over = model, vllm_python, folder, over
+    def __init__(self, model: Path, given: argparse.Namespace, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        self.vllm_python, self.over, self.blocks = given.vllm_python, given.over, given.blocks
         self.vllm_port, self.port = _free_port(), _free_port()
         self.shm = Path(tempfile.mkdtemp(prefix="cacheblend-check-", dir="/dev/shm"))
         self.client = httpx2.Client(timeout=300, trust_env=False)
@@ -54,7 +55,7 @@ class Pair:
             "kv_connector": "CacheBlendConnector", "kv_connector_module_path": "cacheblend_vllm.connector", "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute", "kv_connector_extra_config": place,
         }  # fmt: skip
-        flags = f"--dtype float32 --enforce-eager --max-model-len 640 --block-size 32 --num-gpu-blocks-override 30 --port {self.vllm_port}"
+        flags = f"--dtype float32 --enforce-eager --max-model-len 640 --block-size 32 --num-gpu-blocks-override {self.blocks} --port {self.vllm_port}"
         self._start(
             "vllm", [self.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), *flags.split(),
                      "--kv-transfer-config", json.dumps(transfer)],
@@ -91,8 +92,11 @@ class Pair:
         return list(reply.raise_for_status().json()["choices"][0]["token_ids"])
 
     def metric(self, name: str) -> float:
+        return self.gauge(f"{name}_total")
+
+    def gauge(self, name: str) -> float:
         text = self.client.get(f"http://127.0.0.1:{self.vllm_port}/metrics").text
-        return sum(float(x) for x in re.findall(rf"^vllm:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE))
+        return sum(float(x) for x in re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.MULTILINE))
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -191,6 +195,14 @@ def check(pair: Pair, model: Path) -> None:
     url = f"http://127.0.0.1:{pair.port}/v1/chat/completions"
     with pair.client.stream("POST", url, json=asked, headers=bearer("ada")) as stream:
         next(stream.iter_lines())
+    for _ in range(100):
+        if gone := not pair.gauge("num_requests_running"):
+            break
+        time.sleep(0.1)
+    print(f"a client that leaves: vLLM's request has ended: {gone}")
+
+    with pair.client.stream("POST", url, json=asked, headers=bearer("ada")) as stream:
+        next(stream.iter_lines())
         pair.running["serve"].send_signal(signal.SIGKILL)
         pair.running["serve"].wait()
     left = len(list(pair.shm.glob("*.safetensors")))
@@ -227,10 +239,13 @@ def main() -> None:
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--model", default="handbook")
     parser.add_argument("--over", choices=["file", "http"], default="file")
+    parser.add_argument(
+        "--blocks", type=int, default=30, help="of 32 tokens in vLLM's pool; models with windows need more"
+    )
     given = parser.parse_args()
     model = resolve_model(given.model).absolute()
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(model, given.vllm_python, Path(folder), given.over)
+        pair = Pair(model, given, Path(folder))
         try:
             pair.start_vllm()
             pair.start_serve()

@@ -141,25 +141,28 @@ class RemoteAsking(Asking):
         early: Early | None = None
         ids = self._decoder.token_ids(body)
         try:
-            async with asyncio.timeout(self._left_s()):
-                while not ended:
-                    step = await self._host.unless_ended(asyncio.ensure_future(anext(ids, None)))
-                    if step is None:
-                        output.out.finish_reason = "stop" if len(output.out.token_ids) < output.max_tokens else "length"
+            while not ended:
+                more = self._host.unless_ended(asyncio.ensure_future(anext(ids, None)))
+                step = await asyncio.wait_for(more, self._left_s())
+                if step is None:
+                    output.out.finish_reason = "stop" if len(output.out.token_ids) < output.max_tokens else "length"
+                    break
+                if not output.out.token_ids:
+                    self._host.metrics.first_token(time.perf_counter() - self._submitted)
+                for token_id in step:
+                    if ended := not output.append(Draw(torch.tensor([token_id]))):
                         break
-                    if not output.out.token_ids:
-                        self._host.metrics.first_token(time.perf_counter() - self._submitted)
-                    for token_id in step:
-                        if ended := not output.append(Draw(torch.tensor([token_id]))):
-                            break
-                    while pieces:
-                        yield pieces.pop(0)
+                while pieces:
+                    yield pieces.pop(0)
         except TimeoutError:
             early = "deadline"
         finally:
             await ids.aclose()  # type: ignore[attr-defined]
-        if not output.out.token_ids and early is None:
-            raise Unreachable("it ended without a token")
+        if not output.out.token_ids:
+            if early is None:
+                raise Unreachable("it ended without a token")
+            yield Done([], early)
+            return
         generation = output.end()
         for piece in pieces:
             yield piece

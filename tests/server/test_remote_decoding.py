@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_vllm
+import httpx
 import pytest
 import torch
 from fake_vllm import FakeServer
@@ -122,6 +123,22 @@ def test_a_decoder_that_dies_within_an_answer_is_told(
     reply = server.ask(documents=DOCUMENTS, max_tokens=8)
     assert reply.status_code == 502
     assert reply.json()["error"]["code"] == "decoder_failed"
+    assert list(directory.path.iterdir()) == []
+
+
+def test_a_deadline_and_a_client_that_leaves_end_the_hand_over(
+    start_both: Any, fake: FakeServer, directory: HandOverDirectory
+) -> None:
+    server = start_both()
+    said(server.ask(documents=DOCUMENTS))
+    fake.goes_on.clear()
+    reply = server.ask(documents=DOCUMENTS, timeout_s=0.2)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
+    assert list(directory.path.iterdir()) == []
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "?"}]}, timeout=0.3)
+    fake.goes_on.set()
+    said(server.ask(documents=DOCUMENTS))
     assert list(directory.path.iterdir()) == []
 
 

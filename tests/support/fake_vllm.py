@@ -55,7 +55,7 @@ def install(monkeypatch: Any, rank: int = 0, world: int = 1) -> None:
 @dataclass
 class FakeServer:
     """POST /v1/completions over transformers. place: where hand-overs are read. requests: bodies. loaded: tokens of each that came
-    as KV. cut_after: tokens after which the connection breaks."""
+    as KV. cut_after: tokens after which the connection breaks. goes_on: answers wait for it."""
 
     model: Any
     place: Any = None
@@ -63,6 +63,10 @@ class FakeServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
     cut_after: int | None = None
+    goes_on: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
 
     @torch.no_grad()
     def generate(self, body: dict[str, Any]) -> list[int]:
@@ -95,6 +99,7 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             fake.requests.append(body)
+            fake.goes_on.wait(20)
             try:
                 ids = fake.generate(body)
             except Exception as error:
