@@ -241,7 +241,7 @@ async def sends_nonsense(crowd: Crowd, rng: random.Random) -> None:
         "wrong elements": (chat % (b'"stop":[' + b"0," * many + b"0]"), ""),
         "huge stop": (chat % (b'"stop":"' + b"z" * (many * 10) + b'"'), ""),
         "many stops": (chat % (b'"stop":[' + b'"z",' * many + b'"z"]'), ""),
-        "deep JSON": (chat % (b'"user":' + b"[" * 1000 * many + b"]" * 1000 * many), ""),
+        "deep JSON": (chat % (b'"user":' + b"[" * (10_000 + many) + b"]" * (10_000 + many)), ""),
         "deep schema": (chat % (b'"response_format":{"type":"json_schema","json_schema":{"schema":' + b'{"a":' * 500 + b"1" + b"}" * 502), ""),
         "not JSON": (rng.randbytes(rng.randint(1, 5000)), ""),
         "length too short": (chat % b'"n":1', "Content-Length: 7\r\n"),
