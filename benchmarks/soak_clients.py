@@ -235,13 +235,13 @@ async def half_sends(crowd: Crowd, rng: random.Random) -> None:
 async def sends_nonsense(crowd: Crowd, rng: random.Random) -> None:
     """Wrong types, deep JSON, lengths that are wrong: 4xx or a closed connection, never 5xx."""
     chat = b'{"messages":[{"role":"user","content":"x"}],%s}'
-    many = rng.choice((10, 1000, 300_000))
+    many = rng.choice((1000, 300_000))
     kinds: dict[str, tuple[bytes, str]] = {
         "type errors": (b'{"messages":[' + b"{}," * many + b"{}]}", ""),
         "wrong elements": (chat % (b'"stop":[' + b"0," * many + b"0]"), ""),
         "huge stop": (chat % (b'"stop":"' + b"z" * (many * 10) + b'"'), ""),
         "many stops": (chat % (b'"stop":[' + b'"z",' * many + b'"z"]'), ""),
-        "deep JSON": (chat % (b'"user":' + b"[" * (10_000 + many) + b"]" * (10_000 + many)), ""),
+        "deep JSON": (chat % (b'"user":' + b"[" * (10 * many) + b"]" * (10 * many)), ""),
         "deep schema": (chat % (b'"response_format":{"type":"json_schema","json_schema":{"schema":' + b'{"a":' * 500 + b"1" + b"}" * 502), ""),
         "not JSON": (rng.randbytes(rng.randint(1, 5000)), ""),
         "length too short": (chat % b'"n":1', "Content-Length: 7\r\n"),
