@@ -18,7 +18,7 @@ from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.model.decoder import KVScales
 
 BLEND = BlendConfig(ratio=0.3)
-GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
 FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True),
          "alibi": ("bloom", False)}  # fmt: skip
 
@@ -27,7 +27,7 @@ class Setup:
     """One random model under two backends, and a store of three chunks."""
 
     def __init__(self, root: Path, family: str, float8: bool, device: torch.device) -> None:
-        write_checkpoint(root / "model", family, num_hidden_layers=3)
+        write_checkpoint(root / "model", family, num_hidden_layers=2)
         shared = {"model": str(root / "model"), "block_size": 16, "dtype": "float32"}
         self.torch = Engine.load(EngineConfig(device="cpu", attention_backend="torch", **shared))  # type: ignore[arg-type]
         self.triton = Engine.load(EngineConfig(device=device.type, attention_backend="triton", **shared))  # type: ignore[arg-type]
@@ -43,21 +43,21 @@ class Setup:
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: m.index)][2::-1]
 
     def logits(self, engine: Engine) -> torch.Tensor:
-        """fp32 logits of every row of the question and of two tokens decoded after it, on the CPU."""
+        """fp32 logits of every row of the question and of a token decoded after it, on the CPU."""
         request = resolve(engine.runtime, self.store, Question("?", self.keys, BLEND, GREEDY))
         decoder = engine.model.decoder
-        done = prefill(engine.runtime, request, room=2, output_positions=lambda plan: torch.arange(
+        done = prefill(engine.runtime, request, room=1, output_positions=lambda plan: torch.arange(
                 plan.segments[-1].start, plan.num_tokens, device=decoder.device
             ))  # fmt: skip
         assert done.loader.num_bytes > 0
         assert len(done.result.chosen) > 0
         length = done.plan.num_tokens
         with torch.inference_mode():
-            decoded = [decode_one_token(decoder, done.pool, done.sequence, 40 + i, length + i) for i in range(2)]
-        return torch.cat((done.result.logits, torch.stack(decoded))).cpu()
+            decoded = decode_one_token(decoder, done.pool, done.sequence, 40, length)
+        return torch.cat((done.result.logits, decoded[None])).cpu()
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=[name for name in FORMS if name != "llama"])
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     import triton
 
