@@ -1,0 +1,126 @@
+"""llama.cpp's state of one sequence as bytes: what `llama_state_seq_get_data` writes and `llama_state_seq_set_data` reads.
+
+Little-endian. u32 magic, i32 sequence, then a part for the layers without a window and one for those with one, whichever there
+are. A part: u32 streams, u32 cells; a cell: i32 position, u32 sequences, i32 sequence; u32 whether V is transposed, u32 layers,
+in some versions more that is the same in every state; K of each layer: i32 ggml type, u64 bytes of a row, rows
+[num_kv_heads x head_dim] after RoPE; then V of each, alike. The layout has no version: it is learnt from, and compared with, a
+state that llama.cpp itself wrote of a few tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheblend_cli.engine.connectors.llama_library import ROPE_NEOX, ROPE_NORM
+from cacheblend_cli.kv.export import KVReader
+from cacheblend_cli.model.spec import ModelSpec
+
+MAGIC = 0xAF143CD8
+GGML_TYPE_F16 = 1
+MOST_EXTRA = 64  # bytes of a part's header beyond what is known
+SAME = 0.5
+"""Relative difference of layer 0's K and V up to which two engines hold the same model: quantised weights differ by a few
+hundredths, heads in another order by more than 1."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A run of bytes: a header, or the rows [tokens, num_kv_heads, head_dim] of a layer's K or V."""
+
+    name: str
+    header: bytes = b""
+    rows: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) if self.rows is None else 2 * self.rows.numel()
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """order: index of each of llama.cpp's head channels among a checkpoint's, [head_dim]; None for the identity. extra: what a part's
+    header ends with."""
+
+    order: Tensor | None
+    extra: bytes = b""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, rope_type: int, template: np.ndarray) -> StateLayout:
+        """The layout of a model's states. template: one of llama.cpp's own."""
+        start = template.tobytes()[: (1 << 16)].find(_row_header(spec))
+        (cells,) = struct.unpack_from("<I", template.tobytes(), 12)
+        known = 16 + 12 * cells + 8
+        extra = template[known:start].tobytes() if 0 <= start - known <= MOST_EXTRA else b""
+        return cls(_channel_order(spec, rope_type), extra)
+
+    @torch.inference_mode()
+    def state_of(self, kv: KVReader) -> np.ndarray:
+        """The state of a prompt as bytes, uint8 [n]."""
+        parts = []
+        for field in self._fields(kv):
+            if field.rows is None:
+                parts.append(np.frombuffer(field.header, np.uint8))
+            else:
+                rows = field.rows.cpu().to(torch.float16).contiguous()
+                parts.append(rows.view(torch.uint8).reshape(-1).numpy())
+        return np.concatenate(parts)
+
+    def differences(self, kv: KVReader, theirs: np.ndarray) -> list[str]:
+        """What differs between the state of this KV and llama.cpp's own of the same tokens: headers, size, layer 0's K and V."""
+        ours, at, found = self.state_of(kv), 0, []
+        for field in self._fields(kv):
+            own, other = (state[at : at + field.num_bytes] for state in (ours, theirs))
+            at += field.num_bytes
+            if field.rows is None and not np.array_equal(own, other):
+                return [*found, f"{field.name} ({own[:16].tobytes().hex()} here, {other[:16].tobytes().hex()} there)"]
+            if field.name.endswith("of layer 0") and not (difference := _relative(own, other)) <= SAME:
+                found.append(f"{field.name} (a relative difference of {difference:.2g})")
+        if len(theirs) != len(ours):
+            found.append(f"size ({len(ours)} bytes here, {len(theirs)} there)")
+        return found
+
+    def _fields(self, kv: KVReader) -> Iterator[Field]:
+        yield Field("magic and sequence", struct.pack("<Ii", MAGIC, 0))
+        windows = [layer.attention.sliding_window for layer in kv.decoder.layers]
+        for windowed in (False, True):
+            layers = [i for i, window in enumerate(windows) if (window is not None) == windowed]
+            if layers:
+                yield from self._part(kv, layers)
+
+    def _part(self, kv: KVReader, layers: list[int]) -> Iterator[Field]:
+        positions, head = range(kv.start, kv.num_tokens), _row_header(kv.decoder.spec)
+        yield Field("number of streams and cells", struct.pack("<II", 1, len(positions)))
+        cells = np.zeros((len(positions), 3), "<i4")
+        cells[:, 0], cells[:, 1] = positions, 1
+        yield Field("cells", cells.tobytes())
+        yield Field("order of V and number of layers", struct.pack("<II", 0, len(layers)) + self.extra)
+        for index in layers:
+            yield Field("type and row size of K", head)
+            k = kv.layer(index).k
+            yield Field(f"K of layer {index}", rows=k if self.order is None else k.index_select(-1, self.order.to(k.device)))
+        for index in layers:
+            yield Field("type and row size of V", head)
+            yield Field(f"V of layer {index}", rows=kv.layer(index).v)
+
+
+def _row_header(spec: ModelSpec) -> bytes:
+    return struct.pack("<iQ", GGML_TYPE_F16, 2 * spec.num_kv_heads * spec.head_dim)
+
+
+def _channel_order(spec: ModelSpec, rope_type: int) -> Tensor | None:
+    if rope_type not in (ROPE_NORM, ROPE_NEOX) or spec.interleaved == (rope_type == ROPE_NORM):
+        return None
+    pairs = torch.arange(spec.rotated_dim)
+    turned = pairs.view(-1, 2).T if spec.interleaved else pairs.view(2, -1).T
+    return torch.cat((turned.reshape(-1), torch.arange(spec.rotated_dim, spec.head_dim)))
+
+
+def _relative(own: np.ndarray, other: np.ndarray) -> float:
+    a, b = (np.frombuffer(part.tobytes(), np.float16).astype(np.float32) for part in (own, other))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b)) if len(a) == len(b) else float("inf")
