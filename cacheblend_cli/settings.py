@@ -66,6 +66,10 @@ class Settings:
     template_var: tuple[str, ...] = _setting(
         (), "Variable of the chat template: NAME=VALUE, such as enable_thinking=true (repeatable)."
     )
+    decode_with: str = _setting(
+        "auto", "Engine that decodes: torch, llama.cpp, or auto, the faster one where the model is a GGUF file."
+    )
+    decode_model: str = _setting("", "GGUF file of the same model that llama.cpp decodes with, unless --model is one.")
     mode: str = _setting("blend", "blend, full (reuse nothing) or reuse (recompute nothing).")
     ratio: float | str = _setting(
         0.15,
@@ -148,7 +152,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "prompt": ("prompt", "system", "template_var"),
     "model": ("model", "lora"),
-    "machine": ("device", "dtype", "weight_dtype", "attention_backend", "threads"),
+    "machine": ("device", "dtype", "weight_dtype", "attention_backend", "threads", "decode_with", "decode_model"),
     "memory": ("kv_dtype", "kv_pool_dtype", "gpu_memory_utilization", "eager", "block_size"),
     "tenant": ("salt",),
     "cutting": ("chunk_tokens", "window", "overlap", "neighbours"),
@@ -193,7 +197,9 @@ _LEAST = {
 _MOST = {"threads": 4096, "expand": 10_000}  # other integers: 64 bits
 _WORDS = {"ratio": "auto"}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file")  # relative to the file that sets them
+PATHS = (
+    "store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model",
+)  # relative to the file that sets them  # fmt: skip
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:

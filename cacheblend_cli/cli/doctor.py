@@ -17,7 +17,7 @@ from cacheblend_cli.settings import Settings
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
 
-@options.with_settings("model", "lora", "store", "device")
+@options.with_settings("model", "lora", "store", "device", "decode_with", "decode_model")
 def doctor(
     settings: Settings,
     json: options.Json = False,
@@ -127,4 +127,9 @@ def _store(settings: Any) -> dict[str, Any]:
 
 def _model(settings: Any) -> dict[str, Any]:
     engine = options.load_engine(settings, Output(quiet=True))
-    return engine.runtime.describe()
+    facts = engine.runtime.describe()
+    if engine.runtime.decode_with.file is not None:
+        from cacheblend_cli.engine.connectors.llama_choice import describe
+
+        facts |= describe(engine.runtime)
+    return facts

@@ -15,6 +15,7 @@ from cacheblend_cli.settings import Settings, of_settings
 MODES = ("blend", "full", "reuse")
 DEVIATIONS = ("v", "k", "kv")
 POOL_DTYPES = ("auto", "float8_e4m3")
+DECODERS = ("auto", "torch", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory to use, weights included. eager: decode without CUDA graphs.
     kv_pool_dtype: what K and V are kept in while a question is answered, "auto" for the compute dtype. prompt: the user's
     message with {chunks} and {question}, "" for the model's own or the default; system: the system prompt, "" for none;
-    template_var: NAME=VALUE for the chat template."""
+    template_var: NAME=VALUE for the chat template. decode_with: torch, llama.cpp, or auto for the faster of the two where both can;
+    decode_model: the GGUF file that llama.cpp decodes with, "" for the model's own."""
 
     model: str | None = None
     lora: str | None = None
@@ -42,6 +44,8 @@ class EngineConfig:
     prompt: str = ""
     system: str = ""
     template_var: tuple[str, ...] = ()
+    decode_with: str = "auto"
+    decode_model: str = ""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -49,6 +53,8 @@ class EngineConfig:
         check_kv_dtype(self.kv_dtype)
         if self.kv_pool_dtype not in POOL_DTYPES:
             raise UsageError(f"unknown KV pool dtype {self.kv_pool_dtype!r}", f"known: {', '.join(POOL_DTYPES)}")
+        if self.decode_with not in DECODERS:
+            raise UsageError(f"unknown --decode-with {self.decode_with!r}", f"known: {', '.join(DECODERS)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not above 0 and at most 1",

@@ -260,12 +260,13 @@ class EngineCore:
     # decode
 
     def _decode(self, sequences: list[Sequence]) -> None:
-        """A token for each: those whose RoPE has the same frequencies go together, unless rows are not steady."""
+        """A token for each: those whose RoPE has the same frequencies go together, unless rows are not steady. Those that another
+        engine decodes go together there."""
         decoder = self._runtime.decoder
         try:
-            for _, group in groupby(
-                sequences, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s
-            ):
+            self._decode_elsewhere([s for s in sequences if self._hand_over(s)])
+            own = [s for s in sequences if s.handed is None and s.status is not Status.FINISHED]
+            for _, group in groupby(own, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s):
                 self._decode_together(list(group))
         except Exception as error:
             for state in {s.state for s in sequences if s.status is not Status.FINISHED}:
@@ -277,17 +278,35 @@ class EngineCore:
         self._runner.begin([paged for _, paged, _ in parts], [s.kv_len for s, _, _ in parts], 1)
         if isinstance(self._runner, EagerRunner):
             self._runner.observer = Watch([(s.watch, paged) for s, paged, _ in parts])
-        logits = self._runner.step(tokens)
+        self._draw([(s, output) for s, _, output in parts], self._runner.step(tokens))
+        for sequence in sequences:
+            self._give_back(sequence)
+
+    def _hand_over(self, sequence: Sequence) -> bool:
+        """Whether another engine decodes the sequence, which is given its KV before the first token there."""
+        if self._runtime.decode_with.file is None:
+            return False
+        from cacheblend_cli.engine.connectors.llama_choice import hand_over
+
+        return hand_over(self._runtime, sequence)
+
+    def _decode_elsewhere(self, sequences: list[Sequence]) -> None:
+        parts = [(s, s.handed, s.output) for s in sequences if s.handed is not None and s.output is not None]
+        if parts:
+            engine, last = parts[0][1].engine, [output.out.token_ids[-1] for _, _, output in parts]
+            logits = engine.decode([handed for _, handed, _ in parts], last)
+            self._draw([(s, output) for s, _, output in parts], logits.to(self._runtime.decoder.device))
+
+    def _draw(self, parts: list[tuple[Sequence, SequenceOutput]], logits: Tensor) -> None:
+        """Draw the next tokens from logits, fp32 [num_seqs, vocab_size], unless they are too risky."""
         draws = []
-        for (sequence, _, output), row in zip(parts, logits, strict=True):
+        for (sequence, output), row in zip(parts, logits, strict=True):
             sequence.kv_len += 1
             if self._too_risky(sequence, row):
                 self._fall_back(sequence)
             else:
                 draws.append((sequence, output.draw(row)))
         self._outputs.sampled(draws)
-        for sequence in sequences:
-            self._give_back(sequence)
 
     def _too_risky(self, sequence: Sequence, logits: Tensor) -> bool:
         """Whether a full prefill has to come before the next token (--max-risk)."""

@@ -49,5 +49,5 @@ def planning(runtime: Runtime, request: Request, auto: bool) -> Pieces[AskPlan]:
         kv_bytes(request),
         uses,
         report.to_dict() if report else None,
-        request.notes,
+        [*request.notes, *filter(None, (runtime.decode_with.note,))],
     )

@@ -18,6 +18,7 @@ from cacheblend_store.format.blobs import CODECS
 
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner
+from cacheblend_cli.engine.decode_with import decode_with
 from cacheblend_cli.engine.detokenizer import CLOSING_ROOM
 from cacheblend_cli.engine.grammar import form_tokenizer
 from cacheblend_cli.engine.memory import DeviceMemory, reserve
@@ -66,6 +67,7 @@ class Runtime:
         self.say: Say = lambda text: None
         self.progress: Say = lambda text: None
         self.controllers: dict[str, Any] = {}  # a loading controller for each codec, see controller.py
+        self.decode_with = decode_with(config, model)
         self._memory = memory
         self._templates: dict[tuple[str, date | None], PromptTemplate] = {}  # of other wordings and dates
         self._templates_lock = threading.Lock()

@@ -17,6 +17,7 @@ from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.jobs import EngineStats
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.pool import PagedSequence
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Scheduler:
             self._prefilled = True
             return prefilling[:1]
         self._prefilled = False
-        while decoding and not self.blocks.can_append([(s.paged, s.kv_len) for s in decoding if s.paged is not None]):
+        while decoding and not self.blocks.can_append(_growing(decoding)):
             self.preempt(running.pop())
             decoding = _ready(running)
         if running and not (decoding or prefilling):  # they follow one that is swapped out
@@ -100,6 +101,11 @@ class Scheduler:
             return False
         found, room = state.find(self.blocks), max(1, state.headroom)
         return self.blocks.can_allocate(state.num_tokens, room, found, state.behind) is Allocation.OK
+
+
+def _growing(decoding: list[Sequence]) -> list[tuple[PagedSequence, int]]:
+    """Those whose next token's KV goes into blocks here, with the tokens they hold."""
+    return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.handed is None]
 
 
 def _ready(running: list[Sequence]) -> list[Sequence]:

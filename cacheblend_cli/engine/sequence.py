@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,6 +25,9 @@ from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
 from cacheblend_cli.types import Confirmation, Verification
 
+if TYPE_CHECKING:
+    from cacheblend_cli.engine.connectors.llama_cpp import LlamaSequence
+
 
 class Status(Enum):
     WAITING = "waiting"  # holds nothing
@@ -38,7 +42,8 @@ class Sequence:
 
     paged: its blocks while it runs; they hold kv_len tokens, all but the newest one. prefill: its prompt's, while that is
     computed. output: what is generated. swapped: its KV while it is swapped. generation: the result. watch: adds up its
-    attention. leader: the sequence whose tokens it is fed, None = its own.
+    attention. leader: the sequence whose tokens it is fed, None = its own. handed: its KV in another engine, which decodes it from
+    then on: its blocks stay as they were, also while it is swapped. stays: that engine refused it.
     """
 
     state: RequestState
@@ -52,6 +57,8 @@ class Sequence:
     generation: Generation | None = None
     watch: AttentionShares | None = None
     leader: Sequence | None = None
+    handed: LlamaSequence | None = None
+    stays: bool = False
 
     @property
     def prefilling(self) -> bool:
@@ -109,7 +116,9 @@ class Sequence:
         self.stop_prefill()
         if self.paged is not None:
             self.paged.release()
-        self.paged, self.swapped = None, None
+        if self.handed is not None:
+            self.handed.release()
+        self.paged, self.swapped, self.handed = None, None, None
 
     def finish(self) -> None:
         self.release()

@@ -26,6 +26,7 @@ def socket_of(settings: Settings) -> Path:
     told |= {
         "model": _model(settings.model),
         "lora": lora,
+        "decode_model": _model(settings.decode_model) if settings.decode_model else "",
         "prompt": _content(settings.prompt),
         "version": [__version__, PROTOCOL],
     }

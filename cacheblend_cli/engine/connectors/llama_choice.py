@@ -1,0 +1,170 @@
+"""Who decodes: llama.cpp where the settings say so or where it is faster, and only after its KV was compared with ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
+from cacheblend_cli.engine.connectors.llama_library import LlamaError, installed, library
+from cacheblend_cli.engine.pools import pool_for
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.sequence import Sequence
+from cacheblend_cli.kv.export import export
+from cacheblend_cli.kv.forward import forward
+from cacheblend_cli.kv.pool import PagedSequence, upload
+from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.model.compute_dtype import cpu_name
+
+FORMAT = 1
+TOKENS, STEPS = 8, 8
+PROBE_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class DecodeSpeeds:
+    """Seconds of a decoded token after a short prompt, alone: here, and in llama.cpp. error: why llama.cpp cannot run."""
+
+    own_s: float
+    llama_cpp_s: float
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return self.error
+        return f"{1 / self.own_s:.3g} tokens/s here, {1 / self.llama_cpp_s:.3g} by llama.cpp"
+
+
+def llama_engine(runtime: Runtime) -> LlamaCpp | None:
+    """The engine that decodes for this runtime, loaded when it is first asked for; None where this one does, with a message
+    where llama.cpp was wanted and refused."""
+    wanted = runtime.decode_with
+    if wanted.file is None or wanted.decided:
+        return wanted.engine
+    wanted.decided = True
+    try:
+        speeds = decode_speeds(runtime)
+        if speeds.error is not None:
+            raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
+        if wanted.measured and speeds.own_s <= speeds.llama_cpp_s:
+            return None
+        llama = LlamaCpp(library(), wanted.file, torch.get_num_threads())
+        with _Few(runtime) as few:
+            llama.check(few.token_ids, export(runtime.decoder, few.sequence, TOKENS))
+        wanted.engine = llama
+    except LlamaError as error:
+        runtime.say(f"{error.message}; cacheblend decodes by itself")
+    return wanted.engine
+
+
+def hand_over(runtime: Runtime, sequence: Sequence) -> bool:
+    """Whether llama.cpp decodes this sequence, its KV being handed over before the first token there.
+
+    Full prefills that check answers are decoded here: they are compared with what is stored, not with another engine."""
+    state, paged = sequence.state, sequence.paged
+    llama = llama_engine(runtime)
+    if llama is None or sequence.stays or paged is None or state.parent is not None or state.background:
+        return False
+    if sequence.handed is None:
+        assert sequence.output is not None
+        generated = len(sequence.output.out.token_ids)
+        room = max(1, state.max_new_tokens - generated + 1)
+        kv = export(runtime.decoder, paged, sequence.kv_len)
+        try:
+            sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, room)
+        except LlamaError as error:
+            sequence.stays = True
+            state.request.notes.append(f"{error.message}; cacheblend decodes by itself")
+            return False
+    return True
+
+
+def describe(runtime: Runtime) -> dict[str, str | int]:
+    """Facts for `doctor`, which it settles."""
+    refused = list[str]()
+    say, runtime.say = runtime.say, refused.append
+    try:
+        llama = llama_engine(runtime)
+        facts: dict[str, str | int] = {"decode_speeds": str(decode_speeds(runtime))}
+    finally:
+        runtime.say = say
+    if llama is None:
+        return {"decoded_by": "; ".join(["cacheblend", *refused]), **facts}
+    beside = "beside the weights above"
+    return {"decoded_by": f"llama.cpp ({llama.library.name}), {llama.file}, {beside}", "llama_cpp_bytes": llama.num_bytes, **facts}
+
+
+def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
+    """Measured speeds for this machine, model, file and number of threads: kept on disk after the first call.
+
+    Raises LlamaError where llama.cpp's library is missing."""
+    found, file = installed(), runtime.decode_with.file
+    if found is None or file is None:
+        raise LlamaError("llama.cpp's library is missing")
+    stat, threads = file.stat(), torch.get_num_threads()
+    machine = cpu_name(), os.cpu_count(), str(runtime.decoder.device), threads, torch.__version__, found[0]
+    model = runtime.model.fingerprint, runtime.model.weight_dtype, str(file), stat.st_size, stat.st_mtime_ns
+    path = user_cache.place("decoding", FORMAT, *machine, *model)
+    with suppress(ValueError, TypeError):
+        return DecodeSpeeds(**json.loads(user_cache.recall(path)))
+    runtime.progress("measuring which decodes faster, cacheblend or llama.cpp: once on this machine")
+    probed = _probe(str(file), threads)
+    speeds = DecodeSpeeds(0.0, probed.get("decode_s", 0.0), probed.get("error"))
+    if speeds.error is None:
+        with _Few(runtime) as few:
+            speeds = DecodeSpeeds(few.decode_s(), speeds.llama_cpp_s)
+    user_cache.keep(path, json.dumps(vars(speeds)))
+    return speeds
+
+
+def _probe(file: str, num_threads: int) -> dict[str, float | str]:
+    command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_probe", file, str(num_threads)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": f"it could not be tried: {error}"}
+    if ended.returncode < 0:
+        name = signal.Signals(-ended.returncode).name
+        return {"error": f"the library of this package ends with {name} on this CPU (another build may not)"}
+    with suppress(ValueError, IndexError):
+        return dict(json.loads(ended.stdout.splitlines()[-1]))
+    return {"error": f"it could not be tried: {ended.stderr.strip()[-200:]}"}
+
+
+class _Few:
+    """A few tokens, prefilled here while the context lasts. token_ids: spread over the vocabulary."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._decoder, self._memory = runtime.decoder, pool_for(runtime, 1)
+        size = self._decoder.spec.vocab_size
+        self.token_ids = [i * size // TOKENS for i in range(TOKENS)]
+        self.sequence: PagedSequence = self._memory.pool.new_sequence(TOKENS + STEPS)
+
+    @torch.inference_mode()
+    def __enter__(self) -> _Few:
+        positions = torch.arange(TOKENS, device=self._decoder.device)
+        rows = rows_of(self._decoder, self.sequence, positions, TOKENS, TOKENS)
+        forward(self._decoder, rows, upload(self.token_ids, self._decoder.device))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sequence.release()
+
+    def decode_s(self) -> float:
+        """Seconds of a decoded token, the best of a few."""
+        token, best = upload(self.token_ids[:1], self._decoder.device), float("inf")
+        for step in range(STEPS):
+            start = time.perf_counter()
+            self._memory.runner.begin([self.sequence], [TOKENS + step], 1)
+            self._memory.runner.step(token).argmax().item()  # waits for the device
+            best = min(best, time.perf_counter() - start)
+        return best
