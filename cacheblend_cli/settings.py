@@ -197,9 +197,8 @@ _LEAST = {
 _MOST = {"threads": 4096, "expand": 10_000}  # other integers: 64 bits
 _WORDS = {"ratio": "auto"}  # words allowed in place of a number
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-PATHS = (
-    "store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model",
-)  # relative to the file that sets them  # fmt: skip
+PATHS = ("store", "model", "lora", "prompt", "embeddings", "tier_key_file", "decode_model")
+"""Relative to the file that sets them."""
 
 
 def resolve(flags: Mapping[str, Any]) -> Resolved:

@@ -135,6 +135,11 @@ def serve(
         url = f"http://{name}:{address[1]}" if unix_socket is None else f"unix:{unix_socket}"
         decoder = None if decode_url is None else _decoder(decode_url, decode_key, hand_over)
         engine = options.load_engine(settings, output)
+        if engine.runtime.decode_with.file is not None:
+            from cacheblend_cli.engine.connectors.llama_choice import llama_engine
+
+            if (llama := llama_engine(engine.runtime)) is not None:
+                output.note(f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}")
         sampling = as_the_model(sampling, resolved, engine.model)
         service = AsyncEngine(
             engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine, reuse_repaired=reuse_repaired)

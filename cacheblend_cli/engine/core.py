@@ -264,8 +264,9 @@ class EngineCore:
         engine decodes go together there."""
         decoder = self._runtime.decoder
         try:
-            self._decode_elsewhere([s for s in sequences if self._hand_over(s)])
-            own = [s for s in sequences if s.handed is None and s.status is not Status.FINISHED]
+            elsewhere = [s for s in sequences if self._hand_over(s)]
+            own = [s for s in sequences if s.handed is None]
+            self._decode_elsewhere(elsewhere)
             for _, group in groupby(own, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s):
                 self._decode_together(list(group))
         except Exception as error:

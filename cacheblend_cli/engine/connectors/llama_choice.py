@@ -100,7 +100,11 @@ def describe(runtime: Runtime) -> dict[str, str | int]:
     if llama is None:
         return {"decoded_by": "; ".join(["cacheblend", *refused]), **facts}
     beside = "beside the weights above"
-    return {"decoded_by": f"llama.cpp ({llama.library.name}), {llama.file}, {beside}", "llama_cpp_bytes": llama.num_bytes, **facts}
+    return {
+        "decoded_by": f"llama.cpp ({llama.library.name}), {llama.file}, {beside}",
+        "llama_cpp_bytes": llama.num_bytes,
+        **facts,
+    }
 
 
 def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
@@ -117,27 +121,33 @@ def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
     with suppress(ValueError, TypeError):
         return DecodeSpeeds(**json.loads(user_cache.recall(path)))
     runtime.progress("measuring which decodes faster, cacheblend or llama.cpp: once on this machine")
-    probed = _probe(str(file), threads)
-    speeds = DecodeSpeeds(0.0, probed.get("decode_s", 0.0), probed.get("error"))
-    if speeds.error is None:
+    try:
+        llama_cpp_s = _probe(str(file), threads)
+    except LlamaError as error:
+        speeds = DecodeSpeeds(0.0, 0.0, error.message)
+    else:
         with _Few(runtime) as few:
-            speeds = DecodeSpeeds(few.decode_s(), speeds.llama_cpp_s)
+            speeds = DecodeSpeeds(few.decode_s(), llama_cpp_s)
     user_cache.keep(path, json.dumps(vars(speeds)))
     return speeds
 
 
-def _probe(file: str, num_threads: int) -> dict[str, float | str]:
+def _probe(file: str, num_threads: int) -> float:
+    """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies."""
     command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_probe", file, str(num_threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"error": f"it could not be tried: {error}"}
+        raise LlamaError(f"it could not be tried: {error}") from error
     if ended.returncode < 0:
         name = signal.Signals(-ended.returncode).name
-        return {"error": f"the library of this package ends with {name} on this CPU (another build may not)"}
+        raise LlamaError(f"the library of this package ends with {name} on this CPU (another build may not)")
+    found: dict[str, float | str] = {"error": f"it could not be tried: {ended.stderr.strip()[-200:]}"}
     with suppress(ValueError, IndexError):
-        return dict(json.loads(ended.stdout.splitlines()[-1]))
-    return {"error": f"it could not be tried: {ended.stderr.strip()[-200:]}"}
+        found = json.loads(ended.stdout.splitlines()[-1])
+    if "error" in found:
+        raise LlamaError(str(found["error"]))
+    return float(found["decode_s"])
 
 
 class _Few:

@@ -57,6 +57,12 @@ class LlamaCpp:
                 f"{self.file.name} has a vocabulary of {self.vocab_size} tokens, and the model one of {spec.vocab_size}",
                 "decode with a file of the same model",
             )
+        window, windows = int(self.library.llama_model_n_swa(self._model)), set(spec.sliding_windows) - {None}
+        if windows != ({window} if window else set()):
+            raise LlamaError(
+                f"llama.cpp computes {self.file.name} with a sliding window of {window or 'all positions'}, and the model has "
+                f"{', '.join(map(str, windows)) or 'none'}"
+            )
         count = len(token_ids)
         self._fit(count, 1)
         memory = self.library.llama_get_memory(self._context)
@@ -100,6 +106,10 @@ class LlamaCpp:
         if self._live.get(sequence.index) is sequence:
             del self._live[sequence.index]
             self.library.llama_memory_seq_rm(self.library.llama_get_memory(self._context), sequence.index, -1, -1)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._live)
 
     def close(self) -> None:
         """Free context and model. Sequences are gone."""

@@ -58,6 +58,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
     "llama_model_rope_type": (c_int, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
+    "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_model_size": (ctypes.c_uint64, (c_void_p,)),
     "llama_context_default_params": (Params, ()),
     "llama_init_from_model": (c_void_p, (c_void_p, Params)),

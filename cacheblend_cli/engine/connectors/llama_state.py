@@ -25,8 +25,8 @@ MAGIC = 0xAF143CD8
 GGML_TYPE_F16 = 1
 MOST_EXTRA = 64  # bytes of a part's header beyond what is known
 SAME = 0.5
-"""Relative difference of layer 0's K and V up to which two engines hold the same model: quantised weights differ by a few
-hundredths, heads in another order by more than 1."""
+"""Relative difference of a layer's K and V up to which two engines hold the same model: quantised weights differ by some
+hundredths, heads in another order or other weights by 1 and more."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class StateLayout:
         return np.concatenate(parts)
 
     def differences(self, kv: KVReader, theirs: np.ndarray) -> list[str]:
-        """What differs between the state of this KV and llama.cpp's own of the same tokens: headers, size, layer 0's K and V."""
-        ours, at, found = self.state_of(kv), 0, []
+        """What differs between the state of this KV and llama.cpp's own of the same tokens: headers, size, the first layer's K or V."""
+        ours, at, found = self.state_of(kv), 0, list[str]()
         for field in self._fields(kv):
             own, other = (state[at : at + field.num_bytes] for state in (ours, theirs))
             at += field.num_bytes
             if field.rows is None and not np.array_equal(own, other):
                 return [*found, f"{field.name} ({own[:16].tobytes().hex()} here, {other[:16].tobytes().hex()} there)"]
-            if field.name.endswith("of layer 0") and not (difference := _relative(own, other)) <= SAME:
+            if field.rows is not None and not found and not (difference := _relative(own, other)) <= SAME:
                 found.append(f"{field.name} (a relative difference of {difference:.2g})")
         if len(theirs) != len(ours):
             found.append(f"size ({len(ours)} bytes here, {len(theirs)} there)")
@@ -103,7 +103,9 @@ class StateLayout:
         for index in layers:
             yield Field("type and row size of K", head)
             k = kv.layer(index).k
-            yield Field(f"K of layer {index}", rows=k if self.order is None else k.index_select(-1, self.order.to(k.device)))
+            yield Field(
+                f"K of layer {index}", rows=k if self.order is None else k.index_select(-1, self.order.to(k.device))
+            )
         for index in layers:
             yield Field("type and row size of V", head)
             yield Field(f"V of layer {index}", rows=kv.layer(index).v)

