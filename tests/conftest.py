@@ -19,9 +19,11 @@ os.environ["CACHEBLEND_MODEL"] = "handbook"  # of commands without --model: smal
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads, before it is imported: others work beside this one
 
-for _module in ("xllamacpp", "llama_cpp"):  # this engine decodes, whatever is installed; tests/engine/test_llama_cpp.py has its own
+for _module in (
+    "xllamacpp",
+    "llama_cpp",
+):  # this engine decodes, whatever is installed; tests/engine/test_llama_cpp.py has its own
     sys.modules[_module] = None  # type: ignore[assignment]
-os.environ["CACHEBLEND_DECODE_WITH"] = "torch"  # of commands in processes of their own
 os.environ["CACHEBLEND_SEARCH"] = "words"  # so that what is found depends on no weights that may be installed
 
 
