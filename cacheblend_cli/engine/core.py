@@ -264,7 +264,7 @@ class EngineCore:
         engine decodes go together there."""
         decoder = self._runtime.decoder
         try:
-            elsewhere = [s for s in sequences if self._hand_over(s)]
+            elsewhere = [s for s in sequences if self._decodes_elsewhere(s)]
             own = [s for s in sequences if s.handed is None]
             self._decode_elsewhere(elsewhere)
             for _, group in groupby(own, key=lambda s: decoder.rope.regime(s.kv_len + 1) if decoder.steady else s):
@@ -283,7 +283,7 @@ class EngineCore:
         for sequence in sequences:
             self._give_back(sequence)
 
-    def _hand_over(self, sequence: Sequence) -> bool:
+    def _decodes_elsewhere(self, sequence: Sequence) -> bool:
         """Whether another engine decodes the sequence, which is given its KV before the first token there."""
         if self._runtime.decode_with.file is None:
             return False
