@@ -36,12 +36,14 @@ from machine import hardware  # noqa: E402
 from parity import Parity, compare, write_documents  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question  # noqa: E402
+from cacheblend_cli.engine.config import EngineConfig  # noqa: E402
+from cacheblend_cli.engine.engine import Engine  # noqa: E402
 from cacheblend_cli.engine.prefill import prefill  # noqa: E402
-from cacheblend_cli.engine.request import resolve  # noqa: E402
+from cacheblend_cli.engine.request import Preparation, resolve  # noqa: E402
 from cacheblend_cli.evaluation.speed import ordinary_ids, random_ids  # noqa: E402
 from cacheblend_cli.model.families import FAMILIES, WRAPPERS  # noqa: E402
 from cacheblend_cli.model.families.unsupported import UNSUPPORTED  # noqa: E402
+from cacheblend_cli.types import AskRequest, BlendParams  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 SPEED = ROOT / "benchmarks" / "results" / "model_speed.json"
@@ -196,7 +198,7 @@ def measure(path: Path, rounds: int) -> dict[str, float]:
     engine = Engine.load(EngineConfig(model=str(path), dtype="float32", prompt="{chunks}\n\n{question}"))
     runtime, ordinary = engine.runtime, ordinary_ids(engine.model)
     ids = random_ids(ordinary, TOKENS, torch.Generator().manual_seed(1))
-    request = resolve(runtime, None, Question("", (), BlendConfig(mode="full")), ids)
+    request = resolve(runtime, None, AskRequest("", (), BlendParams(mode="full")), Preparation(suffix_ids=ids))
     plan = request.plan.token_ids
     sees = "vision_config" in json.loads((path / "config.json").read_text(encoding="utf-8"))
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM

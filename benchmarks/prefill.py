@@ -26,7 +26,7 @@ from cacheblend_store import ChunkStore
 from machine import ROOT, hardware, write_checkpoint
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.speed import (
     FirstToken,
@@ -38,13 +38,14 @@ from cacheblend_cli.evaluation.speed import (
     random_ids,
 )
 from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.types import BlendParams
 
 CHUNKS, CHUNK_TOKENS, SUFFIX_TOKENS, PREFIX_TOKENS, ANSWER_TOKENS = 8, 256, 32, 4, 32
 BLENDS = {
-    "reuse": BlendConfig(mode="reuse"),
-    **{f"hkvd {r:.2f}": BlendConfig(selector="hkvd", ratio=r) for r in (0.05, 0.15, 0.30)},
-    **{f"query {r:.2f}": BlendConfig(selector="query", ratio=r) for r in (0.05, 0.15, 0.30)},
-    "draft 0.05": BlendConfig(selector="draft", ratio=0.05),
+    "reuse": BlendParams(mode="reuse"),
+    **{f"hkvd {r:.2f}": BlendParams(selector="hkvd", ratio=r) for r in (0.05, 0.15, 0.30)},
+    **{f"query {r:.2f}": BlendParams(selector="query", ratio=r) for r in (0.05, 0.15, 0.30)},
+    "draft 0.05": BlendParams(selector="draft", ratio=0.05),
 }
 
 
@@ -79,7 +80,7 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
     runtime.template = replace(runtime.template, prefix_ids=prefix)
     with ChunkStore.open(folder / "bench-store", mode="write") as store:
         own = SpeedPrompt.stored(runtime, store, Layout(ids, suffix), ANSWER_TOKENS)
-        full = own.prefill(BlendConfig(mode="full"))
+        full = own.prefill(BlendParams(mode="full"))
         prompt = torch.tensor([full.plan.token_ids])
 
         @torch.inference_mode()
@@ -96,7 +97,7 @@ def measure(checkpoint: Path, folder: Path, rounds: int) -> dict[str, Any]:
         del full
         cases: dict[str, Callable[[], FirstToken]] = {
             "transformers": their_first_token,
-            "full": partial(own.first_token, BlendConfig(mode="full")),
+            "full": partial(own.first_token, BlendParams(mode="full")),
             **{name: partial(own.first_token, blend) for name, blend in BLENDS.items()},
         }
         found = in_turn(cases, rounds)
@@ -123,7 +124,7 @@ def measure_memory(checkpoint: Path, folder: Path) -> dict[str, Any]:
         (docs / f"{n}.txt").write_text(words + "\n")
     common = ["--model", str(checkpoint), "--store", str(folder / "memory-store"), "--dtype", "float32"]
     cli = [sys.executable, "-c", "from cacheblend_cli.cli.main import main; main()"]
-    peaks = {"idle": peak([sys.executable, "-c", "import torch, transformers, cacheblend_cli.api"])}
+    peaks = {"idle": peak([sys.executable, "-c", "import torch, transformers, cacheblend_cli.engine.engine"])}
     peaks["precompute"] = peak([*cli, "precompute", str(docs), "--chunk-tokens", str(CHUNK_TOKENS), "--json", *common])
     peaks["ask"] = peak([*cli, "ask", "billing team", "--top-k", str(CHUNKS), "--max-tokens", "2", "--json", *common])
     weights = (checkpoint / "model.safetensors").stat().st_size / 2**20

@@ -108,15 +108,16 @@ def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
     import torch
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+    from cacheblend_cli.engine.config import EngineConfig
     from cacheblend_cli.engine.runtime import Runtime
     from cacheblend_cli.evaluation.speed import Layout, SpeedPrompt, even_lengths, ordinary_ids, random_ids
     from cacheblend_cli.model.loading import Precision, load_model
+    from cacheblend_cli.types import BlendParams
 
     runtime = Runtime(load_model(model, "bench", torch.device("cpu"), Precision("bfloat16"), "auto"), EngineConfig())
     generator, ordinary = torch.Generator().manual_seed(1), ordinary_ids(runtime.model)
     chunks = tuple(random_ids(ordinary, length, generator) for length in even_lengths(tokens, count))
-    blends = {"blend": BlendConfig(ratio=0.15), "reuse": BlendConfig(mode="reuse")}
+    blends = {"blend": BlendParams(ratio=0.15), "reuse": BlendParams(mode="reuse")}
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open(Path(folder) / "store", mode="write") as store:
         prompt = SpeedPrompt.stored(runtime, store, Layout(chunks, random_ids(ordinary, SUFFIX_TOKENS, generator)), 2)
@@ -126,7 +127,7 @@ def of_prompt(model: Path, tokens: int, count: int) -> dict[str, float]:
             found[f"{name}_stall"] = min(run.stall_s for run in runs)
         found["peak_mib"] = peak_mib()
         if tokens <= MOST_FULL:
-            found["full"] = prompt.first_token(BlendConfig(mode="full")).seconds
+            found["full"] = prompt.first_token(BlendParams(mode="full")).seconds
     return found
 
 

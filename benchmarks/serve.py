@@ -32,17 +32,19 @@ from cacheblend_store import ChunkStore
 from machine import hardware, write_checkpoint
 from serve_report import table
 
-from cacheblend_cli.api import Answer, BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits
-from cacheblend_cli.engine.request import resolve
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Limits
+from cacheblend_cli.engine.request import Request, resolve
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 WORDS = (
     "harbor parrot ledger Bergen Mara billing keeps lead river stone winter letter engine garden copper signal".split()
 )
-MODES = {"blend": BlendConfig(), "full": BlendConfig(mode="full"), "reuse": BlendConfig(mode="reuse")}
+MODES = {"blend": BlendParams(), "full": BlendParams(mode="full"), "reuse": BlendParams(mode="reuse")}
 SLOTS = 16
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 DECODED = (16, 64)  # answer lengths: the difference of their times is decoding alone
@@ -57,14 +59,17 @@ class Bench:
     engine: Engine
     store: ChunkStore
     checkpoint: Path
-    questions: list[Question]
+    questions: list[AskRequest]
     prompts: list[tuple[int, ...]]
     arguments: argparse.Namespace
     found: dict[str, Any]
     ttft_s: dict[str, float]
     token_s: float
 
-    def asked(self, mode: str, count: int) -> list[Question]:
+    def request(self, ask: AskRequest) -> Request:
+        return self.engine.resolve(self.store, replace(ask, options=AskOptions(save=False)))
+
+    def asked(self, mode: str, count: int) -> list[AskRequest]:
         return [replace(q, blend=MODES[mode]) for q in self.questions[:count]]
 
     def fitting(self, seconds: float, mode: str, clients: int = 1) -> int:
@@ -144,7 +149,7 @@ def prepared(folder: Path, arguments: argparse.Namespace, found: dict[str, Any])
     bench = Bench(engine, store, checkpoint, asked, prompts, arguments, found, {}, 0.0)
     for mode, blend in MODES.items():
         few = replace(asked[-1], blend=blend, sampling=replace(asked[-1].sampling, max_tokens=4))
-        answers = [engine.ask(store, few, AskOptions(save=False)) for _ in range(2)]  # warm-up
+        answers = [engine.run_alone(store, few, AskOptions(save=False)) for _ in range(2)]  # warm-up
         bench.ttft_s[mode], bench.token_s = answers[1].timing.ttft_s, 1 / answers[1].timing.decode_tokens_per_s
     return bench
 
@@ -163,7 +168,7 @@ def collect(engine: Engine, store: ChunkStore, folder: Path, arguments: argparse
     return [m.key for m in store.chunks()]
 
 
-def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[Question]:
+def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[AskRequest]:
     """Draw chunks by Zipf's law, without repeats in a prompt."""
     rng = random.Random(2)
     weights = [1 / (rank + 1) for rank in range(len(keys))]
@@ -175,7 +180,7 @@ def questions(keys: list[bytes], arguments: argparse.Namespace) -> list[Question
             key = rng.choices(keys, weights)[0]
             if key not in chosen:
                 chosen.append(key)
-        found.append(Question(f"what does {rng.choice(WORDS)} say of {number}?", chosen, BlendConfig(), sampling))
+        found.append(AskRequest(f"what does {rng.choice(WORDS)} say of {number}?", chosen, BlendParams(), sampling))
     return found
 
 
@@ -183,7 +188,7 @@ def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
     """Answer one question after another."""
     started = time.perf_counter()
     asked = bench.asked(mode, bench.fitting(seconds, mode))
-    answers = [bench.engine.ask(bench.store, question, AskOptions(save=False)) for question in asked]
+    answers = [bench.engine.run_alone(bench.store, question, AskOptions(save=False)) for question in asked]
     return [figures(answers, time.perf_counter() - started) | {"clients": 1}]
 
 
@@ -213,16 +218,16 @@ def poisson(load: float, bench: Bench, seconds: float) -> list[Case]:
     return [served(bench, bench.limits(), arrivals) | {"rate": rate}]
 
 
-Ask = Callable[[Question, Callable[[], Question | None]], None]
+Ask = Callable[[AskRequest, Callable[[], AskRequest | None]], None]
 
 
 def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
     """Measure a load. load: submits questions, and says what to ask after each answer."""
-    service = AsyncEngine(bench.engine.runtime, bench.store, limits)
+    service = AsyncEngine(bench.engine.runtime, limits)
     ended: queue.SimpleQueue[tuple[Event, float]] = queue.SimpleQueue()
     begun = []
 
-    def ask(question: Question, then: Callable[[], Question | None]) -> None:
+    def ask(question: AskRequest, then: Callable[[], AskRequest | None]) -> None:
         submitted = time.perf_counter()
 
         def heard(event: Event) -> None:
@@ -232,7 +237,7 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
                 ended.put((event, time.perf_counter() - submitted))
 
         begun.append(question)
-        service.submit(Job(question, save_holes=False), heard)
+        service.submit(bench.request(question), heard)
 
     started = time.perf_counter()
     load(ask)
@@ -255,7 +260,7 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
     }
 
 
-def all_of(service: AsyncEngine, asked: list[Question]) -> list[Answer]:
+def all_of(bench: Bench, service: AsyncEngine, asked: list[AskRequest]) -> list[Answer]:
     """Return the answers of questions that are submitted at once."""
     over: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
 
@@ -263,22 +268,22 @@ def all_of(service: AsyncEngine, asked: list[Question]) -> list[Answer]:
         return lambda event: told.put(event) if isinstance(event, Done | Failed) else None
 
     for question, told in zip(asked, over, strict=True):
-        service.submit(Job(question, save_holes=False), listener(told))
+        service.submit(bench.request(question), listener(told))
     events = [told.get() for told in over]
     return [e.answers[0] for e in events if isinstance(e, Done)]
 
 
 def repeated(bench: Bench, seconds: float) -> list[Case]:
     """Measure the time to the first token of another question over the same chunks, and of --mode reuse."""
-    service = AsyncEngine(bench.engine.runtime, bench.store, bench.limits())
+    service = AsyncEngine(bench.engine.runtime, bench.limits())
     each = bench.ttft_s["blend"] + 2 * bench.ttft_s["reuse"] + bench.token_s * bench.arguments.answer_tokens
     count = max(2, min(8, int(seconds / each)))
     reuse, again = [], []
     for number, question in enumerate(bench.questions[:count]):
         short = replace(question, sampling=replace(question.sampling, max_tokens=1))
-        all_of(service, [question])
-        again += all_of(service, [replace(short, text=f"and what of {number}?")])
-        reuse.append(bench.engine.ask(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save=False)))
+        all_of(bench, service, [question])
+        again += all_of(bench, service, [replace(short, question=f"and what of {number}?")])
+        reuse.append(bench.engine.run_alone(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save=False)))
     service.close()
     ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
     hot = statistics.median(a.hot_tokens / a.prompt_tokens for a in again)
@@ -290,15 +295,15 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
 def decode(bench: Bench, seconds: float) -> list[Case]:
     """Measure tokens per second of one answer and of eight. Their prompts are in the prefix cache, and short answers are subtracted from
     longer ones."""
-    service = AsyncEngine(bench.engine.runtime, bench.store, bench.limits())
+    service = AsyncEngine(bench.engine.runtime, bench.limits())
     speeds = []
     for count in (1, 8):
         took = []
         for tokens in (DECODED[0], *DECODED):  # the first ones fill the prefix cache
             sampling = replace(bench.questions[0].sampling, max_tokens=tokens)
-            asked = [replace(bench.questions[0], text=f"{i}?", sampling=sampling) for i in range(count)]
+            asked = [replace(bench.questions[0], question=f"{i}?", sampling=sampling) for i in range(count)]
             started = time.perf_counter()
-            all_of(service, asked)
+            all_of(bench, service, asked)
             took.append(time.perf_counter() - started)
         speeds.append(count * (DECODED[1] - DECODED[0]) / (took[2] - took[1]))
     service.close()

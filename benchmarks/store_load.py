@@ -19,7 +19,7 @@ from machine import ROOT, write_checkpoint
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk as TextChunk
-from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -31,6 +31,7 @@ from cacheblend_cli.model.loading import Precision, load_model
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.types import BlendParams
 
 TOKENS, CHUNK_TOKENS, SUFFIX_TOKENS, BLOCK_SIZE, RATIO = 2048, 512, 32, 64, 0.15
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
                 pass
             chunks = tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
             lossless = is_lossless(codec, torch.float32)
-            request = Request(collection, store, suffix, chunks, blend=BlendConfig(ratio=RATIO), lossless=lossless)
+            request = Request(collection, store, suffix, chunks, blend=BlendParams(ratio=RATIO), lossless=lossless)
             found = []
             for _ in range(rounds + 1):
                 done = prefill(runtime, request)

@@ -1,26 +1,21 @@
 """Blended prefill over precomputed chunk KV caches (CacheBlend, EuroSys'25, arXiv 2405.16444)."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore as ChunkStore
 
-    from cacheblend_cli.python_api import Added as Added
-    from cacheblend_cli.python_api import Asked as Asked
-    from cacheblend_cli.python_api import Engine as Engine
+    from cacheblend_cli.client import Client as Client
+    from cacheblend_cli.engine.engine import Engine as Engine
 
 __version__ = "0.1.0"
-__all__ = ["Added", "Asked", "ChunkStore", "Engine"]
+__all__ = ["ChunkStore", "Client", "Engine"]
+_HOMES = {"ChunkStore": "cacheblend_store", "Client": "cacheblend_cli.client", "Engine": "cacheblend_cli.engine.engine"}
 
 
 def __getattr__(name: str) -> Any:
-    """What Python programs use, imported when it is asked for: the command line does without torch."""
-    if name == "ChunkStore":
-        from cacheblend_store import ChunkStore
-
-        return ChunkStore
-    if name in __all__:
-        from cacheblend_cli import python_api
-
-        return getattr(python_api, name)
+    """Import what Python programs use when it is first used: the command line does without torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

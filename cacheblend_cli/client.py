@@ -1,20 +1,54 @@
-"""HTTP client of a running engine, over the Unix socket beside its store. Imports neither torch nor numpy."""
+"""Client: asks a running engine by HTTP over the Unix socket beside its store. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong
+from msgspec import convert
+
+from cacheblend_cli.errors import CacheBlendError, ExitCode, NotFoundError, PromptTooLong, UsageError
+from cacheblend_cli.server.place import PROTOCOL, socket_of
+from cacheblend_cli.settings import DEFAULTS, Resolved, Settings
+from cacheblend_cli.types import Answer, AskPlan, AskRequest, SearchParams, TokenUse, ask_request, overridden
+
+if TYPE_CHECKING:
+    from cacheblend_cli.corpus.search import Found
 
 _CONNECT_S = 2.0
 _DATA = b"data: "
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Messages about the sources, known before the answer."""
+
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the answer, or of the reasoning before it."""
+
+    text: str
+    reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. keys: its chunks as they were asked for. explained, tokens: see engine/engine.py: Engine.explain. pid: of the engine."""
+
+    answer: Answer
+    keys: list[bytes]
+    explained: list[str]
+    tokens: list[list[TokenUse]]
+    pid: int
 
 
 class EngineLost(CacheBlendError):
@@ -82,6 +116,109 @@ class Connection:
         raise lost()
 
 
+class Client:
+    """A running engine (`cacheblend serve`) of this user, over one store, with one model. Each call is a connection of its own; any
+    thread. Errors are the engine's; EngineLost where it ends before the answer."""
+
+    def __init__(self, path: Path, resolved: Resolved = DEFAULTS) -> None:
+        """path: the engine's socket. resolved: settings of requests."""
+        self._path, self._resolved = path, resolved
+
+    @classmethod
+    def connect(cls, **settings: Any) -> Client:
+        """Find the engine of these settings (store, model, ...; see `cacheblend config show`). Raises NotFoundError if none runs."""
+        resolved = overridden(DEFAULTS, settings)
+        if (found := cls.of(resolved.settings)) is None:
+            raise NotFoundError(
+                "no engine runs over this store with this model and settings",
+                "start one: cacheblend serve --background",
+            )
+        return cls(found._path, resolved)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Client | None:
+        """Return the client of the engine with this store, model and settings, None if none runs."""
+        if (connection := Connection.to(socket_of(settings))) is None:
+            return None
+        connection.__exit__()
+        return cls(socket_of(settings))
+
+    def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
+        """Return a request. chunks: whole ids. about: documents, search, history, verify and settings, as for `Engine.request`."""
+        try:
+            keys = tuple(map(bytes.fromhex, chunks))
+        except ValueError as error:
+            raise UsageError("a chunk id is not hexadecimal", "list the ids: cacheblend chunks ls") from error
+        return ask_request(self._resolved, question, keys, **about)
+
+    def ask(self, question: str | AskRequest, **about: Any) -> Answer:
+        """Return the answer. about: as for `request`."""
+        ask = question if isinstance(question, AskRequest) else self.request(question, **about)
+        return next(event for event in self.events(ask) if isinstance(event, Reply)).answer
+
+    def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
+        """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""
+        ask = question if isinstance(question, AskRequest) else self.request(question, **about)
+        for event in self.events(ask):
+            if isinstance(event, Piece) and not event.reasoning:
+                yield event.text
+
+    def events(self, ask: AskRequest) -> Iterator[Notes | Piece | Reply]:
+        """Send a request now. Returns its events, Reply last. Closing the iterator cancels the request."""
+        connection = self._connected()
+        received = connection.request("ask", ask.wire)
+
+        def events() -> Iterator[Notes | Piece | Reply]:
+            with connection:
+                for event in received:
+                    kind = event.pop("event")
+                    if kind == "notes":
+                        yield Notes(event["notes"])
+                    elif kind == "done":
+                        yield _reply(event)
+                    else:
+                        yield Piece(event["text"], kind == "reasoning")
+
+        return events()
+
+    def plan(self, ask: AskRequest) -> tuple[AskPlan, list[bytes]]:
+        """Return what running the request would do, and the keys of its chunks as they were asked for."""
+        with self._connected() as connection:
+            [event] = connection.request("plan", ask.wire)
+        return convert(event["plan"], AskPlan), convert(event["keys"], list[bytes])
+
+    def search(self, query: str, params: SearchParams) -> tuple[Found, list[str], int]:
+        """Return what is found, messages for the user, and the engine's process id."""
+        from cacheblend_cli.corpus.search import Found
+
+        with self._connected() as connection:
+            [event] = connection.request("search", AskRequest(query, search=params).wire)
+        return convert(event["found"], Found), event["notes"], event["pid"]
+
+    @property
+    def speaks_this_version(self) -> bool:
+        """Whether the engine understands these requests."""
+        with suppress(CacheBlendError), self._connected() as connection:
+            [status] = connection.request("status")
+            return bool(status.get("protocol") == PROTOCOL)
+        return False
+
+    def _connected(self) -> Connection:
+        if (connection := Connection.to(self._path)) is None:
+            raise lost()
+        return connection
+
+
+def _reply(event: dict[str, Any]) -> Reply:
+    auto = event["answer"].pop("auto")
+    reply = convert(event, Reply)
+    if auto is None:
+        return reply
+    from cacheblend_cli.blend.cost import AutoReport
+
+    return replace(reply, answer=replace(reply.answer, auto=convert(auto, AutoReport)))
+
+
 def lost() -> EngineLost:
     return EngineLost("the engine ended before the answer did", "ask again, or with --local")
 
@@ -92,10 +229,3 @@ def failure(event: dict[str, Any]) -> CacheBlendError:
     error = kind(event["message"], event["hint"])
     error.exit_code = ExitCode(event["exit_code"])
     return error
-
-
-def named(value: Any) -> Any:
-    """JSON objects as objects with attributes."""
-    if isinstance(value, dict):
-        return SimpleNamespace(**{key: named(item) for key, item in value.items()})
-    return [named(item) for item in value] if isinstance(value, list) else value

@@ -54,6 +54,10 @@ class NotFoundError(CacheBlendError):
     exit_code = ExitCode.NOT_FOUND
 
 
+class NothingFound(NotFoundError):
+    """A search that finds no chunk."""
+
+
 class StoreFault(CacheBlendError):
     """The store is corrupt, full, locked, of a wrong format, or out of disk space."""
 

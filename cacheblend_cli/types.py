@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +14,12 @@ from msgspec import convert, to_builtins
 
 from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.settings import Resolved
+from cacheblend_cli.settings import Resolved, Settings, of_settings
 
+PLAIN = "{chunks}{question}"
+"""A prompt that does not mention documents."""
+MODES = ("blend", "full", "reuse")
+DEVIATIONS = ("v", "k", "kv")
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "handed_over"]
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
@@ -102,52 +108,266 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class BlendParams:
+    """How stored KV is used. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
+    pairs in `checks` replace ratio and check_layer (gradual filtering). nucleus > 0: fewer tokens, when that share of the total
+    score is covered. probe_layers: first and last layer whose attention `query` and `draft` observe, None for the middle half.
+    draft_tokens: length of the answer that `draft` drafts. correction: of KV that is not recomputed, see blend/corrections.py, or
+    "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see engine/gate.py; None for no limit.
+
+    Names of selectors and corrections, and layers, are checked against the model, see blend/policy.py: policy_of.
+    """
+
+    mode: str = "blend"
+    ratio: float = 0.15
+    selector: str = "query"
+    deviation: str = "k"
+    check_layer: int = 1
+    block: int = 1
+    seed: int = 0
+    checks: tuple[tuple[int, float], ...] = ()
+    nucleus: float = 0.0
+    probe_layers: tuple[int, int] | None = None
+    draft_tokens: int = 8
+    correction: str = "regression"
+    max_risk: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"unknown mode {self.mode!r}", f"known: {', '.join(MODES)}")
+        if self.deviation not in DEVIATIONS:
+            raise UsageError(f"unknown deviation {self.deviation!r}", f"known: {', '.join(DEVIATIONS)}")
+        for _, ratio in self.checks or ((self.check_layer, self.ratio),):
+            if not 0 <= ratio <= 1:
+                raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
+        if not 0 <= self.nucleus <= 1:
+            raise UsageError(f"--nucleus {self.nucleus} is not between 0 and 1", "0 is off")
+        if self.max_risk is not None and not 0 <= self.max_risk <= 1:
+            raise UsageError(
+                f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
+            )
+        for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
+            if not 1 <= count < 2**63:
+                raise UsageError(f"--{name} {count} is not 1 or more, or too large", "see: cacheblend ask --help")
+        layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
+        if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
+            raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
+
+    @classmethod
+    def of(cls, settings: Settings) -> BlendParams:
+        """Return the settings' blending; with --ratio auto, at the lower bound of the ratio. Raises UsageError."""
+        if settings.max_risk is not None and isinstance(settings.ratio, str):
+            raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
+        return of_settings(
+            cls,
+            settings,
+            ratio=settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio,
+            seed=settings.seed or 0,
+            checks=parse_checks(settings.gradual),
+            probe_layers=parse_layers(settings.probe_layers),
+        )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the selector drafts some of the answer behind the prompt."""
+        return any(part.partition(":")[0] == "draft" for part in self.selector.split("+"))
+
+    def effective_ratio(self) -> float:
+        """Ratio of the last check, which holds in most layers."""
+        if self.mode == "full" or self.selector == "all":
+            return 1.0
+        if self.mode == "reuse" or self.selector == "none":
+            return 0.0
+        return self.checks[-1][1] if self.checks else self.ratio
+
+
+def parse_checks(text: str) -> tuple[tuple[int, float], ...]:
+    """Parse "1:0.3,4:0.15" into (layer, ratio) pairs; "" is none. Raises UsageError."""
+    try:
+        pairs = [part.split(":") for part in text.split(",") if text]
+        return tuple((int(layer), float(ratio)) for layer, ratio in pairs)
+    except ValueError:
+        raise UsageError(f"--gradual {text!r} is not LAYER:RATIO,...", "for example 1:0.3,4:0.15") from None
+
+
+def parse_layers(text: str) -> tuple[int, int] | None:
+    """Parse "2-4" into a first and a last layer, "3" into one; "" is None. Raises UsageError."""
+    try:
+        first, _, last = text.partition("-")
+        return (int(first), int(last or first)) if text else None
+    except ValueError:
+        raise UsageError(f"--probe-layers {text!r} is not FIRST-LAST", "for example 2-4") from None
+
+
+@dataclass(frozen=True)
+class SearchParams:
+    """How to search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto": both if
+    there are embedding weights. embeddings: these weights, "" for the installed ones. min_score, expand, context, order: see
+    corpus/search.py: Lookup. query: text to search for, "" for the question. optional: answer without chunks if nothing is found.
+    """
+
+    k: int = 5
+    scope: Scope = EVERYTHING
+    by: str = "auto"
+    embeddings: str = ""
+    min_score: float = 0.0
+    expand: int = 0
+    context: str = "document"
+    order: str = "exact"
+    query: str = ""
+    optional: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, scope: Scope = EVERYTHING) -> SearchParams:
+        return of_settings(cls, settings, k=settings.top_k, by=settings.search, scope=scope)
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """A document that comes with a question. id: its name on the wire."""
+
+    text: str
+    title: str | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True)
 class AskOptions:
-    """How questions are answered, beside the settings, and what is told of the answers; see `cacheblend ask --help`.
+    """How a request is run, and what its answer reports.
 
-    json_schema: its text. explain, tokens: tell of layers and of the prompt's text, and of each token of the chunks."""
+    verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed. auto: the
+    loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. save: store the KV of chunks that had to
+    be computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival. deadline_s:
+    seconds from submission after which the request ends with finish_reason "deadline". ids, explain, tokens: report token ids,
+    layers and the prompt's text, and each token of the chunks.
+    """
 
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    json_schema: str | None = None
-    regex: str | None = None
     verify: bool = False
     confirm: bool = False
+    auto: bool = False
     save: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
     ids: bool = False
     explain: bool = False
     tokens: bool = False
 
-    @property
-    def sampled(self) -> dict[str, Any]:
-        """Fields of SamplingParams."""
-        return {name: getattr(self, name) for name in ("stop", "logprobs", "json_schema", "regex")}
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
 
 
 @dataclass(frozen=True)
 class AskRequest:
-    """keys: of the chunks, in hex; None to search them in the scope. history: what was said before, by the user and the model
-    in turn."""
+    """A question, and all that its answer depends on. The prompt has the chunks of its documents first, then those with these keys, then those
+    that are found.
+
+    salt: keeps the chunks of a tenant separate. history: earlier messages, of user and model in turn. documents: cut and collected
+    when they are first seen. tenant: owner of these documents. search: None to search for nothing. system: system prompt, None for
+    the engine's. prompt: the user's message with {chunks} and {question}, None for the engine's; PLAIN does not mention documents. raw: no chat template. day: date that the template prints, None
+    for the store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides.
+    """
 
     question: str
-    keys: tuple[str, ...] | None
-    resolved: Resolved
-    scope: Scope = EVERYTHING
+    keys: Sequence[bytes] = ()
+    blend: BlendParams = BlendParams()
+    sampling: SamplingParams = SamplingParams()
+    salt: str = ""
     history: tuple[str, ...] = ()
+    documents: tuple[TextDocument, ...] = ()
+    tenant: str = ""
+    search: SearchParams | None = None
+    system: str | None = None
+    prompt: str | None = None
+    raw: bool = False
+    day: date | None = None
+    model_sampling: tuple[str, ...] = ()
     options: AskOptions = AskOptions()
+
+    def __post_init__(self) -> None:
+        if self.options.confirm and max(self.sampling.n, self.sampling.best_of) > 1:
+            raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
+
+    @classmethod
+    def of(cls, resolved: Resolved, question: str, sampling: SamplingParams | None = None, **others: Any) -> AskRequest:
+        """Return a request by the settings. sampling: None for the settings'. others: further fields. Raises UsageError."""
+        settings = resolved.settings
+        options = replace(others.pop("options", AskOptions()), auto=settings.ratio == "auto")
+        return cls(
+            question,
+            blend=BlendParams.of(settings),
+            sampling=sampling_of(settings) if sampling is None else sampling,
+            options=options,
+            **{"salt": settings.salt, "model_sampling": model_sampled(resolved)} | others,
+        )
 
     @property
     def wire(self) -> dict[str, Any]:
-        """As JSON has it. A directory of weights is named so that an engine, which stands elsewhere, finds it."""
+        """JSON form. A directory of embedding weights becomes an absolute path, since the engine may run in another directory."""
         told: dict[str, Any] = to_builtins(self)
-        named = self.resolved.settings.embeddings
-        if named and Path(named).expanduser().is_dir():
-            told["resolved"]["settings"]["embeddings"] = os.path.abspath(Path(named).expanduser())
+        weights = self.search.embeddings if self.search else ""
+        if weights and Path(weights).expanduser().is_dir():
+            told["search"]["embeddings"] = os.path.abspath(Path(weights).expanduser())
         return told
 
     @classmethod
     def from_wire(cls, told: dict[str, Any]) -> AskRequest:
         return convert(told, cls)
+
+
+MODEL_SAMPLED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "sample_top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+"""Field of SamplingParams that generation_config.json may decide -> its setting."""
+
+
+def ask_request(
+    resolved: Resolved,
+    question: str,
+    keys: Sequence[bytes] = (),
+    *,
+    documents: Sequence[str] = (),
+    search: int = 0,
+    history: Sequence[str] = (),
+    verify: bool = False,
+    **settings: Any,
+) -> AskRequest:
+    """Return a program's request. documents: texts to answer from. search: how many chunks to search for. history: earlier messages, of
+    user and model in turn. settings: override `resolved`. Raises UsageError."""
+    resolved = overridden(resolved, settings)
+    return AskRequest.of(
+        resolved,
+        question,
+        keys=keys,
+        history=tuple(history),
+        documents=tuple(TextDocument(text) for text in documents),
+        search=SearchParams.of(replace(resolved.settings, top_k=search)) if search else None,
+        prompt=None if documents or keys or search else PLAIN,
+        options=AskOptions(verify=verify),
+    )
+
+
+def overridden(resolved: Resolved, given: dict[str, Any]) -> Resolved:
+    """Return the settings with other values. Raises UsageError for an unknown setting."""
+    if unknown := given.keys() - resolved.origin.keys():
+        raise UsageError(f"unknown setting {min(unknown)!r}", f"known: {', '.join(resolved.origin)}")
+    return Resolved(replace(resolved.settings, **given), {**resolved.origin, **dict.fromkeys(given, "given")})
+
+
+def model_sampled(resolved: Resolved) -> tuple[str, ...]:
+    """Return the fields that --model-sampling leaves to the model: those that no flag, variable or file sets."""
+    if not resolved.settings.model_sampling:
+        return ()
+    return tuple(name for name, setting in MODEL_SAMPLED.items() if resolved.origin[setting] == "default")
+
+
+def sampling_of(settings: Settings, **others: Any) -> SamplingParams:
+    """Return the settings' sampling. others: further fields. Raises UsageError."""
+    return of_settings(SamplingParams, settings, top_k=settings.sample_top_k, **others)
 
 
 class Status(IntEnum):
@@ -338,3 +558,18 @@ class Answer:
         if explain:
             out["layers"] = [{**vars(report), "status": report.status.name} for report in self.layers]
         return out
+
+
+@dataclass(frozen=True)
+class AskPlan:
+    """What running a request would do. Tokens by kind, bytes of KV to load, the decision of --ratio auto (see blend/cost.py: AutoReport),
+    and messages for users."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    exact_tokens: int
+    fresh_tokens: int
+    kv_bytes: int
+    chunks: list[dict[str, Any]]
+    auto: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)

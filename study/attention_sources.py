@@ -22,11 +22,12 @@ from typing import Any
 from cacheblend_store import ChunkStore
 from search_recall import Asked, Corpus, fill, handbook, musique
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
 from cacheblend_cli.corpus.embedding import find_embedder
 from cacheblend_cli.corpus.search import Lookup, search
 from cacheblend_cli.engine.attention import AttentionShares
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 CHUNKS = 5
 SINKS = 4  # tokens at the beginning of a chunk
@@ -62,10 +63,10 @@ def measure(engine: Engine, corpus: Corpus, questions: Sequence[Asked], limit: i
             order = sorted(
                 range(len(hits)), key=lambda i: hits[i].key
             )  # independent of rank, since attention depends on the position
-            question = Question(
-                asked.question, [hits[i].key for i in order], BlendConfig(mode="full"), SamplingParams(max_tokens=8)
+            question = AskRequest(
+                asked.question, [hits[i].key for i in order], BlendParams(mode="full"), SamplingParams(max_tokens=8)
             )
-            answer = engine.ask(store, question, AskOptions(save=False))
+            answer = engine.run_alone(store, question, AskOptions(save=False))
             shares = [chunk.attention or 0.0 for chunk in answer.chunks]
             count += 1
             print(count, file=sys.stderr, flush=True)

@@ -20,11 +20,12 @@ from cacheblend_store import ChunkStore
 from results import hardware
 from torch import Tensor
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import teacher_forced
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, Request, resolve
+from cacheblend_cli.engine.request import Request, resolve
 from cacheblend_cli.engine.risk import fit_risk, signals_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.chunks import SampleChunks
@@ -33,16 +34,17 @@ from cacheblend_cli.evaluation.demo_table import spellable_samples
 from cacheblend_cli.evaluation.risk import answer_risks
 from cacheblend_cli.evaluation.samples import Context, Sample, read_samples
 from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 SETS = {"gate-handbook": "handbook", "gate-musique": "smollm2"}
 """Each set, and its model."""
 WORDS = 100  # of each MuSiQue passage
 DEFAULT = "query .15, regression"
 SETTINGS = {
-    DEFAULT: BlendConfig(selector="query", ratio=0.15, correction="regression"),
-    "query .15": BlendConfig(selector="query", ratio=0.15, correction="none"),
-    "random:2+draft .15, shifted": BlendConfig(selector="random:2+draft", ratio=0.15, correction="mean-shift"),
-    "random:2+draft .30, shifted": BlendConfig(selector="random:2+draft", ratio=0.30, correction="mean-shift"),
+    DEFAULT: BlendParams(selector="query", ratio=0.15, correction="regression"),
+    "query .15": BlendParams(selector="query", ratio=0.15, correction="none"),
+    "random:2+draft .15, shifted": BlendParams(selector="random:2+draft", ratio=0.15, correction="mean-shift"),
+    "random:2+draft .30, shifted": BlendParams(selector="random:2+draft", ratio=0.30, correction="mean-shift"),
 }
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 """Shares of answers that fall back, at which the curve is read."""
@@ -133,7 +135,7 @@ def measure(name: str, arguments: argparse.Namespace, until: float) -> Iterator[
                 return
             chunks.store([sample], ["sink"])
             keys = chunks.keys(sample, "sink")
-            question = Question(sample.question, keys, sampling=SamplingParams(max_tokens=max_tokens))
+            question = AskRequest(sample.question, keys, sampling=SamplingParams(max_tokens=max_tokens))
             request = resolve(engine.runtime, store, question)
             full = prefill(engine.runtime, request.in_full(), room=max_tokens)
             settings = SETTINGS if name == "gate-handbook" else {DEFAULT: SETTINGS[DEFAULT]}

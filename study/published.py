@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from variants import scaled_keys, swapped
 
-from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.blend import prefill as blend
 from cacheblend_cli.blend.evidence import BeforeLayers
 from cacheblend_cli.blend.prefill import BlendSteps
@@ -33,7 +32,7 @@ from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import Rows, positions_of
 from cacheblend_cli.model.decoder import DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import LayerReport, Status
+from cacheblend_cli.types import BlendParams, LayerReport, Status
 
 DIGEST = 0.15  # share of each chunk's tokens that QCFuse's question sees
 CONTEXT = 0.5  # share of the other chunks' tokens that a row repaired by RelaxKV sees
@@ -235,7 +234,7 @@ def published_settings(ratios: Iterable[float]) -> list[Setting]:
 
 
 def _setting(label: str, ratio: float, context: str = "sink", prefill: Prefill | None = None, **how: Any) -> Setting:
-    return Setting(label, BlendConfig(ratio=ratio, **{"correction": "none", **how}), context, prefill)
+    return Setting(label, BlendParams(ratio=ratio, **{"correction": "none", **how}), context, prefill)
 
 
 def _prompt(evidence: Evidence) -> Prompt:

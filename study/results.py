@@ -18,9 +18,9 @@ import torch
 from cacheblend_store import ChunkStore
 from settings import DEFAULT
 
-from cacheblend_cli.api import Engine
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.bootstrap import Bootstrap, Column, Interval, difference, mean
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import FULL, Results
@@ -29,6 +29,7 @@ from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import device_name
 from cacheblend_cli.evaluation.summary import Summary, summarise
+from cacheblend_cli.types import AskRequest
 
 MAIN_RATIO = 0.15
 TIMED_ROUNDS = 3
@@ -151,7 +152,7 @@ def first_tokens(
             for setting in (FULL, *settings):
                 context = setting.context if setting.reuses else contexts[0]
                 start = time.perf_counter()
-                request = resolve(runtime, store, Question(sample.question, chunks.keys(sample, context)))
+                request = resolve(runtime, store, AskRequest(sample.question, chunks.keys(sample, context)))
                 done = (setting.prefill or prefill)(runtime, replace(request, blend=setting.blend))
                 int(done.logits.argmax())
                 if number:

@@ -29,8 +29,9 @@ from results import first_tokens, hardware, rows_of, write_result
 from sets import StudySet, study_sets
 from settings import main_settings
 
-from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, Results, evaluate
 from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Sample

@@ -8,10 +8,10 @@ from typing import Any
 from published import published_settings
 from variants import bottom_right, scaled_keys
 
-from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.corpus.contexts import CONTEXTS
 from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR
 from cacheblend_cli.evaluation.settings import Prefill, Setting
+from cacheblend_cli.types import BlendParams
 
 DEFAULT = "query, regression"
 """What `cacheblend ask` does; its label has the ratio behind it."""
@@ -21,7 +21,7 @@ REGRESSION: dict[str, Any] = {"correction": "regression"}
 
 
 def one(label: str, context: str = "sink", prefill: Prefill | None = None, **config: Any) -> Setting:
-    return Setting(label, BlendConfig(**{"correction": "none", **config}), context, prefill)
+    return Setting(label, BlendParams(**{"correction": "none", **config}), context, prefill)
 
 
 def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink", **config: Any) -> list[Setting]:
@@ -30,7 +30,7 @@ def over(ratios: Iterable[float], name: str, selector: str, context: str = "sink
 
 
 def reuse(context: str = "sink", label: str = "reuse") -> Setting:
-    return Setting(label, BlendConfig(mode="reuse"), context)
+    return Setting(label, BlendParams(mode="reuse"), context)
 
 
 def main_settings(ratios: Sequence[float] = MAIN_RATIOS) -> list[Setting]:
@@ -155,4 +155,4 @@ def context_settings() -> list[Setting]:
 
 def codec_settings() -> list[Setting]:
     """Return settings over one page of chunks: "codec alone" needs no repair, the others are collected alone."""
-    return [reuse("document", "codec alone"), reuse(), Setting("blend 0.15", BlendConfig(ratio=0.15))]
+    return [reuse("document", "codec alone"), reuse(), Setting("blend 0.15", BlendParams(ratio=0.15))]

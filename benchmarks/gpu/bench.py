@@ -19,12 +19,12 @@ from gpu.log import Budget
 from gpu.model import RandomModel, transformers_model
 from torch import Tensor
 
-from cacheblend_cli.blend.policy import row_tile_of
+from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import CAPTURABLE, DecodeRunner, EagerRunner, GraphRunner
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.prefill import Prefilled, prefill
@@ -33,6 +33,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.types import BlendParams
 
 PREFIX_TOKENS = 16
 BLOCK_SIZE = 64
@@ -143,7 +144,7 @@ class Bench:
         )
 
     def prefill(
-        self, length: int, blend: BlendConfig, chunks: tuple[ChunkInput, ...] | None = None, room: int = 0
+        self, length: int, blend: BlendParams, chunks: tuple[ChunkInput, ...] | None = None, room: int = 0
     ) -> Prefilled:
         """Run the tool's prefill; asserts that it used all stored chunks."""
         request = Request(self.collection, self.store, self.suffix, chunks or self.inputs(length), blend=blend)
@@ -152,7 +153,7 @@ class Bench:
             raise RuntimeError(f"stored KV was not used: {request.notes}")
         return done
 
-    def run(self, length: int, blend: BlendConfig) -> tuple[float, Prefilled]:
+    def run(self, length: int, blend: BlendParams) -> tuple[float, Prefilled]:
         """Return seconds to the first token on the host."""
         start = time.perf_counter()
         done = self.prefill(length, blend)
@@ -162,14 +163,14 @@ class Bench:
         return seconds, done
 
     @torch.inference_mode()
-    def run_in_pool(self, length: int, blend: BlendConfig) -> tuple[float, PrefillResult]:
+    def run_in_pool(self, length: int, blend: BlendParams) -> tuple[float, PrefillResult]:
         """Return seconds as `run` does, with stored KV in the pool already: compute alone."""
         lossless = Request(self.collection, self.store, self.suffix, self.inputs(length), blend=blend).lossless
         with Loaded(self, length) as loaded:
             self.synchronize()
             start = time.perf_counter()
             prompt = Prompt(self.model.decoder, loaded.plan, loaded.sequence, NothingToLoad())
-            policy = blend.policy(self.model.spec.num_layers, lossless, row_tile_of(self.device))
+            policy = policy_of(blend, self.model.spec.num_layers, lossless, row_tile_of(self.device))
             result = blended_prefill(prompt, policy)
             result.logits[-1].argmax().item()
             return time.perf_counter() - start, result

@@ -23,14 +23,15 @@ from gpu.steps import Cases, Context, Rows
 from gpu.timing import profile
 from torch import Tensor
 
+from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.blend.prefill import PrefillResult
-from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner
 from cacheblend_cli.engine.memory import reserve
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.evaluation.continuation import Continuation, generate
-from cacheblend_cli.types import LayerReport, SamplingParams, Status
+from cacheblend_cli.types import BlendParams, LayerReport, SamplingParams, Status
 
 IN_POOL = "blend 0.15 in the pool"  # nothing is loaded
 PLAIN = "query 0.15 uncorrected"  # "query 0.15" is the default; the difference is the cost of its correction
@@ -142,7 +143,7 @@ Done = Prefilled | PrefillResult | Tensor
 
 def _case(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Done]]:
     if name == "full":
-        return partial(bench.run, length, BlendConfig(mode="full"))
+        return partial(bench.run, length, BlendParams(mode="full"))
     if name == "transformers":
         return partial(bench.run_theirs, length)
     if name == IN_POOL:
@@ -150,9 +151,9 @@ def _case(bench: Bench, length: int, name: str) -> Callable[[], tuple[float, Don
     return partial(bench.run, length, _blend(name))
 
 
-def _blend(name: str) -> BlendConfig:
+def _blend(name: str) -> BlendParams:
     kind, ratio, *more = name.split()
-    blend = BlendConfig(ratio=float(ratio), selector="hkvd" if kind == "blend" else kind)
+    blend = BlendParams(ratio=float(ratio), selector="hkvd" if kind == "blend" else kind)
     return replace(blend, correction="none") if more == ["uncorrected"] else blend
 
 
@@ -166,7 +167,7 @@ def _work(bench: Bench, length: int, name: str, done: Done | None) -> Work:
     if done is None or isinstance(done, Tensor):
         return Work(length, suffix, [LayerReport(i, Status.AFTER_CHECK, length, 0) for i in range(spec.num_layers)])
     kv_bytes = done.loader.num_bytes if isinstance(done, Prefilled) else 0
-    probed = _blend(name).policy(spec.num_layers, True).probe_layers if name.startswith("query") else ()
+    probed = policy_of(_blend(name), spec.num_layers, True).probe_layers if name.startswith("query") else ()
     return Work(length, suffix, _result(done).layers, kv_bytes, probed)
 
 
@@ -207,7 +208,7 @@ def decode(bench: Bench, length: int) -> list[dict[str, Any]]:
 
 def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
     num_tokens = bench.scenario.decode_tokens
-    done = bench.prefill(length, BlendConfig(mode="full"), room=num_tokens)
+    done = bench.prefill(length, BlendParams(mode="full"), room=num_tokens)
     try:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         return generate(bench.runtime, Continuation.of(done), params, runner=runner)
@@ -218,11 +219,11 @@ def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
 def checks(bench: Bench, length: int) -> list[dict[str, Any]]:
     """Rows like those of `checks_of`: errors of the whole path against its references."""
     allowed = LOGITS_TOLERANCE[bench.scenario.dtype]
-    full = bench.run(length, BlendConfig(mode="full"))[1].result.logits
+    full = bench.run(length, BlendParams(mode="full"))[1].result.logits
     found = {
         "full prefill beside transformers'": (full, bench.run_theirs(length)[1][None]),
         "blend at ratio 1 beside full prefill": (
-            bench.run(length, BlendConfig(ratio=1.0, selector="hkvd"))[1].result.logits,
+            bench.run(length, BlendParams(ratio=1.0, selector="hkvd"))[1].result.logits,
             full,
         ),
         "prefix and one chunk from the store beside full prefill": _one_chunk(bench, length),
@@ -243,7 +244,7 @@ def _one_chunk(bench: Bench, length: int) -> tuple[Tensor, Tensor]:
     """Return the logits of reuse and of full prefill for a prompt of one chunk, which is exact."""
     logits, first = [], bench.inputs(length, exact=True)[:1]
     for mode in ("reuse", "full"):
-        done = bench.prefill(length, BlendConfig(mode=mode), first)
+        done = bench.prefill(length, BlendParams(mode=mode), first)
         logits.append(done.result.logits)
         done.sequence.release()
     return logits[0], logits[1]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 FULL, BLEND = "full", "blend"
 
@@ -229,3 +230,44 @@ def _rows(work: Workload, chosen: int, layer: int, check: int = 0) -> tuple[floa
     if layer == work.num_layers - 1:
         rest, pairs = 1, work.total
     return work.kv_share * kv_rows + (1 - work.kv_share) * rest, pairs
+
+
+@dataclass(frozen=True)
+class AutoReport:
+    """Prediction and outcome of one prompt. before_s: from the known question to the decision.
+
+    The JSON form has seconds: predicted_ttft_s and ttft_s, those of a full prefill, a layer's recompute and load (the two that are
+    weighed), all of computing and loading, and the speeds behind them.
+    """
+
+    decision: Decision
+    speeds: Speeds
+    work: Workload
+    before_s: float
+    predicted_ttft_s: float
+    predicted_full_ttft_s: float
+    ttft_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        d, speeds = self.decision, self.speeds
+        seconds = {
+            "predicted_ttft_s": self.predicted_ttft_s,
+            "ttft_s": self.ttft_s,
+            "predicted_full_ttft_s": self.predicted_full_ttft_s,
+            "layer_recompute_s": d.layer_compute_s,
+            "layer_load_s": d.layer_load_s,
+            "compute_s": d.chosen.compute_s,
+            "load_s": d.chosen.load_s,
+            "stall_s": d.chosen.stall_s,
+        }
+        return {
+            "mode": d.mode,
+            "ratio": round(d.ratio, 4),
+            "floor": d.floor,
+            **{name: None if value is None else round(value, 6) for name, value in seconds.items()},
+            "load_bytes_per_s": None if math.isinf(speeds.bytes_per_s) else round(speeds.bytes_per_s),
+            "layer_s": speeds.layer_s,
+            "row_s": speeds.row_s,
+            "pair_s": speeds.pair_s,
+            "prefills_learnt_from": speeds.prefills,
+        }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.corrections import CorrectionKind
+from cacheblend_cli.blend.corrections import CORRECTIONS, CorrectionKind
 from cacheblend_cli.blend.selectors import (
     Candidates,
     Combined,
@@ -17,7 +17,10 @@ from cacheblend_cli.blend.selectors import (
     Selector,
     budget,
     choose,
+    make_selector,
 )  # fmt: skip
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import BlendParams
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,51 @@ def row_tile_of(device: torch.device) -> int:
     """Row count granularity of recomputation. A GPU's matrix products work in tiles of 128 rows: filling the last tile takes
     no extra time and repairs more tokens. 1 on a CPU, where every row counts."""
     return 128 if device.type == "cuda" else 1
+
+
+def check_names(params: BlendParams) -> Selector:
+    """Return the selector. Raises UsageError for an unknown selector or correction."""
+    if params.correction != "none" and params.correction not in CORRECTIONS:
+        raise UsageError(f"unknown correction {params.correction!r}", f"known: {', '.join(CORRECTIONS)}, none")
+    return make_selector(params.selector, params.seed)
+
+
+def policy_of(params: BlendParams, num_layers: int, layer0_exact: bool, row_tile: int = 1) -> BlendPolicy:
+    """Return the policy for a model of num_layers. row_tile: see `row_tile_of`.
+
+    Raises UsageError for an unknown name, and for a check layer that the model does not have."""
+    checks, selector = params.checks or ((params.check_layer, params.ratio),), check_names(params)
+    nucleus = 0.0 if params.selector == "all" else params.nucleus
+    wrong = [layer for layer, _ in checks if not 1 <= layer < num_layers]
+    if params.effective_ratio() == 0.0 or (params.effective_ratio() == 1.0 and nucleus == 0):
+        checks = ((1, params.effective_ratio()),)
+    elif params.checks and not selector.needs_check_layer:
+        raise UsageError(
+            f"the selector {params.selector} chooses before layer 0, and --gradual names check layers",
+            "hkvd and perturb choose at check layers",
+        )
+    elif selector.needs_check_layer and wrong:
+        raise UsageError(
+            f"check layer {wrong[0]} is not among layers 1 to {num_layers - 1}",
+            "layer 0 has no deviation: its K and V depend on the token alone",
+        )
+    return BlendPolicy(
+        selector=selector,
+        checks=checks,
+        deviation=params.deviation,
+        block=params.block,
+        nucleus=nucleus,
+        probe_layers=_probed(params, num_layers),
+        draft_tokens=params.draft_tokens,
+        correction=CORRECTIONS.get(params.correction),
+        layer0_exact=layer0_exact,
+        row_tile=row_tile,
+    )
+
+
+def _probed(params: BlendParams, num_layers: int) -> tuple[int, ...]:
+    """Middle layers retrieve; the first ones attend to neighbours, the last ones predict the next token."""
+    first, last = params.probe_layers or (round(num_layers / 3), max(0, round(num_layers * 5 / 6) - 1))
+    if not 0 <= first <= last < num_layers:
+        raise UsageError(f"--probe-layers {first}-{last} are not among layers 0 to {num_layers - 1}", "for example 2-4")
+    return tuple(range(first, last + 1))

@@ -3,67 +3,62 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli import options
-from cacheblend_cli.cli.answers import End, Streams, Told
+from cacheblend_cli.cli.answers import End, Result, Streams
 from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
 from cacheblend_cli.client import EngineLost
 from cacheblend_cli.corpus.scopes import EVERYTHING
 from cacheblend_cli.settings import Resolved
-from cacheblend_cli.types import AskOptions, AskRequest
+from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SearchParams, sampling_of
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import Answer, AskPlan
     from cacheblend_cli.engine.async_engine import AsyncEngine
-    from cacheblend_cli.engine.jobs import Job
+    from cacheblend_cli.engine.request import Request
+    from cacheblend_cli.types import Answer, AskPlan
 
 
 class LocalEngine:
-    """In this process, for one question after the other or for many side by side."""
+    """An engine in this process, for one question after another or for many side by side."""
 
-    def __init__(self, resolved: Resolved, ask_options: AskOptions, output: Output, store: ChunkStore) -> None:
-        """Load it. What is wrong with the settings is said before. Raises UsageError, NotFoundError, DeviceError."""
+    def __init__(self, resolved: Resolved, output: Output, store: ChunkStore) -> None:
+        """Load it. Raises UsageError, NotFoundError, DeviceError."""
         options.import_engine()
-        from cacheblend_cli.engine.config import BlendConfig
-        from cacheblend_cli.engine.sampling import sampling_of
+        from cacheblend_cli.blend.policy import check_names
 
-        BlendConfig.of(resolved.settings)
-        sampling_of(resolved, **ask_options.sampled)
+        check_names(BlendParams.of(resolved.settings))  # before the model is loaded
         self._store, self._engine = store, options.load_engine(resolved.settings, output)
         self._service: AsyncEngine | None = None
         self._say = cache(output.note)  # once, of however many questions
 
-    def begin(self, ask_request: AskRequest) -> End:
-        """Have it asked: beside others, after `serve`, else when its answer is waited for."""
+    def begin(self, ask: AskRequest) -> End:
+        """Resolve the request, and after `serve` queue it; otherwise it runs when its answer is waited for."""
         from cacheblend_cli.engine.sequence_output import Listener
 
+        request = self._engine.resolve(self._store, ask, self._say)
         if self._service is not None:
-            job = self._service.run(lambda runtime: self._job(ask_request)).result()
-            answer = self._service.ask(job)
-            return lambda streams: self._told(ask_request, job, answer.result())
-        job = self._job(ask_request)
+            answer = self._service.ask(request)
+            return lambda streams: self._result(request, answer.result())
 
-        def end(streams: Streams | None) -> Told:
+        def end(streams: Streams | None) -> Result:
             if streams is None:
-                return self._told(ask_request, job, self._engine.ask(self._store, job.question, job))
-            streams.notes(job.question.notes)
-            listener = Listener(streams.text, streams.reasoning)
-            told = self._told(ask_request, job, self._engine.ask(self._store, job.question, job, listener))
-            return replace(told, noted=job.question.notes)
+                return self._result(request, self._engine.run(request))
+            shown = tuple(request.notes)
+            streams.notes(shown)
+            return self._result(request, self._engine.run(request, Listener(streams.text, streams.reasoning)), shown)
 
         return end
 
-    def plan(self, ask_request: AskRequest) -> AskPlan:
-        job = self._job(ask_request)
-        return self._engine.plan(self._store, job.question, auto=job.auto)
+    def plan(self, ask: AskRequest) -> AskPlan:
+        return self._engine.plan(self._store, ask, self._say)
 
     def serve(self, concurrency: int) -> None:
         """Answer this many questions at once from now on."""
@@ -71,18 +66,14 @@ class LocalEngine:
         from cacheblend_cli.engine.jobs import Limits
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
-        self._service = AsyncEngine(self._engine.runtime, self._store, limits)
+        self._service = AsyncEngine(self._engine.runtime, limits)
 
     def close(self) -> None:
         if self._service is not None:
             self._service.close()
 
-    def _job(self, ask_request: AskRequest) -> Job:
-        return self._engine.job(self._store, ask_request, self._say)
-
-    def _told(self, ask_request: AskRequest, job: Job, answer: Answer) -> Told:
-        record = answer.to_dict(ids=ask_request.options.ids, explain=ask_request.options.explain)
-        return Told(answer, record, *self._engine.told(self._store, job.question, answer, ask_request.options))
+    def _result(self, request: Request, answer: Answer, shown: Sequence[str] = ()) -> Result:
+        return Result(answer, request.options, *self._engine.explain(request, answer), shown=shown)
 
 
 @dataclass(frozen=True)
@@ -90,22 +81,30 @@ class Answered:
     """A question of several, and what came of it: an answer or a plan, or an error."""
 
     asked: Asked
-    found: Told | AskPlan | None = None
+    found: Result | AskPlan | None = None
     error: Exception | None = None
 
 
 class Answering:
-    """Over a store that stays open meanwhile. scope: of what is searched. A running engine is looked for, unless `local`, as
+    """Over a store that stays open meanwhile. scope: of what is searched. sampling: fields of SamplingParams beside the settings. A running engine is looked for, unless `local`, as
     long as none was loaded here."""
 
     def __init__(
-        self, resolved: Resolved, ask_options: AskOptions, output: Output, store: ChunkStore, *, local: bool
+        self,
+        resolved: Resolved,
+        output: Output,
+        store: ChunkStore,
+        ask_options: AskOptions = AskOptions(),
+        *,
+        local: bool,
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self._resolved, self._options, self._output, self._local = resolved, ask_options, output, local
+        self._sampling = sampling or {}
         self.store, self.scope = store, EVERYTHING
         self._here: LocalEngine | None = None
 
-    def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Told:
+    def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Result:
         """Raises what `ask` fails of, and EngineLost where a running engine ended in the middle of the answer."""
         ask_request = self._request(asked, history)
         if (warm := self._warm()) is not None:
@@ -154,13 +153,20 @@ class Answering:
 
     def _loaded(self) -> LocalEngine:
         if self._here is None:
-            self._here = LocalEngine(self._resolved, self._options, self._output, self.store)
+            self._here = LocalEngine(self._resolved, self._output, self.store)
         return self._here
 
     def _request(self, asked: Asked, history: Sequence[str] = ()) -> AskRequest:
-        """Raises ChunkNotFound, AmbiguousId."""
-        keys = None if asked.chunks is None else tuple(self.store.resolve(name).hex() for name in asked.chunks)
-        return AskRequest(asked.question, keys, self._resolved, self.scope, tuple(history), self._options)
+        """Raises UsageError, ChunkNotFound, AmbiguousId."""
+        return AskRequest.of(
+            self._resolved,
+            asked.question,
+            sampling_of(self._resolved.settings, **self._sampling),
+            keys=tuple(self.store.resolve(name) for name in asked.chunks or ()),
+            search=SearchParams.of(self._resolved.settings, self.scope) if asked.chunks is None else None,
+            history=tuple(history),
+            options=self._options,
+        )
 
 
 def _in_order(asked: Sequence[Asked], begin: Callable[[Asked], Callable[[None], Any]], most: int) -> Iterator[Answered]:

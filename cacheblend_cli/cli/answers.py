@@ -24,9 +24,8 @@ _MARKS = {
 """Origin of a token's KV -> SGR style, and brackets for output without colours."""
 
 if TYPE_CHECKING:
-    from cacheblend_cli.api import Answer, AskPlan
-    from cacheblend_cli.engine.controller import AutoReport
-    from cacheblend_cli.types import ChunkUse, Confirmation, Risk, TokenUse, Verification
+    from cacheblend_cli.blend.cost import AutoReport
+    from cacheblend_cli.types import Answer, AskOptions, AskPlan, ChunkUse, Confirmation, Risk, TokenUse, Verification
 
 
 class Streams:
@@ -65,50 +64,52 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Told:
-    """An answer to show. record: its --json object. differences: what --explain says of the prompt's text; tokens: those of each
-    chunk, if they are shown. by: the engine that answered, if it is not in this process. noted: notes that were shown before
-    the answer."""
+class Result:
+    """An answer to show. options: of its request. explained, tokens: see engine/engine.py: Engine.explain. by: the engine that
+    answered, if it is not in this process. shown: notes that were shown before the answer."""
 
     answer: Answer
-    record: dict[str, Any]
-    differences: Sequence[str]
+    options: AskOptions
+    explained: Sequence[str]
     tokens: Sequence[Sequence[TokenUse]]
     by: str = ""
-    noted: Sequence[str] = ()
+    shown: Sequence[str] = ()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The object of --json."""
+        record = self.answer.to_dict(ids=self.options.ids, explain=self.options.explain)
+        return {**record, "notes": [*self.answer.notes, *self.explained]}
 
     @property
     def new_notes(self) -> list[str]:
-        return [note for note in self.answer.notes if note not in self.noted]
+        return [note for note in self.answer.notes if note not in self.shown]
 
 
-End = Callable[[Streams | None], Told]
+End = Callable[[Streams | None], Result]
 """Wait for an answer while its pieces are streamed."""
 
 
-def show_answer(told: Told, output: Output, *, json: bool, explain: bool, extra: dict[str, Any]) -> None:
-    """Show notes, sources and statistics of an answer whose text was streamed, or all of it as one JSON object after `extra`.
-
-    explain: also show layers, chunks and tokens.
-    """
-    answer = told.answer
+def show_answer(result: Result, output: Output, *, json: bool, extra: dict[str, Any]) -> None:
+    """Show notes, sources and statistics of an answer whose text was streamed, or all of it as one JSON object after `extra`."""
+    answer = result.answer
     if not json:
         _end_text(answer, output)
-    for note in told.new_notes:
+    for note in result.new_notes:
         output.warn(note)
     if json:
-        output.json({**extra, **told.record, "notes": [*answer.notes, *told.differences]})
+        output.json({**extra, **result.record})
         return
-    if explain:
+    if result.options.explain:
         _explain(answer, output)
-        _show_tokens(answer, told.tokens, output)
-        for line in told.differences:
+        _show_tokens(answer, result.tokens, output)
+        for line in result.explained:
             output.note(line)
     if cut := cut_note(answer):
         output.note(cut)
     for line in source_lines(answer):
         output.note(line)
-    output.note(summary_line(answer) + told.by)
+    output.note(summary_line(answer) + result.by)
     if answer.risk:
         output.note(_risk_line(answer.risk))
     if answer.confirmation:
@@ -269,9 +270,9 @@ def show_plan(plan: AskPlan, output: Output, *, json: bool, extra: dict[str, Any
 
 def _explain(answer: Answer, output: Output) -> None:
     """Show each chunk in the prompt's order: how its KV came to be, and its share of the answer's attention."""
-    told = [_chunk_words(chunk) for chunk in answer.chunks]
-    width = max(map(len, told), default=0)
-    for chunk, words in zip(answer.chunks, told, strict=True):
+    described = [_chunk_words(chunk) for chunk in answer.chunks]
+    width = max(map(len, described), default=0)
+    for chunk, words in zip(answer.chunks, described, strict=True):
         output.note(f"chunk {chunk.id[:12]}  {words:<{width}}  {chunk.source}")
     for line in layer_lines(answer):
         output.note(line)

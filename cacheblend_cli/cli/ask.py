@@ -9,16 +9,15 @@ import typer
 
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answering import Answered, Answering
-from cacheblend_cli.cli.answers import Streams, Told, changed, show_answer, show_plan
-from cacheblend_cli.cli.batch import Results, run_batch
-from cacheblend_cli.cli.batch import told as told_of
+from cacheblend_cli.cli.answers import Result, Streams, changed, show_answer, show_plan
+from cacheblend_cli.cli.batch import Results, asked_fields, run_batch
 from cacheblend_cli.cli.inputs import Asked, read_asked
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.pages import answer_page
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import read_text, write_text
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.types import AskOptions, sampling_of
 
 _ANSWER, _MACHINE = "The answer", "This machine and the store"  # panels of the help
 
@@ -96,23 +95,27 @@ def ask(
     if results is not None:
         asked = results.left(asked)
     ask_options = AskOptions(
-        tuple(stop or ()), logprobs, None if json_schema is None else read_text(json_schema), regex,
-        verify=verify, confirm=confirm, save=save, ids=ids, explain=explain, tokens=explain or html is not None,
-    )  # fmt: skip
+        verify=verify, confirm=confirm, save=save, ids=ids, explain=explain, tokens=explain or html is not None
+    )
+    schema = None if json_schema is None else read_text(json_schema)
+    sampling = {"stop": tuple(stop or ()), "logprobs": logprobs, "json_schema": schema, "regex": regex}
+    sampling_of(settings, **sampling)  # checked before anything is opened
     sources: list[str] = []
     codes: list[int] = []
 
-    def show(item: Asked, told: Told, extra: dict[str, Any]) -> None:
-        show_answer(told, output, json=json, explain=explain, extra=extra)
+    def show(item: Asked, result: Result, extra: dict[str, Any]) -> None:
+        show_answer(result, output, json=json, extra=extra)
         if html:
-            write_text(html, answer_page(item.question, told.answer, told.tokens), "choose another place for --html")
-        sources.extend(chunk.source for chunk in told.answer.chunks)
-        codes.append(changed(told.answer))
+            write_text(
+                html, answer_page(item.question, result.answer, result.tokens), "choose another place for --html"
+            )
+        sources.extend(chunk.source for chunk in result.answer.chunks)
+        codes.append(changed(result.answer))
 
     def show_one(item: Answered) -> dict[str, Any]:
-        extra = told_of(item.asked)
+        extra = asked_fields(item.asked)
         assert item.found is not None
-        if not isinstance(item.found, Told):
+        if not isinstance(item.found, Result):
             show_plan(item.found, output, json=json, extra=extra)
             return extra
         if not json:
@@ -124,7 +127,7 @@ def ask(
 
     with (
         options.store_in_use(settings, write=not dry_run) as store,
-        Answering(resolved, ask_options, output, store, local=local) as answering,
+        Answering(resolved, output, store, ask_options, local=local, sampling=sampling) as answering,
     ):
         if any(item.chunks is None for item in asked):
             answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
@@ -135,9 +138,9 @@ def ask(
             show_plan(answering.plan(asked[0]), output, json=json, extra={})
         else:
             streams = Streams(output, draft=confirm)
-            told = answering.ask(asked[0], None if json else streams)
+            result = answering.ask(asked[0], None if json else streams)
             streams.end_reasoning()
-            show(asked[0], told, {})
+            show(asked[0], result, {})
     if results is not None:
         results.close()
     if failed := [code for code in codes if code]:

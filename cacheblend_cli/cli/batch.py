@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_cli.cli.answering import Answered
-from cacheblend_cli.cli.answers import Told
+from cacheblend_cli.cli.answers import Result
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import Asked
 from cacheblend_cli.cli.output import Output
@@ -61,8 +61,8 @@ class Results:
         self._stream.close()
 
 
-def told(asked: Asked) -> dict[str, Any]:
-    """What a record of the answer says of what was asked."""
+def asked_fields(asked: Asked) -> dict[str, Any]:
+    """Return the fields of an answer's record that identify its question."""
     return {"question": asked.question} | ({} if asked.chunks is None else {"asked_chunks": list(asked.chunks)})
 
 
@@ -94,13 +94,13 @@ def run_batch(
             output.note(f"> {item.asked.question}")
         if item.error is None:
             record = show(item)
-            if isinstance(item.found, Told):
+            if isinstance(item.found, Result):
                 count, tokens = count + 1, tokens + record["generated_tokens"]
                 if results is not None:
                     results.add(record)
         elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
             if as_json:
-                output.json({**told(item.asked), "error": getattr(item.error, "message", "")})
+                output.json({**asked_fields(item.asked), "error": getattr(item.error, "message", "")})
             failed.append(report(item.error, output))
         else:
             raise item.error

@@ -42,13 +42,15 @@ def bench(
     including the check of its digests. The ceiling is the cost model's speed-up with free loading and selection.
     """
     output = Output()
+    from cacheblend_cli.blend.policy import check_names
     from cacheblend_cli.blend.selectors import make_selector
-    from cacheblend_cli.engine.config import BlendConfig
     from cacheblend_cli.evaluation.bench import bench as measure
     from cacheblend_cli.evaluation.bench import layout_of
     from cacheblend_cli.evaluation.settings import grid
+    from cacheblend_cli.types import BlendParams
 
-    blend = replace(BlendConfig.of(settings), checks=())  # --ratio decides
+    blend = replace(BlendParams.of(settings), checks=())  # --ratio decides
+    check_names(blend)
     for name in selector or ():
         make_selector(name)
     asked = grid(

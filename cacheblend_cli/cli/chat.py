@@ -14,14 +14,13 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answering import Answering
-from cacheblend_cli.cli.answers import Streams, Told, cut_note, layer_lines, summary_line
+from cacheblend_cli.cli.answers import Result, Streams, cut_note, layer_lines, summary_line
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import Asked, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import write_text
-from cacheblend_cli.types import AskOptions
 
 COMMANDS = {
     "/sources": "the chunks of the last answer, and how their KV came to be",
@@ -76,7 +75,7 @@ def chat(
     settings = resolved.settings
     with (
         options.store_in_use(settings) as store,
-        Answering(resolved, AskOptions(), output, store, local=local) as answering,
+        Answering(resolved, output, store, local=local) as answering,
     ):
         if named is None:
             answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
@@ -109,19 +108,19 @@ def chat(
 
 def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -> None:
     streams, asked_at = Streams(output), time.perf_counter()
-    told = _answered(line, talk, answering, streams, output)
+    result = _answered(line, talk, answering, streams, output)
     waited = (streams.first_at or time.perf_counter()) - asked_at
     streams.end_reasoning()
     output.text("")
-    for note in told.new_notes:
+    for note in result.new_notes:
         output.warn(note)
-    if cut := cut_note(told.answer):
+    if cut := cut_note(result.answer):
         output.note(cut)
-    output.note(summary_line(told.answer, f"{waited:.1f} s after the question") + told.by)
-    talk.said(line, told.answer.text, told.answer)
+    output.note(summary_line(result.answer, f"{waited:.1f} s after the question") + result.by)
+    talk.said(line, result.answer.text, result.answer)
 
 
-def _answered(question: str, talk: Conversation, answering: Answering, streams: Streams, output: Output) -> Told:
+def _answered(question: str, talk: Conversation, answering: Answering, streams: Streams, output: Output) -> Result:
     """What was said first is forgotten where all of it is too long."""
     named = talk.named
     while True:

@@ -21,7 +21,7 @@ from cacheblend_cli.settings import Settings, grouped, resolve
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import Engine
+    from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation.evaluate import Results
     from cacheblend_cli.evaluation.samples import Sample
 
@@ -92,9 +92,9 @@ def evaluate(
     """
     output = Output(quiet=quiet)
     path = _record_path(out, resume)
+    from cacheblend_cli.blend.policy import check_names
     from cacheblend_cli.blend.selectors import make_selector
     from cacheblend_cli.collect.settings import CollectSettings
-    from cacheblend_cli.engine.config import BlendConfig
     from cacheblend_cli.engine.controller import AutoPrefill
     from cacheblend_cli.evaluation.evaluate import NOISE_FLOOR, EvaluateOptions
     from cacheblend_cli.evaluation.evaluate import evaluate as run
@@ -104,10 +104,12 @@ def evaluate(
     from cacheblend_cli.evaluation.scores import check_rouge
     from cacheblend_cli.evaluation.settings import grid
     from cacheblend_cli.evaluation.summary import summarise
+    from cacheblend_cli.types import BlendParams
 
     check_rouge()
     if plot is not None:
         check_plot(plot)
+    check_names(BlendParams.of(settings))
     for name in selector or ():
         make_selector(name)
     collecting = CollectSettings(window=settings.window, neighbours=settings.neighbours)
@@ -116,7 +118,7 @@ def evaluate(
     ratios = [resolve({"ratio": r}).settings.ratio for r in ratio or ()] or [settings.ratio]
     auto = AutoPrefill()
     asked = grid(
-        replace(BlendConfig.of(settings), ratio=settings.ratio_floor, checks=(), max_risk=None),
+        replace(BlendParams.of(settings), ratio=settings.ratio_floor, checks=(), max_risk=None),
         modes=mode or ("blend", "full", "reuse"),
         selectors=selector or (settings.selector,),
         ratios=ratios,
@@ -208,12 +210,12 @@ def _found(
     samples: list[Sample], engine: Engine, settings: Settings, named: str | None, max_tokens: int, output: Output
 ) -> list[Sample]:
     """Samples with the contexts that a search of the store finds: of --store, else of the default store."""
-    from cacheblend_cli.corpus.search import Lookup
     from cacheblend_cli.evaluation.found_contexts import with_found_contexts
+    from cacheblend_cli.types import SearchParams
 
     with options.open_store(replace(settings, store=named or settings.store), write=False) as source:
-        lookup = Lookup.of(settings, options.scope_of(source, None, False, output), output.note)
-        return with_found_contexts(engine, source, samples, lookup, max_tokens)
+        search = SearchParams.of(settings, options.scope_of(source, None, False, output))
+        return with_found_contexts(engine, source, samples, search, max_tokens)
 
 
 @contextmanager

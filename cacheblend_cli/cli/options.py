@@ -20,9 +20,9 @@ from cacheblend_cli.settings import Resolved, Settings, grouped, of_settings, re
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import Engine
     from cacheblend_cli.cli.output import Output
     from cacheblend_cli.corpus.scopes import Scope
+    from cacheblend_cli.engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -174,7 +174,7 @@ def import_engine() -> None:
         return
     gc.disable()
     try:
-        import cacheblend_cli.api  # noqa: F401
+        import cacheblend_cli.engine.engine  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()
@@ -183,14 +183,15 @@ def import_engine() -> None:
 def load_engine(settings: Settings, output: Output) -> Engine:
     """Load the engine that the settings describe. Raises NotFoundError, UsageError, DeviceError."""
     import_engine()
-    from cacheblend_cli.api import Engine, EngineConfig
+    from cacheblend_cli.engine.config import EngineConfig
+    from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.prompt.wording import read_prompt
 
     prompt = read_prompt(settings.prompt) if settings.prompt else ""
     config = of_settings(
         EngineConfig, settings, model=settings.model or None, lora=settings.lora or None, prompt=prompt
     )
-    return Engine.load(config, output.note if output.err_tty else None, output.note)
+    return Engine.load(config, progress=output.note if output.err_tty else None, notice=output.note)
 
 
 def open_store(

@@ -11,8 +11,7 @@ from cacheblend_cli.cli.answers import by_rank
 from cacheblend_cli.cli.output import visible
 
 if TYPE_CHECKING:
-    from cacheblend_cli.api import Answer
-    from cacheblend_cli.types import ChunkUse, TokenUse
+    from cacheblend_cli.types import Answer, ChunkUse, TokenUse
 
 KINDS = {
     "exact": "from the store, exact",

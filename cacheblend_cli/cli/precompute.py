@@ -23,8 +23,8 @@ from cacheblend_cli.settings import Resolved, grouped
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import Difference, PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.collect.room import Room
     from cacheblend_cli.settings import Settings
 
@@ -87,7 +87,8 @@ def precompute(
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
     options.import_engine()
-    from cacheblend_cli.api import Paths, PrecomputeOptions
+    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.prompt.dates import parse_day
 
     # without PATH only flags replace what is remembered, since a configuration file is about documents to come

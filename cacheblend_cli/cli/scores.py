@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cacheblend_cli.cli.output import Output
 
 if TYPE_CHECKING:
-    from cacheblend_cli.engine.controller import AutoReport
+    from cacheblend_cli.blend.cost import AutoReport
     from cacheblend_cli.evaluation.bootstrap import Interval
     from cacheblend_cli.evaluation.summary import Summary
 

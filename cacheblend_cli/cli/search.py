@@ -8,10 +8,11 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
-from cacheblend_cli.cli.warm import look_warm
+from cacheblend_cli.cli.warm import search_warm
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 from cacheblend_cli.text_files import check_text
+from cacheblend_cli.types import SearchParams
 
 
 @options.with_settings(*grouped("search", but=["order"]), "store", top_k="How many chunks.")
@@ -38,8 +39,9 @@ def search(
     check_text(query, "the query")
     with options.open_store(settings, write=False) as kv_store:
         scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
-        warm = None if local else look_warm(settings, query, scope, output.note)
-        found, by = warm or (look(kv_store, settings, query, scope, output.note), "")
+        params = SearchParams.of(settings, scope)
+        warm = None if local else search_warm(settings, query, params, output.note)
+        found, by = warm or (look(kv_store, query, params, output.note), "")
     hits, how = found
     if json:
         for hit in hits:

@@ -113,15 +113,16 @@ def serve(
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
     from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
-    from cacheblend_cli.engine.sampling import as_the_model, sampling_of
+    from cacheblend_cli.engine.sampling import as_the_model
     from cacheblend_cli.server.app import make_app
     from cacheblend_cli.server.auth import LOOPBACK
     from cacheblend_cli.server.place import make_folder, socket_of
     from cacheblend_cli.server.run import Serving, bind_tcp, bind_unix, remover
     from cacheblend_cli.server.state import ServerState
     from cacheblend_cli.server.warm import WarmSocket
+    from cacheblend_cli.types import model_sampled, sampling_of
 
-    sampling = sampling_of(resolved)
+    sampling = sampling_of(settings)
     with options.open_store(settings, write=True) as store, ExitStack() as held:
         warm = socket_of(settings)
         make_folder(warm.parent)
@@ -140,10 +141,9 @@ def serve(
 
             if (llama := llama_engine(engine.runtime)) is not None:
                 output.note(f"llama.cpp ({llama.library.name}) decodes with {llama.file.name}")
-        sampling = as_the_model(sampling, resolved, engine.model)
-        service = AsyncEngine(
-            engine.runtime, store, Limits(max_waiting=max_waiting, refine=refine, reuse_repaired=reuse_repaired)
-        )
+        sampling = as_the_model(sampling, model_sampled(resolved), engine.model)
+        limits = Limits(max_waiting=max_waiting, refine=refine, reuse_repaired=reuse_repaired)
+        service = AsyncEngine(engine.runtime, limits)
         try:
             names = LOOPBACK if keyring.is_open and unix_socket is None else None
             serving_host = ServerState(

@@ -16,7 +16,7 @@ from cacheblend_cli.settings import Settings, grouped
 if TYPE_CHECKING:
     from cacheblend_store import Amount, ChunkStore, SalvageReport, VerifyReport
 
-    from cacheblend_cli.api import RecheckReport
+    from cacheblend_cli.collect.recheck import RecheckReport
 
 _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 

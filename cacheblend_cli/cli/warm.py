@@ -1,4 +1,4 @@
-"""An engine that runs already, asked over its socket: the same answers, the same output, no model loaded. Imports no torch."""
+"""Questions for a running engine: the same answers, the same output, no model loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,136 +6,100 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cacheblend_cli.cli.answers import End, Streams, Told
-from cacheblend_cli.client import Connection, EngineLost, lost, named
+from cacheblend_cli.cli.answers import End, Result, Streams
+from cacheblend_cli.client import Client, EngineLost, Notes, Piece, Reply, lost
 from cacheblend_cli.engine.clock import since_process_start
-from cacheblend_cli.errors import CacheBlendError
-from cacheblend_cli.server.place import PROTOCOL, socket_of, sockets_of
-from cacheblend_cli.settings import Resolved, Settings
-from cacheblend_cli.types import AskRequest
+from cacheblend_cli.server.place import sockets_of
+from cacheblend_cli.settings import Settings
+from cacheblend_cli.types import AskOptions, AskPlan, AskRequest, ChunkUse, SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
-    from cacheblend_cli.api import AskPlan
-    from cacheblend_cli.corpus.scopes import Scope
     from cacheblend_cli.corpus.search import Found
 
 
 class WarmEngine:
-    """Each thing that it is asked is a connection of its own."""
+    """A running engine, and the store that its chunks are in."""
 
-    def __init__(self, path: Path, store: ChunkStore) -> None:
-        self._path, self._store = path, store
+    def __init__(self, client: Client, store: ChunkStore) -> None:
+        self._client, self._store = client, store
 
     @classmethod
     def of(cls, settings: Settings, store: ChunkStore) -> WarmEngine | None:
-        """None when no engine of this store, model and settings runs."""
-        connection = Connection.to(socket_of(settings))
-        if connection is None:
-            return None
-        connection.__exit__()
-        return cls(socket_of(settings), store)
+        """Return the engine with this store, model and settings, None if none runs."""
+        client = Client.of(settings)
+        return None if client is None else cls(client, store)
 
-    def begin(self, ask_request: AskRequest) -> End:
-        """Have it asked; the answer's pieces are streamed while its end is waited for. Raises what the engine tells, EngineLost."""
-        connection = self._connected()
-        events = connection.request("ask", ask_request.wire)
+    def begin(self, ask: AskRequest) -> End:
+        """Send the request. Its pieces are streamed while its end is waited for. Raises the engine's errors, EngineLost."""
+        events = self._client.events(ask)
+        return lambda streams: self._read(events, streams, ask.options)
 
-        def end(streams: Streams | None) -> Told:
-            with connection:
-                return self._read(events, streams)
+    def plan(self, ask: AskRequest) -> AskPlan:
+        plan, keys = self._client.plan(ask)
+        names = self._names(keys)
+        chunks = [{**chunk, "source": name or chunk["source"]} for chunk, name in zip(plan.chunks, names, strict=True)]
+        return replace(plan, chunks=chunks)
 
-        return end
-
-    def plan(self, ask_request: AskRequest) -> AskPlan:
-        with self._connected() as connection:
-            [event] = connection.request("plan", ask_request.wire)
-        plan: Any = SimpleNamespace(**event["plan"])
-        self._cite(plan.chunks, event["keys"])
-        return plan  # type: ignore[no-any-return]
-
-    def _connected(self) -> Connection:
-        connection = Connection.to(self._path)
-        if connection is None:
-            raise lost()
-        return connection
-
-    def _read(self, events: Iterator[dict[str, Any]], streams: Streams | None) -> Told:
+    def _read(self, events: Iterator[Notes | Piece | Reply], streams: Streams | None, options: AskOptions) -> Result:
         first_at: float | None = None
-        noted: list[str] = []
+        shown: list[str] = []
         for event in events:
-            if event["event"] == "done":
-                return replace(self._told(event, first_at), noted=noted)
-            if event["event"] == "notes":
+            if isinstance(event, Reply):
+                return self._result(event, first_at, options, shown)
+            if isinstance(event, Notes):
                 if streams is not None:
-                    noted = event["notes"]
-                    streams.notes(noted)
+                    shown = event.notes
+                    streams.notes(shown)
                 continue
             first_at = first_at or time.perf_counter()
             if streams is not None:
-                (streams.text if event["event"] == "text" else streams.reasoning)(event["text"])
+                (streams.reasoning if event.reasoning else streams.text)(event.text)
         raise lost()
 
-    def _told(self, event: dict[str, Any], first_at: float | None) -> Told:
-        """The answer has the attributes that are shown, and its documents are called what a person standing here calls them."""
-        record = event["record"]
+    def _result(self, reply: Reply, first_at: float | None, options: AskOptions, shown: Sequence[str]) -> Result:
+        """Documents are named as seen from here; times count from the start of this process."""
+        answer = reply.answer
         process_s = since_process_start(first_at or time.perf_counter())
-        for timing in (record["timing"], event["answer"]["timing"]):
-            timing |= {"process_s": round(process_s, 6), "model_load_s": 0.0}
-        for chunks in (record["chunks"], event["answer"]["chunks"]):
-            self._cite(chunks, event["keys"])
-        tokens = [[named(token) for token in chunk] for chunk in event["tokens"]]
-        by = f", by the engine of process {event['pid']}"
-        return Told(named(event["answer"]), record, event["differences"], tokens, by)
+        names = self._names(reply.keys)
+        chunks = [_named(chunk, name) for chunk, name in zip(answer.chunks, names, strict=True)]
+        timing = replace(answer.timing, process_s=process_s, model_load_s=0.0)
+        answer = replace(answer, timing=timing, chunks=chunks)
+        by = f", by the engine of process {reply.pid}"
+        return Result(answer, options, reply.explained, reply.tokens, by, shown)
 
-    def _cite(self, chunks: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
-        """Give each chunk the name that its document has from here. keys: what was asked for."""
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        """Return what each chunk's document is called from here, "" if its record is missing or damaged."""
         from cacheblend_store import BadBlob
 
         from cacheblend_cli.corpus.citations import Citations
 
-        citations = Citations(self._store)
-        for chunk, key in zip(chunks, keys, strict=True):
-            try:
-                manifest = self._store.get_chunk(bytes.fromhex(key))
-            except BadBlob:
-                continue
-            if manifest is not None:
-                chunk["source"] = citations.of(manifest).source
+        citations, names = Citations(self._store), list[str]()
+        for key in keys:
+            manifest = None
+            with suppress(BadBlob):
+                manifest = self._store.get_chunk(key)
+            names.append("" if manifest is None else citations.of(manifest).source)
+        return names
 
 
-def look_warm(settings: Settings, query: str, scope: Scope, say: Callable[[str], None]) -> tuple[Found, str] | None:
-    """What an engine over this store finds, of whatever model, and which it is; None when none runs."""
-    request = AskRequest(query, None, Resolved(settings, {}), scope).wire
+def _named(chunk: ChunkUse, name: str) -> ChunkUse:
+    return replace(chunk, source=name or chunk.source)
+
+
+def search_warm(
+    settings: Settings, query: str, params: SearchParams, say: Callable[[str], None]
+) -> tuple[Found, str] | None:
+    """Return what an engine over this store finds, of whatever model, and a note of which it is; None if none runs."""
     for path in sockets_of(settings):
-        if _speaks_so(path) and (connection := Connection.to(path)) is not None:
-            with connection, suppress(EngineLost):
-                [event] = connection.request("search", request)
-                return _found(event, say), f"by the engine of process {event['pid']}"
+        client = Client(path)
+        if client.speaks_this_version:
+            with suppress(EngineLost):
+                found, notes, pid = client.search(query, params)
+                for note in notes:
+                    say(note)
+                return found, f"by the engine of process {pid}"
     return None
-
-
-def _speaks_so(path: Path) -> bool:
-    """Whether an engine listens there that is of this version."""
-    connection = Connection.to(path)
-    if connection is None:
-        return False
-    with connection:
-        try:
-            [status] = connection.request("status")
-        except CacheBlendError:
-            return False
-    return bool(status.get("protocol") == PROTOCOL)
-
-
-def _found(event: dict[str, Any], say: Callable[[str], None]) -> Found:
-    from cacheblend_cli.corpus.search import Found, Hit
-
-    for text in event["said"]:
-        say(text)
-    return Found([Hit(**{**hit, "key": bytes.fromhex(hit["key"])}) for hit in event["hits"]], event["by"])

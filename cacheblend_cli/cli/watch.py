@@ -14,7 +14,8 @@ from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cacheblend_cli.api import Engine, PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.collect.precompute import PrecomputeEvent, PrecomputeReport
+    from cacheblend_cli.engine.engine import Engine
 
 _IGNORE_FILES = (".gitignore", ".ignore")
 _RETRY_MS = 2000
@@ -95,7 +96,8 @@ def _updater(
     engine: Engine, settings: Settings, paths: Sequence[str], output: Output
 ) -> Callable[[], PrecomputeReport]:
     """Precompute the paths with their remembered settings; conversions of unchanged files are kept between runs."""
-    from cacheblend_cli.api import Paths, PrecomputeOptions
+    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.precompute import PrecomputeOptions
     from cacheblend_cli.corpus.conversions import Conversions
 
     kept = Paths(paths, conversions=Conversions())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ from cacheblend_cli.corpus.search_index import open_index
 from cacheblend_cli.corpus.vectors import telling_sentence
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
-from cacheblend_cli.settings import Settings, of_settings
+from cacheblend_cli.types import SearchParams
 
 if TYPE_CHECKING:
     from cacheblend_cli.corpus.embedding import Embedder
@@ -65,27 +65,28 @@ class Lookup:
     before: str = ""
 
     @classmethod
-    def of(cls, settings: Settings, scope: Scope = EVERYTHING, say: Callable[[str], None] | None = None) -> Lookup:
-        """Return the settings' search. say: callback for one message if a search by meaning has no weights.
+    def of(cls, params: SearchParams, say: Callable[[str], None] | None = None) -> Lookup:
+        """Find the embedding weights. say: callback for one message if there are none to search by meaning with.
 
         Raises UsageError, or NotFoundError if the named weights do not exist.
         """
-        by = settings.search
-        if settings.order not in ORDERS:
-            raise UsageError(f"unknown order {settings.order!r}", f"known: {', '.join(ORDERS)}")
-        if by not in ("auto", *BY):
-            raise UsageError(f"unknown search {by!r}", f"known: auto, {', '.join(BY)}")
+        check_context(params.context)
+        if params.order not in ORDERS:
+            raise UsageError(f"unknown order {params.order!r}", f"known: {', '.join(ORDERS)}")
+        if params.by not in ("auto", *BY):
+            raise UsageError(f"unknown search {params.by!r}", f"known: auto, {', '.join(BY)}")
         embedder = None
-        if by != "words":
+        if params.by != "words":
             from cacheblend_cli.corpus.embedding import find_embedder
 
-            embedder = find_embedder(settings.embeddings)
-            if embedder is None and by != "auto" and say:
+            embedder = find_embedder(params.embeddings)
+            if embedder is None and params.by != "auto" and say:
                 say(
                     f"there are no embedding weights to search by meaning with: words are searched ({install_hint('meaning')})"
                 )
-        by = "words" if embedder is None else "both" if by == "auto" else by
-        return of_settings(cls, settings, k=settings.top_k, scope=scope, by=by, embedder=embedder)
+        by = "words" if embedder is None else "both" if params.by == "auto" else params.by
+        own = {f.name: getattr(params, f.name) for f in fields(cls) if hasattr(params, f.name)}
+        return cls(**own | {"by": by}, embedder=embedder)
 
 
 @dataclass(frozen=True)
@@ -237,16 +238,9 @@ class Found(NamedTuple):
         return is_weak(self.hits, self.by)
 
 
-def look(
-    store: ChunkStore,
-    settings: Settings,
-    query: str,
-    scope: Scope,
-    say: Callable[[str], None] | None = None,
-) -> Found:
-    """Search the scope with the settings. Raises NotFoundError if nothing is found."""
-    check_context(settings.context)
-    lookup = Lookup.of(settings, scope, say)
+def look(store: ChunkStore, query: str, params: SearchParams, say: Callable[[str], None] | None = None) -> Found:
+    """Search the scope. Raises NotFoundError if nothing is found."""
+    lookup = Lookup.of(params, say)
     hits = search(store, query, lookup)
     if not hits:
         raise found_elsewhere(store, query, lookup) or NotFoundError(

@@ -1,4 +1,4 @@
-"""An engine that many ask at once."""
+"""AsyncEngine: an engine core in a thread of its own, for many requests at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cacheblend_store import ChunkStore
-
 from cacheblend_cli.engine.core import EngineCore
-from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent
+from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.output_processor import as_public_error
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence import RequestState, Status
 from cacheblend_cli.errors import QueueFull, UsageError
@@ -30,48 +29,48 @@ STUCK_S = 60.0
 
 
 class AsyncEngine:
-    """One thread of its own runs the engine; every method may be called from any thread. Jobs are answered side by side.
+    """One thread of its own runs the engine; every method may be called from any thread. Requests are answered side by side.
 
-    Events of a job are given to its on_event in the engine's thread, in order, exactly one Done or Failed last: on_event
-    hands them on, and does not wait for anybody. Where it raises, the job is cancelled.
+    Events of a request are passed to its on_event in the engine's thread, in order, exactly one Done or Failed last: on_event
+    hands them on, and does not wait for anybody. If it raises, the request is cancelled.
     """
 
-    def __init__(self, runtime: Runtime, store: ChunkStore | None, limits: Limits | None = None) -> None:
+    def __init__(self, runtime: Runtime, limits: Limits | None = None) -> None:
         self._runtime, self._limits = runtime, limits or Limits()
-        self._core = EngineCore(runtime, store, self._limits, self._emit)
+        self._core = EngineCore(runtime, self._limits, self._emit)
         self._changed = threading.Condition()
         self._arrived = deque[RequestState]()
         self._work = deque[tuple[Callable[[Runtime], Any], Future[Any]]]()
         self._live: set[RequestState] = set()
         self._numbers = itertools.count()
         self._closing = False
-        self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last jobs
+        self._seconds = deque[float]([1.0], maxlen=16)  # between the ends of the last requests
         self._last_end = time.monotonic()
         self._stats = self._snapshot()
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="cacheblend-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, on_event: OnEvent) -> RequestState:
-        """Queue the job. Raises QueueFull when too many wait or the service closes. What makes a job impossible, as a prompt that
-        is too long, it is told as soon as the engine looks at it."""
+    def submit(self, request: Request, on_event: OnEvent) -> RequestState:
+        """Queue the request. Raises QueueFull when too many wait or the service closes. If it is impossible, as a prompt that is too
+        long, its only event is Failed."""
         with self._changed:
             self.check_room()
-            state = RequestState(job, on_event, next(self._numbers))
+            state = RequestState(request, on_event, next(self._numbers))
             self._live.add(state)
             self._arrived.append(state)
             self._changed.notify_all()
         return state
 
     def check_room(self, coming: int = 0) -> None:
-        """Raise QueueFull where the queue has no room for one more job after `coming` others, or the service closes."""
+        """Raise QueueFull where the queue has no room for one more request after `coming` others, or the service closes."""
         with self._changed:
             waiting = self._num_waiting + coming
             if self._closing or waiting >= self._limits.max_waiting:
                 raise QueueFull(waiting, sum(self._seconds) / len(self._seconds) * (waiting + 1))
 
-    def ask(self, job: Job) -> Future[Answer]:
-        """Queue the job as `submit` does. Returns its first answer; cancelling the future cancels the job."""
+    def ask(self, request: Request) -> Future[Answer]:
+        """Queue the request as `submit` does. Returns its first answer; cancelling the future cancels the request."""
         answered: Future[Answer] = Future()
 
         def on_event(event: Event) -> None:
@@ -84,16 +83,16 @@ class AsyncEngine:
             else:
                 answered.set_exception(UsageError("the engine was closed before the answer", "keep it open"))
 
-        state = self.submit(job, on_event)
+        state = self.submit(request, on_event)
         answered.add_done_callback(lambda future: self.cancel(state) if future.cancelled() else None)
         return answered
 
     def cancel(self, state: RequestState) -> None:
-        """End the job in the next step: it tells Done, with what was said. Of a finished one nothing happens."""
+        """End the request in the next step, with what was generated so far. No effect on a finished one."""
         state.cancelled = True
 
     def cancel_all(self) -> None:
-        """As `cancel`, of every job that is there."""
+        """Cancel all requests."""
         with self._changed:
             for state in self._live:
                 state.cancelled = True
@@ -126,7 +125,7 @@ class AsyncEngine:
         return self.busy_s > STUCK_S
 
     def close(self, grace_s: float = 0.0, give_up_s: float = STUCK_S) -> bool:
-        """Take no more jobs. Running jobs may finish within grace_s and are cancelled then. Returns whether the thread has
+        """Take no more requests. Running ones may finish within grace_s and are cancelled then. Returns whether the thread has
         ended; a step that does not end within another give_up_s is left to the end of the process."""
         with self._changed:
             self._closing = True
@@ -164,7 +163,7 @@ class AsyncEngine:
             return not self._closing or bool(core.busy or self._arrived or self._work)
 
     def _take_in(self) -> None:
-        """Queue the jobs that arrived since the last step, and do one piece of work."""
+        """Queue the requests that arrived since the last step, and do one piece of work."""
         with self._changed:
             arrived = list(self._arrived)
             self._arrived.clear()
@@ -187,7 +186,7 @@ class AsyncEngine:
         try:
             state.on_event(event)
         except Exception:
-            logger.exception("a job's listener failed")
+            logger.exception("a request's listener failed")
             state.cancelled = True
 
     def _snapshot(self) -> EngineStats:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.corpus.citations import Citations
+from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.clock import since_process_start
-from cacheblend_cli.engine.controller import AutoReport
 from cacheblend_cli.engine.prefill import Prefilled
-from cacheblend_cli.engine.request import chunk_of
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.types import Answer, ChunkUse, Timing

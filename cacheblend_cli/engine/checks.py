@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
-from cacheblend_cli.engine.jobs import Job
 from cacheblend_cli.engine.prefill import Prefilled
-from cacheblend_cli.engine.request import Question, Request
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
-from cacheblend_cli.types import Confirmation, SamplingParams, Verification
+from cacheblend_cli.types import AskOptions, Confirmation, SamplingParams, Verification
 
 Outputs = tuple[int, Callable[[Tensor], None]]
 
@@ -39,9 +38,8 @@ class InternalRequest(RequestState, ABC):
     """A full prefill of a parent's prompt, and what follows it."""
 
     def __init__(self, runtime: Runtime, parent: RequestState | None, request: Request, max_new_tokens: int) -> None:
-        job = Job(Question("", ())) if parent is None else parent.job
-        super().__init__(job, lambda event: None, 0 if parent is None else parent.number, parent, parent is None)
-        self.runtime, self.request, self.max_new_tokens, self.begun = runtime, request, max_new_tokens, True
+        super().__init__(request, lambda event: None, 0 if parent is None else parent.number, parent, parent is None)
+        self.runtime, self.max_new_tokens, self.begun = runtime, max_new_tokens, True
         self.sequences = [Sequence(self, 0)]
         self.since = time.perf_counter()
 
@@ -61,7 +59,7 @@ class Refine(InternalRequest):
     """The exact KV of a blended prompt, computed while no other request runs, and left in the prefix cache."""
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
-        super().__init__(runtime, None, request, 0)
+        super().__init__(runtime, None, replace(request, options=AskOptions()), 0)
 
     def prefilled(self, sequence: Sequence, done: Prefilled) -> None:
         sequence.finish()

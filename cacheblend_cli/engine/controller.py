@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from cacheblend_cli.blend.cost import Decision, Speeds, Workload, decide, estimate, estimate_full, learn
-from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
+from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
@@ -17,47 +16,6 @@ from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import finish
 
 _LOAD_AGAIN = 16  # full prefills in a row
-
-
-@dataclass(frozen=True)
-class AutoReport:
-    """What was predicted of one prompt and what came of it. before_s: from the known question to the decision.
-
-    In the JSON all times are seconds: predicted_ttft_s and ttft_s, those of a full prefill, what a layer's recompute and
-    load take (the two that are weighed), what all of computing and loading take, and the speeds behind it.
-    """
-
-    decision: Decision
-    speeds: Speeds
-    work: Workload
-    before_s: float
-    predicted_ttft_s: float
-    predicted_full_ttft_s: float
-    ttft_s: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        d, speeds = self.decision, self.speeds
-        seconds = {
-            "predicted_ttft_s": self.predicted_ttft_s,
-            "ttft_s": self.ttft_s,
-            "predicted_full_ttft_s": self.predicted_full_ttft_s,
-            "layer_recompute_s": d.layer_compute_s,
-            "layer_load_s": d.layer_load_s,
-            "compute_s": d.chosen.compute_s,
-            "load_s": d.chosen.load_s,
-            "stall_s": d.chosen.stall_s,
-        }
-        return {
-            "mode": d.mode,
-            "ratio": round(d.ratio, 4),
-            "floor": d.floor,
-            **{name: None if value is None else round(value, 6) for name, value in seconds.items()},
-            "load_bytes_per_s": None if math.isinf(speeds.bytes_per_s) else round(speeds.bytes_per_s),
-            "layer_s": speeds.layer_s,
-            "row_s": speeds.row_s,
-            "pair_s": speeds.pair_s,
-            "prefills_learnt_from": speeds.prefills,
-        }
 
 
 class Controller:
@@ -159,7 +117,7 @@ def learn_from(runtime: Runtime, report: AutoReport, done: Prefilled) -> None:
 def workload(request: Request) -> Workload:
     """What the prompt asks of the machine, blended as request.blend says."""
     model = request.collection.model
-    plan, policy = request.plan, request.blend.policy(model.spec.num_layers, request.lossless)
+    plan, policy = request.plan, policy_of(request.blend, model.spec.num_layers, request.lossless)
     probe_layers, draft_tokens = _probe(policy, model.spec.num_layers)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
     fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]

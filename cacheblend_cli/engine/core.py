@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
-from cacheblend_store import ChunkStore
 from torch import Tensor
 
 from cacheblend_cli.engine.attention import AttentionShares, Watch
@@ -18,13 +17,13 @@ from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import deciding
 from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.gate import Gate
-from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Job, Limits, OnEvent, Started
+from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Limits, OnEvent, Started
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
 from cacheblend_cli.engine.pools import lasting_pool, pool_for
 from cacheblend_cli.engine.prefill import Prefilled, PrefillState
 from cacheblend_cli.engine.refine import Refiner
-from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, provenance_of
@@ -47,10 +46,8 @@ class EngineCore:
     """Runs requests, a step at a time, in the thread that calls it. emit: is given their events. memory: the pool of a single
     request, None for the lasting one."""
 
-    def __init__(
-        self, runtime: Runtime, store: ChunkStore | None, limits: Limits, emit: Emit, memory: DeviceMemory | None = None
-    ) -> None:
-        self._runtime, self._store, self._emit = runtime, store, emit
+    def __init__(self, runtime: Runtime, limits: Limits, emit: Emit, memory: DeviceMemory | None = None) -> None:
+        self._runtime, self._emit = runtime, emit
         watermark = 0.02 if memory is None else 0.0
         memory, decoder = memory or lasting_pool(runtime, limits), runtime.decoder
         self._runner = memory.runner
@@ -82,8 +79,8 @@ class EngineCore:
 
     def arrive(self, state: RequestState) -> None:
         """Queue a request, or fail it at once where it is impossible."""
-        admission = admitting(self._runtime, self._store, state)
-        if state.job.auto:  # in a step: this machine may have to be measured first
+        admission = admitting(self._runtime, state)
+        if state.request.options.auto:  # in a step: this machine may have to be measured first
             self._measuring.append((state, admission))
         else:
             self._admit(state, admission)
@@ -219,10 +216,10 @@ class EngineCore:
         self.counts.repaired += len(done.result.chosen)
         self.counts.hot += done.hot_tokens
         self.counts.stall_s += done.loader.stall_s
-        if state.job.connector is not None:
-            self._hand_over(first, state.job.connector)
+        if state.request.connector is not None:
+            self._hand_over(first, state.request.connector)
             return
-        if state.job.verify and state.blended is None:
+        if state.request.options.verify and state.blended is None:
             state.blended = Snapshot(swap_out(first.paged.fork()), done.logits.clone())
         begun = state.num_started
         state.num_started += self.scheduler.wave(state.num_answers - begun)
@@ -338,33 +335,32 @@ class EngineCore:
             paged.give_back(unseen)
 
 
-def admitting(runtime: Runtime, store: ChunkStore | None, state: RequestState) -> Pieces[None]:
-    """Resolve a submitted request, and check that it is possible. Raises UsageError, NotFoundError, StoreErrors."""
-    job = state.job
-    request = job.request or resolve(runtime, store, job.question)
+def admitting(runtime: Runtime, state: RequestState) -> Pieces[None]:
+    """Check that a submitted request is possible. Raises UsageError."""
+    request = state.request
     state.max_new_tokens = runtime.room(request.sampling)
     runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
-    if job.confirm:
+    if request.options.confirm:
         request = seeded(request)
-    if job.auto:
+    if request.options.auto:
         request, state.report = yield from deciding(runtime, request)
-    request.blend.policy(runtime.model.spec.num_layers, request.lossless)
     state.request, state.gate = request, Gate.of(request)
     state.sequences = [Sequence(state, 0)]
     if state.gate is not None and state.num_answers > 1:
         raise UsageError("the risk is of one answer", "ask for one answer, or without max_risk")
 
 
-def answer_one(runtime: Runtime, store: ChunkStore | None, job: Job, on_event: OnEvent) -> list[Answer]:
+def answer_one(runtime: Runtime, request: Request, on_event: OnEvent) -> list[Answer]:
     """Answer one request in the caller's thread, with a pool as large as it needs. Blending never changes stored KV.
 
     Raises what the request fails of, and what on_event raises.
     """
-    state, raised = RequestState(job, on_event, 0), list[BaseException]()
-    finish(admitting(runtime, store, state))
+    state, raised = RequestState(request, on_event, 0), list[BaseException]()
+    finish(admitting(runtime, state))
     size, room = runtime.config.block_size, state.max_new_tokens
-    copies = 1 if job.verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
-    each = -(-(room + (state.num_tokens if job.verify else size)) // size) + 1
+    verify = request.options.verify
+    copies = 1 if verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
+    each = -(-(room + (state.num_tokens if verify else size)) // size) + 1
     memory = pool_for(runtime, -(-(state.num_tokens + room) // size) + 1 + copies * each)
     memory.pool.check_fits(state.num_tokens + room)
     answers: list[Answer] = []
@@ -379,7 +375,7 @@ def answer_one(runtime: Runtime, store: ChunkStore | None, job: Job, on_event: O
         except BaseException as error:
             raised.append(error)
 
-    core = EngineCore(runtime, store, _ALONE, emit, memory)
+    core = EngineCore(runtime, _ALONE, emit, memory)
     try:
         core.add(state)
         while core.busy and not raised:

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cacheblend_cli.engine.request import Request, chunk_of
+from cacheblend_cli.engine.chunk_inputs import chunk_of
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.risk import RiskFile, RiskFit, signals_of
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import Risk

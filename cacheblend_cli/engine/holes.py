@@ -9,8 +9,8 @@ from cacheblend_store import ChunkStore, StoreError
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.prefill import Prefilled
-from cacheblend_cli.engine.request import chunk_of
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording

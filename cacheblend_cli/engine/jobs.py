@@ -1,4 +1,4 @@
-"""What a service is asked, and what it tells of it."""
+"""Events of a request, limits of an engine, and its statistics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from cacheblend_cli.engine.connectors.connector import Connector
-from cacheblend_cli.engine.request import Question, Request
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import Answer, TokenLogprob
 
@@ -15,39 +13,8 @@ Early = Literal["cancelled", "deadline"]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A question, and how it is answered among others. priority: lower is sooner; among equals, first come first served.
-    deadline_s: from submission; afterwards the job ends with finish_reason "deadline". request: the question as `resolve`
-    made it outside the engine's thread, None to have the engine do it. auto: the loading controller chooses the ratio, the
-    question's being its floor, or a full prefill. verify: compare with a full prefill. confirm: the answer is a full prefill's, after
-    the blended one was streamed. save_holes: store the KV of chunks that had to be computed, where the store is open for writing.
-    connector: takes the prompt's KV, and the answer ends before its first token."""
-
-    question: Question
-    priority: int = 0
-    deadline_s: float | None = None
-    request: Request | None = None
-    auto: bool = False
-    verify: bool = False
-    confirm: bool = False
-    save_holes: bool = True
-    connector: Connector | None = None
-
-    def __post_init__(self) -> None:
-        if self.deadline_s is not None and self.deadline_s <= 0:
-            raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
-        if self.confirm and max(self.question.sampling.n, self.question.sampling.best_of) > 1:
-            raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
-        if self.connector is not None and (self.verify or self.confirm or self.question.blend.max_risk is not None):
-            raise UsageError(
-                "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
-                "leave them out, or let this engine decode",
-            )
-
-
-@dataclass(frozen=True)
 class Started:
-    """The job has left the queue."""
+    """The request has left the queue."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +43,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a job. answers: n of them, in order; those of a job that was cancelled or whose deadline passed are what was
+    """The end of a request. answers: n of them, in order; those of a request that was cancelled or whose deadline passed are what was
     said until then, and none where it had not begun. ended: why it ended early, None where it did not."""
 
     answers: list[Answer]
@@ -85,7 +52,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The end of a job that could not be answered. error: a CacheBlendError or a StoreError: message, hint, exit_code."""
+    """The end of a request that could not be answered. error: a CacheBlendError or a StoreError: message, hint, exit_code."""
 
     error: Exception
 
@@ -103,7 +70,7 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """max_waiting: queued jobs before more are refused. max_sequences: answers decoded at once; one job gets at most half of
+    """max_waiting: queued requests before more are refused. max_sequences: answers decoded at once; one request gets at most half of
     them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool, None = what memory
     allows. hot: keep KV as a prefix cache. reuse_repaired: keep blended KV too, whose repaired tokens were chosen for another
     question over the same chunks. refine: compute the exact KV of blended prompts while the engine is idle."""
@@ -125,7 +92,7 @@ class Limits:
 
 @dataclass
 class EngineStats:
-    """Jobs and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
+    """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
     hot: found in the pool. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.

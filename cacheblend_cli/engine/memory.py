@@ -10,11 +10,11 @@ from traceback import clear_frames
 
 import torch
 
-from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
-from cacheblend_cli.engine.config import BlendConfig, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner, make_runner
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.loader import NothingToLoad
@@ -23,6 +23,7 @@ from cacheblend_cli.kv.zero_loader import ZeroLoader
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.mlp import GPU_MLP_ROWS
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.types import BlendParams
 
 WARM_UP = (16, 19, 5)  # tokens of two chunks, the second of them not aligned, and of the suffix
 PROFILE_ROWS = (GPU_MLP_ROWS, 256)  # from GPU_MLP_ROWS on, a prefill's peak grows evenly with its rows
@@ -104,10 +105,10 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
     sequence = pool.new_sequence(plan.num_tokens)
     try:
-        checked = BlendConfig(ratio=0.5, selector="hkvd" if decoder.spec.num_layers > 1 else "none")
-        for blend in (BlendConfig(), checked):
+        checked = BlendParams(ratio=0.5, selector="hkvd" if decoder.spec.num_layers > 1 else "none")
+        for blend in (BlendParams(), checked):
             prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, codec))
-            blended_prefill(prompt, blend.policy(decoder.spec.num_layers, layer0_exact=True))
+            blended_prefill(prompt, policy_of(blend, decoder.spec.num_layers, layer0_exact=True))
     finally:
         sequence.release()
     warm_up_attention(decoder, pool)

@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.sampling import model_sampling
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import BlendParams, SamplingParams
 
 FORMAT = 1  # of the check: one more where it measures otherwise
-DEFAULT = BlendConfig()
+DEFAULT = BlendParams()
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class BlendVerdict:
             return "use --mode full"
         return "blend is safe" if self.ratio <= DEFAULT.ratio else f"blend needs --ratio {self.ratio:g}"
 
-    def allows(self, blend: BlendConfig) -> bool:
+    def allows(self, blend: BlendParams) -> bool:
         """Whether this way to blend is one that was found close to a full prefill, or was not measured."""
         default = (blend.selector, blend.correction) == (DEFAULT.selector, DEFAULT.correction)
         if blend.mode != "blend" or not default or self.ratio == DEFAULT.ratio:  # of smaller ratios nothing is known
@@ -51,7 +50,7 @@ def known_verdict(model: LoadedModel) -> BlendVerdict | None:
     return None
 
 
-def model_notes(model: LoadedModel, blend: BlendConfig, sampling: SamplingParams, num_chunks: int) -> list[str]:
+def model_notes(model: LoadedModel, blend: BlendParams, sampling: SamplingParams, num_chunks: int) -> list[str]:
     """Notes for an answer over num_chunks stored chunks. One chunk is exact: nothing of it is blended."""
     notes = []
     verdict = known_verdict(model) if num_chunks > 1 else None

@@ -104,7 +104,7 @@ class OutputProcessor:
         draft = state.sequences[0].generation
         assert draft is not None
         assert state.done is not None
-        if state.job.confirm and state.confirmation is None:
+        if state.request.options.confirm and state.confirmation is None:
             if state.done.plan.cached_tokens or state.done.hot_tokens:
                 self._queue(Confirm(self._runtime, state, draft))
                 return
@@ -132,9 +132,9 @@ class OutputProcessor:
             self.fail(state, error)
             return
         self.remove(state)
-        if early is None and state.job.connector is not None:
+        if early is None and state.request.connector is not None:
             self._emit(state, HandedOver(answers[0]))
-        if early is None and state.job.save_holes and state.done is not None and has_holes(state.done):
+        if early is None and state.request.options.save and state.done is not None and has_holes(state.done):
             self._storing.append((state, answers, store_holes(state.done)))
         else:
             self._over(state, answers, early)

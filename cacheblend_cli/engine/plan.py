@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 from cacheblend_cli.engine.controller import deciding, kv_bytes
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.kv.forward import finish
+from cacheblend_cli.types import AskPlan
 
 
-@dataclass(frozen=True)
-class AskPlan:
-    """Tokens by kind, bytes of KV to load, what --ratio auto decides (see AutoReport), and messages for people."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    exact_tokens: int
-    fresh_tokens: int
-    kv_bytes: int
-    chunks: list[dict[str, Any]]
-    auto: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-def plan(runtime: Runtime, request: Request, *, auto: bool = False) -> AskPlan:
+def plan(runtime: Runtime, request: Request) -> AskPlan:
     """What running the request would do. Raises UsageError for what would be refused."""
-    return finish(planning(runtime, request, auto))
+    return finish(planning(runtime, request))
 
 
-def planning(runtime: Runtime, request: Request, auto: bool) -> Pieces[AskPlan]:
+def planning(runtime: Runtime, request: Request) -> Pieces[AskPlan]:
     """`plan`, with pauses while this machine is measured for --ratio auto; only that needs the model."""
-    request, report = (yield from deciding(runtime, request)) if auto else (request, None)
+    request, report = (yield from deciding(runtime, request)) if request.options.auto else (request, None)
     prompt = request.plan
     runtime.check_length(prompt.num_tokens, runtime.room(request.sampling))
-    request.blend.policy(runtime.model.spec.num_layers, request.lossless)
     uses = [
         {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
         for s in prompt.chunks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cacheblend_cli.blend.policy import row_tile_of
+from cacheblend_cli.blend.policy import policy_of, row_tile_of
 from cacheblend_cli.blend.prefill import PrefillResult, blended_layers
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.engine.memory import out_of_memory
@@ -126,7 +126,7 @@ class PrefillState:
         self.request, self.sequence, self._hit = request, sequence, hit
         self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hit[0]) if hit[0] else request.plan
         tile = row_tile_of(runtime.decoder.device)
-        self._policy = request.blend.policy(runtime.model.spec.num_layers, request.lossless, tile)
+        self._policy = policy_of(request.blend, runtime.model.spec.num_layers, request.lossless, tile)
         self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
         slice_rows = slice_rows or runtime.slice_rows
         self._slices = slices_of(self._plan, slice_rows)

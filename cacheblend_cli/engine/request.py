@@ -1,63 +1,44 @@
-"""What lives as long as a question: its chunks as this model sees them, how they are blended, what is to be said of it."""
+"""Request: a question whose chunks are resolved and whose prompt is laid out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import cached_property
 
-from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
+from cacheblend_store import ChunkStore
 from cacheblend_store.format.codecs import is_lossless
 
+from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import PlannedChunk
-from cacheblend_cli.corpus.citations import Citations
-from cacheblend_cli.corpus.places import shown
-from cacheblend_cli.engine.config import BlendConfig
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.texts import plan_texts, sent_document
+from cacheblend_cli.engine.chunk_inputs import collection_of, dated, inputs_of, suffix_of, to_compute, wording_of
+from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.model_notes import model_notes
-from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.errors import NotFoundError, UsageError
+from cacheblend_cli.engine.runtime import Runtime, Say
+from cacheblend_cli.engine.sampling import as_the_model
+from cacheblend_cli.engine.search import Retrieved, retrieve
+from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
-from cacheblend_cli.prompt.wording import Wording
-from cacheblend_cli.types import SamplingParams
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question over the stored chunks with these keys, in this order. notes: messages about them for people. history: earlier
-    messages, of user and model in turn. wording: of the prompt, None for the engine's. day: date that the template prints, None
-    for the one that the store keeps (see `Runtime.day`). given: chunks that came with the question and that the store may
-    lack; `keys` names them too. ranks: place of each searched chunk in the search's list, from 1."""
-
-    text: str
-    keys: Sequence[bytes]
-    blend: BlendConfig = field(default_factory=BlendConfig)
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    salt: str = ""
-    notes: tuple[str, ...] = ()
-    history: tuple[str, ...] = ()
-    wording: Wording | None = None
-    day: date | None = None
-    given: tuple[PlannedChunk, ...] = ()
-    ranks: Mapping[bytes, int] = field(default_factory=dict)
-
-    def dated(self, runtime: Runtime, store: ChunkStore | None) -> Question:
-        """The question with its date resolved, so that all of its preparation reads the same template."""
-        return self if self.day is not None else replace(self, day=runtime.day(store, self.salt))
+from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, BlendParams, SamplingParams
 
 
 @dataclass(frozen=True)
 class Request:
-    """A question over resolved chunks. It can be run under several settings (`replace(request, blend=...)`).
+    """An AskRequest with its chunks resolved. It can be run under several settings (`replace(request, blend=...)`).
 
-    store: where the chunks' KV is, None to compute everything. named, given, ranks: as in the question. prefix_cached:
-    the store has the prefix's KV. lossless: what is stored is what this run would compute. notes: messages for people,
-    shared by all that is made of this request. started: perf_counter when the question was known.
+    store: where the chunks' KV is, None to compute everything. named: keys of the chunks as they were asked for. given: chunks of
+    the request's documents, which the store may lack. ranks: rank of each searched chunk, from 1. prefix_cached: the store has the
+    prefix's KV. lossless: stored KV is what this run would compute. notes: messages for users, shared by all that is made of this
+    request. started: perf_counter when the question was known. connector: takes the prompt's KV, and the answer ends before its first
+    token.
     """
 
+    question: str
     collection: Collection
     store: ChunkStore | None
     suffix_ids: tuple[int, ...]
@@ -65,12 +46,14 @@ class Request:
     named: tuple[bytes, ...] = ()
     given: tuple[PlannedChunk, ...] = ()
     ranks: Mapping[bytes, int] = field(default_factory=dict)
-    blend: BlendConfig = field(default_factory=BlendConfig)
+    blend: BlendParams = field(default_factory=BlendParams)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: AskOptions = field(default_factory=AskOptions)
     prefix_cached: bool = True
     lossless: bool = True
     notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+    connector: Connector | None = None
 
     @cached_property
     def plan(self) -> PromptPlan:
@@ -93,7 +76,7 @@ class Request:
         return replace(
             self,
             prefix_cached=self.prefix_cached and key != self.collection.prefix_key,
-            chunks=tuple(_to_compute(c, self.collection) if c.key == key else c for c in self.chunks),
+            chunks=tuple(to_compute(c, self.collection) if c.key == key else c for c in self.chunks),
         )
 
     def extended(self, token_ids: Sequence[int]) -> Request:
@@ -102,24 +85,46 @@ class Request:
 
     def in_full(self) -> Request:
         """The same prompt, to be computed without the store, with notes of its own."""
-        return replace(self, store=None, blend=BlendConfig(mode="full"), notes=[])
+        return replace(self, store=None, blend=BlendParams(mode="full"), notes=[], connector=None)
+
+    def handed_to(self, connector: Connector) -> Request:
+        """Return the request with its answer left to another engine. Raises UsageError if it compares our own answer."""
+        if self.options.verify or self.options.confirm or self.blend.max_risk is not None:
+            raise UsageError(
+                "verify, confirm and max_risk compare our own answer, and another engine decodes this one",
+                "leave them out, or let this engine decode",
+            )
+        return replace(self, connector=connector)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How requests are prepared beside their own fields. say: callback for a message if there is no search by meaning. collect:
+    settings for cutting the request's documents. suffix_ids: token ids after the chunks, None for the template's."""
+
+    say: Say | None = None
+    collect: CollectSettings = field(default_factory=CollectSettings)
+    suffix_ids: tuple[int, ...] | None = None
 
 
 def resolve(
-    runtime: Runtime, store: ChunkStore | None, question: Question, suffix_ids: tuple[int, ...] | None = None
+    runtime: Runtime, store: ChunkStore | None, ask: AskRequest, preparation: Preparation = Preparation()
 ) -> Request:
-    """The request of a question. suffix_ids: what stands behind the chunks, None for the template around the text.
+    """Resolve a question: cut its documents, look its chunks up, search, and tokenise. Any thread; nothing is stored.
 
-    Raises NotFoundError for a chunk whose record is not there or damaged, UsageError for an empty question and for named
-    chunks without a store.
+    Raises NotFoundError for a chunk whose record is missing or damaged and for a search that finds nothing; UsageError for an empty
+    question, for settings that the model does not have, and for named chunks without a store; PromptTooLong, StoreErrors.
     """
-    started, notes = time.perf_counter(), list(question.notes)
-    question = question.dated(runtime, store)
-    collection = collection_of(runtime, store, question)
+    sampling = as_the_model(ask.sampling, ask.model_sampling, runtime.model)
+    ask = dated(runtime, store, replace(ask, sampling=sampling))
+    _check_size(runtime, ask)
+    given = _planned(runtime, ask, preparation.collect)
+    ask, found = _searched(runtime, store, ask, given, preparation.say)
+    started, notes = time.perf_counter(), found.notes
+    collection = collection_of(runtime, store, ask)
     if collection.day is not None:
         notes += age_note(collection.day)
-    all_logits = question.sampling.prompt_logprobs is not None
-    chunks = _inputs(collection, store, question, notes)
+    chunks = inputs_of(collection, store, ask.keys, given, notes)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
     converted = [c for c in chunks if c.cached and c.computed_in]
     if converted:
@@ -127,118 +132,60 @@ def resolve(
             f"the KV of {len(converted)} chunks was computed in {converted[0].computed_in} and is converted: precompute "
             f"again for that of {collection.codec}, or ask with --dtype {converted[0].computed_in}"
         )
-    notes += model_notes(runtime.model, question.blend, question.sampling, len(chunks))
+    notes += model_notes(runtime.model, ask.blend, sampling, len(chunks))
+    lossless = not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs)
+    policy_of(ask.blend, runtime.model.spec.num_layers, lossless)  # raises for what the model does not have
     return Request(
+        question=ask.question,
         collection=collection,
         store=store,
-        suffix_ids=suffix_of(runtime, question) if suffix_ids is None else suffix_ids,
+        suffix_ids=suffix_of(runtime, ask) if preparation.suffix_ids is None else preparation.suffix_ids,
         chunks=chunks,
-        named=tuple(question.keys),
-        given=question.given,
-        ranks=question.ranks,
-        blend=BlendConfig(mode="full") if all_logits else question.blend,
-        sampling=question.sampling,
+        named=tuple(ask.keys),
+        given=given,
+        ranks=found.ranks,
+        blend=ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full"),
+        sampling=sampling,
+        options=ask.options,
         prefix_cached=store is not None and store.has_kv(collection.prefix_key),
-        lossless=not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs),
+        lossless=lossless,
         notes=notes,
         started=started,
     )
 
 
-def suffix_of(runtime: Runtime, question: Question) -> tuple[int, ...]:
-    """Ids of what stands behind the question's chunks. Raises UsageError."""
-    return runtime.template_of(question.wording, question.day).suffix_ids(question.text, question.history)
+def _check_size(runtime: Runtime, ask: AskRequest) -> None:
+    """Raise PromptTooLong for texts that cannot fit, before anything is done with them."""
+    texts = [ask.question, ask.system or "", *ask.history, *(document.text for document in ask.documents)]
+    runtime.check_characters(sum(map(len, texts)), 0)
 
 
-def collection_of(runtime: Runtime, store: ChunkStore | None, question: Question) -> Collection:
-    """Collection to look the question's chunks up in. Without a codec that was asked for, the codec of the first chunk that
-    this model has KV for."""
-    question = question.dated(runtime, store)
-    if runtime.config.kv_dtype == "auto" and store is not None:
-        for key in question.keys:
-            if (manifest := chunk_of(store, key)) and manifest.model == runtime.model.fingerprint:
-                return runtime.collection(question.salt, manifest.codec, question.wording, question.day)
-    return runtime.collection(question.salt, None, question.wording, question.day)
+def _planned(runtime: Runtime, ask: AskRequest, settings: CollectSettings) -> tuple[PlannedChunk, ...]:
+    """Return the chunks of the request's documents."""
+    if not ask.documents:
+        return ()
+    collection = runtime.collection(ask.salt, wording=wording_of(runtime, ask), day=ask.day)
+    documents = [sent_document(document, ask.tenant) for document in ask.documents]
+    planned = plan_texts(collection, documents, settings)
+    return tuple({chunk.key: chunk for _, chunks in planned for chunk in chunks}.values())
 
 
-def chunk_of(store: ChunkStore, key: bytes) -> ChunkManifest | None:
-    """The chunk's record; None where there is none or it is damaged."""
-    try:
-        return store.get_chunk(key)
-    except BadBlob:
-        return None
-
-
-def _inputs(
-    collection: Collection, store: ChunkStore | None, question: Question, notes: list[str]
-) -> tuple[ChunkInput, ...]:
-    """The question's chunks as this model sees them, with their documents' names as shown to the user."""
-    given = {planned.key: planned for planned in question.given}
-    citations = None if store is None else Citations(store)
-    inputs = list[ChunkInput]()
-    for key in question.keys:
-        if key in given and (store is None or not store.has_chunk(key)):
-            inputs.append(_as_missing(collection, given[key]))
-        elif store is None or citations is None:
-            raise UsageError("chunks are named, and there is no store", "give --store")
-        else:
-            manifest = _manifest(store, key)
-            found = _as_input(collection, store, manifest, notes)
-            inputs.append(replace(found, source=citations.of(manifest).source))
-    return tuple(inputs)
-
-
-def _as_missing(collection: Collection, planned: PlannedChunk) -> ChunkInput:
-    """A chunk that the store does not have, to be computed."""
-    ids = planned.chunk.token_ids
-    return ChunkInput(collection.key(ids, planned.left), shown(planned.source), ids, planned.left, cached=False)
-
-
-def _manifest(store: ChunkStore, key: bytes) -> ChunkManifest:
-    try:
-        manifest = store.get_chunk(key)
-    except BadBlob as error:
-        raise NotFoundError(
-            f"the record of chunk {key.hex()[:12]} is damaged: {error.message}",
-            "run cacheblend precompute on its document again",
-        ) from error
-    if manifest is None:
-        raise NotFoundError(f"no chunk {key.hex()[:12]} in the store", "list the ids: cacheblend chunks ls")
-    return manifest
-
-
-def _as_input(collection: Collection, store: ChunkStore, manifest: ChunkManifest, notes: list[str]) -> ChunkInput:
-    """A stored chunk as this model sees it.
-
-    One in another codec is loaded in it, and one that the same model computed in another dtype too. One of another model
-    or salt gives its text: what this model has of that text in the collection's codec is taken; without any, or with a damaged
-    record alone, the chunk is computed. So is a chunk without KV.
-    """
-    model, stored = collection.model, replace(collection, codec=manifest.codec)
-    own = next((c for c in (stored, *stored.in_other_dtypes()) if c.id == manifest.collection), None)
-    if own is not None:
-        chunk = ChunkInput(
-            manifest.key,
-            manifest.source,
-            manifest.token_ids,
-            manifest.left_context_ids,
-            cached=manifest.has_kv,
-            same_regime=model.decoder.rope.regime(manifest.collected_len) == 0,
-            codec=manifest.codec,
-            computed_in=own.computed_in,
-        )
-        return chunk if chunk.cached else _to_compute(chunk, collection)
-    token_ids = tuple(model.tokenizer.encode_text(manifest.text))
-    lefts = dict.fromkeys((manifest.left_context_ids, ()))  # the same context first
-    found = [m for left in lefts if (m := chunk_of(store, collection.key(token_ids, left)))]
-    if found:
-        return _as_input(collection, store, max(found, key=lambda m: m.has_kv), notes)
-    notes.append(f"chunk {manifest.id[:12]} has no KV of this model in {collection.codec}: it is computed")
-    return ChunkInput(collection.key(token_ids), manifest.source, token_ids, cached=False)
-
-
-def _to_compute(chunk: ChunkInput, collection: Collection) -> ChunkInput:
-    """The chunk as a hole. What is computed now is never stored as what another dtype computed."""
-    if not chunk.computed_in:
-        return replace(chunk, cached=False)
-    return ChunkInput(collection.key(chunk.token_ids), chunk.source, chunk.token_ids, cached=False)
+def _searched(
+    runtime: Runtime, store: ChunkStore | None, ask: AskRequest, given: Sequence[PlannedChunk], say: Say | None
+) -> tuple[AskRequest, Retrieved]:
+    """Return the request with the keys of all its chunks, and what was found."""
+    own = [chunk.key for chunk in given]
+    keys = [*own, *(key for key in ask.keys if key not in own)]
+    found = Retrieved()
+    if ask.search is not None:
+        assert store is not None
+        try:
+            found = retrieve(runtime, store, replace(ask, keys=keys), given, say)
+        except NotFoundError as error:
+            if not ask.search.optional:
+                raise NothingFound(error.message, error.hint) from error
+            ask, found = (
+                replace(ask, prompt=PLAIN),
+                Retrieved(notes=["nothing stored matches: the answer is the model's own"]),
+            )
+    return replace(ask, keys=[*keys, *(key for key in found.keys if key not in keys)]), found

@@ -18,9 +18,9 @@ from platformdirs import user_data_path
 from torch import Tensor
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.types import BlendParams
 
 FORMAT, SIGNALS = 1, 4
 RIDGE = 1.0
@@ -91,7 +91,7 @@ class RiskFile:
     path: Path
 
     @classmethod
-    def of(cls, collection: Collection, contexts: Sequence[str], blend: BlendConfig) -> RiskFile:
+    def of(cls, collection: Collection, contexts: Sequence[str], blend: BlendParams) -> RiskFile:
         """Of the collection's model and codec, what chunks were collected behind, and how they are blended: all of that but the
         seed and the limit."""
         policy = {name: value for name, value in asdict(blend).items() if name not in ("seed", "max_risk")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from cacheblend_cli.engine.grammar import Grammar
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.swap import to_host
 from cacheblend_cli.model.loading import LoadedModel
-from cacheblend_cli.settings import Resolved, of_settings
-from cacheblend_cli.types import SamplingParams, TokenLogprob
+from cacheblend_cli.types import MODEL_SAMPLED, SamplingParams, TokenLogprob
 
 LEAST_TEMPERATURE = 1e-5  # below it, logits in fp32 become infinite: it is as greedy
 
@@ -151,32 +150,16 @@ def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     return probs / probs.sum()
 
 
-_SETTINGS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "sample_top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
-"""Field -> the setting it is the default of."""
+def as_the_model(sampling: SamplingParams, fields: Collection[str], model: LoadedModel) -> SamplingParams:
+    """Return the sampling with these fields from the model's generation_config.json, where it has them.
 
-
-def sampling_of(resolved: Resolved, **others: Any) -> SamplingParams:
-    """How the settings sample, where they leave nothing to the model. Raises UsageError."""
-    return of_settings(SamplingParams, resolved.settings, top_k=resolved.settings.sample_top_k, **others)
-
-
-def as_the_model(sampling: SamplingParams, resolved: Resolved, model: LoadedModel) -> SamplingParams:
-    """With --model-sampling, what no flag, variable or file sets is as the model's generation_config.json has it.
-
-    Raises UsageError for a field that makes no sense.
+    Raises UsageError for a value that is not valid.
     """
-    if not resolved.settings.model_sampling:
+    if not fields:
         return sampling
     named = model_sampling(model)
-    unset = {field for field, setting in _SETTINGS.items() if resolved.origin[setting] == "default"}
     try:
-        return SamplingParams(**vars(sampling) | {field: named[field] for field in named.keys() & unset})
+        return SamplingParams(**vars(sampling) | {field: named[field] for field in named.keys() & set(fields)})
     except UsageError as error:
         raise UsageError(
             f"generation_config.json of {model.name} cannot be followed: {error.message}", "leave --model-sampling out"
@@ -188,7 +171,7 @@ def model_sampling(model: LoadedModel) -> dict[str, Any]:
     only its repetition penalty counts, and a temperature is 1 with it where none is named."""
     config = model.generation_config
     sampled = config.get("do_sample") is True
-    fields = _SETTINGS if sampled else ("repetition_penalty",)
+    fields = MODEL_SAMPLED if sampled else ("repetition_penalty",)
     found = {field: _number(model, config, field) for field in fields if config.get(field) is not None}
     return {"temperature": 1.0, **found} if sampled else found
 

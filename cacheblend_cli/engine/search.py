@@ -1,75 +1,94 @@
-"""A question's chunks, where it names none: searched, as many as fit the prompt, in reading order, exact where they can be."""
+"""Search for a question's chunks: as many as fit the prompt, in reading order, exact where possible."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cacheblend_store import ChunkStore
 
+from cacheblend_cli.collect.collector import PlannedChunk
 from cacheblend_cli.corpus.search import WEAK, Hit, Lookup, found_elsewhere, is_weak, search
-from cacheblend_cli.engine.request import Question, chunk_of, collection_of, suffix_of
-from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.chunk_inputs import chunk_of, collection_of, dated, suffix_of, wording_of
+from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.prompt.mismatch import nothing_found
+from cacheblend_cli.types import AskRequest, SearchParams
 
 
-def with_chunks(
-    runtime: Runtime, store: ChunkStore, question: Question, lookup: Lookup, before: Sequence[bytes] = ()
-) -> Question:
-    """Return the question with the best chunks for it, found with the last turn of its history. before: chunks that stand before
-    these in the prompt. A weak match is noted.
+@dataclass(frozen=True)
+class Retrieved:
+    """Chunks found for a question, in the prompt's order. ranks: rank of each in the search's list, from 1. notes: messages for
+    users."""
+
+    keys: Sequence[bytes] = ()
+    ranks: Mapping[bytes, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def retrieve(
+    runtime: Runtime,
+    store: ChunkStore,
+    ask: AskRequest,
+    given: Sequence[PlannedChunk] = (),
+    say: Say | None = None,
+) -> Retrieved:
+    """Search for the best chunks for a question, with the last turn of its history. The chunks that it names come before these in the
+    prompt. given: chunks of its documents. A weak match is noted.
 
     Raises NotFoundError, which says why, if nothing is found: nothing of this model, or nothing in the scope.
     """
-    question = question.dated(runtime, store)
-    about = question.wording, question.day
-    collections = [collection.id for collection in runtime.collections(question.salt, *about)]
-    query = lookup.query or question.text
+    ask = dated(
+        runtime, store, replace(ask, system=None, prompt=None, raw=False)
+    )  # stored with the engine's own wording
+    lookup = Lookup.of(ask.search or SearchParams(), say)
+    collections = [collection.id for collection in runtime.collections(ask.salt, day=ask.day)]
+    query = lookup.query or ask.question
     if not lookup.query:
-        lookup = replace(lookup, before=" ".join(question.history[-2:]))  # the last question and its answer
+        lookup = replace(lookup, before=" ".join(ask.history[-2:]))  # the last question and its answer
     hits = search(store, query, lookup, collections)
     if not hits:
-        own = runtime.collection(question.salt, None, *about)
+        own = runtime.collection(ask.salt, day=ask.day)
         raise found_elsewhere(store, query, lookup, collections) or nothing_found(store, own, collections)
-    if is_weak(hits, lookup.by):
-        question = replace(question, notes=(*question.notes, WEAK))
-    question = fitting(runtime, store, replace(question, keys=[hit.key for hit in hits]), before)
-    keys = in_order(store, hits, question.keys, lookup.order)
-    exact = exact_where_stored(runtime, store, replace(question, keys=keys))
+    notes = [WEAK] if is_weak(hits, lookup.by) else []
+    fit, note = _fitting(runtime, store, ask, [hit.key for hit in hits], given)
+    keys = in_order(store, hits, fit, lookup.order)
+    exact = exact_where_stored(runtime, store, replace(ask, keys=keys))
     rank_of = {hit.key: rank for rank, hit in enumerate(hits, 1)}
-    return replace(question, keys=exact, ranks={e: rank_of[key] for e, key in zip(exact, keys, strict=True)})
+    ranks = {e: rank_of[key] for e, key in zip(exact, keys, strict=True)}
+    return Retrieved(exact, ranks, [*notes, *note])
 
 
-def fitting(runtime: Runtime, store: ChunkStore, question: Question, before: Sequence[bytes] = ()) -> Question:
-    """The question with those of its chunks, in their order, that fit the model's context together with the answer and the
-    chunks `before` them, and a note of how many that leaves out. Where it has no others, the first one stays when none fits,
-    to be refused as a chunk that was named is."""
-    room = runtime.room(question.sampling)
-
-    given = {planned.key: len(planned.chunk.token_ids) for planned in question.given}
+def _fitting(
+    runtime: Runtime, store: ChunkStore, ask: AskRequest, found: Sequence[bytes], given: Sequence[PlannedChunk]
+) -> tuple[list[bytes], list[str]]:
+    """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks that the request
+    names, and a note of how many that leaves out. If nothing fits and it names none, the first one stays, to be refused as a named
+    chunk is."""
+    room = runtime.room(ask.sampling)
+    planned = {chunk.key: len(chunk.chunk.token_ids) for chunk in given}
 
     def size(key: bytes) -> int:
-        manifest = None if key in given else chunk_of(store, key)
-        return manifest.num_tokens if manifest else given.get(key, 0)
+        manifest = None if key in planned else chunk_of(store, key)
+        return manifest.num_tokens if manifest else planned.get(key, 0)
 
-    used = len(runtime.template_of(question.wording, question.day).prefix_ids) + len(suffix_of(runtime, question))
-    used += sum(map(size, before))
+    used = len(runtime.template_of(wording_of(runtime, ask), ask.day).prefix_ids) + len(suffix_of(runtime, ask))
+    used += sum(map(size, ask.keys))
     kept: list[bytes] = []
-    for key in question.keys:
+    for key in found:
         if runtime.fits(used + size(key), room):
             used += size(key)
             kept.append(key)
-    if not (kept or before):
-        kept = list(question.keys[:1])
-    left = len(question.keys) - len(kept)
+    if not (kept or ask.keys):
+        kept = list(found[:1])
+    left = len(found) - len(kept)
     if not left:
-        return question
+        return kept, []
     note = (
-        f"{left} of the {len(question.keys)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
+        f"{left} of the {len(found)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
         f"{runtime.model.name} is {runtime.context:,} tokens, {room:,} of them for the answer"
     )
-    return replace(question, keys=kept, notes=(*question.notes, note))
+    return kept, [note]
 
 
 def in_order(store: ChunkStore, hits: Sequence[Hit], keys: Collection[bytes], order: str) -> list[bytes]:
@@ -106,13 +125,13 @@ def exact_tokens(store: ChunkStore, keys: Sequence[bytes]) -> int:
     return len(left)
 
 
-def exact_where_stored(runtime: Runtime, store: ChunkStore, question: Question) -> list[bytes]:
-    """The question's chunks, each from the context that makes it exact at its place, where that is stored: behind just what
-    stands before it here, whichever context was asked for."""
-    collection = collection_of(runtime, store, question)
+def exact_where_stored(runtime: Runtime, store: ChunkStore, ask: AskRequest) -> list[bytes]:
+    """Return the request's chunks, each from the context that makes it exact at its place, if that is stored: collected behind the
+    chunks that precede it here, whichever context was asked for."""
+    collection = collection_of(runtime, store, ask)
     found, left = list[bytes](), tuple[int, ...]()
     right = True  # what comes after a chunk that needs repair is never exact
-    for key in question.keys:
+    for key in ask.keys:
         manifest = chunk_of(store, key)
         ids = manifest.token_ids if manifest else ()
         exact = collection.key(ids, left) if right else key

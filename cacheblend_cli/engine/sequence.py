@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
-from cacheblend_cli.engine.controller import AutoReport
 from cacheblend_cli.engine.gate import Gate
-from cacheblend_cli.engine.jobs import Early, Job, OnEvent
+from cacheblend_cli.engine.jobs import Early, OnEvent
 from cacheblend_cli.engine.prefill import Prefilled, PrefillState
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
@@ -144,7 +144,7 @@ class RequestState:
     provenance: of its KV. done: its prompt, prefilled. num_started: answers begun so far. blended: for --verify.
     """
 
-    job: Job
+    request: Request
     on_event: OnEvent
     number: int
     parent: RequestState | None = None
@@ -152,7 +152,6 @@ class RequestState:
     submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: bool = False
-    request: Request = field(init=False)
     report: AutoReport | None = None
     max_new_tokens: int = 0
     gate: Gate | None = None
@@ -172,7 +171,7 @@ class RequestState:
             return self.parent.ended
         if self.cancelled:
             return "cancelled"
-        limit_s = self.job.deadline_s
+        limit_s = self.request.options.deadline_s
         return "deadline" if limit_s is not None and time.monotonic() - self.submitted >= limit_s else None
 
     @property
@@ -182,7 +181,7 @@ class RequestState:
     @property
     def turn(self) -> tuple[bool, int, int, bool]:
         """The lowest comes first: by priority, then by arrival."""
-        return self.background, self.job.priority, self.number, self.parent is not None
+        return self.background, self.request.options.priority, self.number, self.parent is not None
 
     @property
     def num_answers(self) -> int:

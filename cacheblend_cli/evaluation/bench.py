@@ -13,7 +13,8 @@ from statistics import median
 import torch
 from cacheblend_store import ChunkStore, StoreNoSpace
 
-from cacheblend_cli.api import Engine
+from cacheblend_cli.blend.policy import policy_of
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import StoreFault, UsageError
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import (
@@ -129,7 +130,7 @@ def bench(
     """
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:
-        setting.blend.policy(model.spec.num_layers, True)  # refused before anything is computed
+        policy_of(setting.blend, model.spec.num_layers, True)  # refused before anything is computed
     engine.runtime.memory()
     collection = engine.runtime.collection()
     try:

@@ -13,21 +13,23 @@ import torch
 from cacheblend_store import ChunkStore
 from torch import Tensor
 
-from cacheblend_cli.api import BlendConfig, Engine, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.demo import handbook_dir, questions
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.measures import AnswerLengths, run_full, run_setting
 from cacheblend_cli.model.adapter import LoraAdapter
 from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them
 ROWS = 8  # at the prompt's end, whose logits are compared
 SHARE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of the largest logit: how far rounding may take two ways of computing the same."""
 PROMPTS, PROMPT_PAGES, ANSWER_TOKENS = 12, 4, 16  # of blending
-RATIOS = (BlendConfig().ratio, 0.3)
+RATIOS = (BlendParams().ratio, 0.3)
 KL = 0.06
 """Blending is safe at a ratio where the mean KL to full prefill is at most this, in nats a token. With the default model plain
 reuse leaves .137 on these prompts and .098 in docs/fidelity.md, the default ratio .043 and .023. Shares of equal tokens and answers
@@ -81,8 +83,8 @@ def check_model(engine: Engine, *, with_transformers: bool) -> Check:
         wanted = PrecomputeOptions(chunk_tokens=min(CHUNK_TOKENS, engine.runtime.context // 8))
         engine.precompute(store, pages, wanted, lambda event: None)
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index), reverse=True)][:CHUNKS]
-        ids, full = _logits(engine, store, keys, BlendConfig(mode="full"))
-        _, blended = _logits(engine, store, keys, BlendConfig(ratio=1.0, selector="hkvd"))
+        ids, full = _logits(engine, store, keys, BlendParams(mode="full"))
+        _, blended = _logits(engine, store, keys, BlendParams(ratio=1.0, selector="hkvd"))
         with ChunkStore.open(Path(folder) / "pages", mode="write") as whole_pages:
             blends = _check_blend(engine, whole_pages)
     theirs = _transformers(engine, ids) if with_transformers else None
@@ -111,12 +113,12 @@ def _check_blend(engine: Engine, store: ChunkStore) -> list[Blended]:
     sampling = SamplingParams(max_tokens=max_tokens)
     found: list[Blended] = []
     requests = [
-        resolve(runtime, store, Question(q.question, _pages_around(first, q.source), sampling=sampling))
+        resolve(runtime, store, AskRequest(q.question, _pages_around(first, q.source), sampling=sampling))
         for q in questions()[:PROMPTS]
     ]
     references = [run_full(runtime, request, AnswerLengths(max_tokens, max_tokens), 0.0) for request in requests]
     for ratio in RATIOS:
-        blends = [replace(request, blend=BlendConfig(ratio=ratio)) for request in requests]
+        blends = [replace(request, blend=BlendParams(ratio=ratio)) for request in requests]
         measured = [
             run_setting(runtime, request, reference, 0.0).divergence
             for request, reference in zip(blends, references, strict=True)
@@ -142,8 +144,8 @@ def verdict_of(found: Sequence[Blended]) -> BlendVerdict:
     return BlendVerdict(found[-1].ratio if found[-1].safe else None)
 
 
-def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendConfig) -> tuple[list[int], Tensor]:
-    question = Question("What is the hobby of the first?", keys, blend, SamplingParams(max_tokens=1))
+def _logits(engine: Engine, store: ChunkStore, keys: list[bytes], blend: BlendParams) -> tuple[list[int], Tensor]:
+    question = AskRequest("What is the hobby of the first?", keys, blend, SamplingParams(max_tokens=1))
     request = resolve(engine.runtime, store, question)
     last = prefill(
         engine.runtime, request, output_positions=lambda plan: torch.arange(plan.num_tokens - ROWS, plan.num_tokens)

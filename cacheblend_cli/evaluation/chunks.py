@@ -9,11 +9,11 @@ from typing import Any
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import Engine
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.corpus.contexts import Neighbours, Passage, document_contexts
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Context, Sample
 from cacheblend_cli.prompt.collection import Collection
 

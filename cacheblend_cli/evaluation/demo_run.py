@@ -11,21 +11,14 @@ from statistics import median
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import (
-    Answer,
-    BlendConfig,
-    Engine,
-    PrecomputeOptions,
-    PrecomputeReport,
-    Question,
-    SamplingParams,
-)
+from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
 from cacheblend_cli.demo import CHUNK_TOKENS, DemoQuestion, handbook_dir, office_dir, office_questions, questions
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.named import HANDBOOK, SMOLLM2, smollm2_file
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams, SamplingParams
 
 FULL, REUSE, BLENDED = "full prefill", "plain reuse", "blended"
-SETTINGS = {FULL: BlendConfig(mode="full"), REUSE: BlendConfig(mode="reuse"), BLENDED: BlendConfig()}
+SETTINGS = {FULL: BlendParams(mode="full"), REUSE: BlendParams(mode="reuse"), BLENDED: BlendParams()}
 ANSWER_TOKENS = 20
 
 
@@ -103,10 +96,10 @@ def compare(engine: Engine, store: ChunkStore, case: DemoCase, count: int, *, ve
         keys = [key for name in _prompt(question, sorted(documents), case) for _, key in sorted(documents[name])]
         answers = {}
         for setting, blend in SETTINGS.items():
-            asked = Question(question.question, keys, blend, SamplingParams(max_tokens=ANSWER_TOKENS))
+            asked = AskRequest(question.question, keys, blend, SamplingParams(max_tokens=ANSWER_TOKENS))
             if warm_up:
-                engine.ask(store, Question(question.question, keys, blend, SamplingParams(max_tokens=1)))
-            answers[setting] = engine.ask(store, asked, AskOptions(verify=verify and setting == BLENDED))
+                engine.run_alone(store, AskRequest(question.question, keys, blend, SamplingParams(max_tokens=1)))
+            answers[setting] = engine.run_alone(store, asked, AskOptions(verify=verify and setting == BLENDED))
         warm_up = False
         yield Compared(question, answers)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import BlendConfig, Engine
 from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.measures import (
@@ -27,8 +27,9 @@ from cacheblend_cli.evaluation.records import Record, RecordFile
 from cacheblend_cli.evaluation.samples import Sample
 from cacheblend_cli.evaluation.scores import exact_match, f1, rouge_l
 from cacheblend_cli.evaluation.settings import FULL, Setting
+from cacheblend_cli.types import AskRequest, BlendParams
 
-NOISE_FLOOR = Setting("noise floor", BlendConfig(mode="full"), prefill=prefill_in_pieces)
+NOISE_FLOOR = Setting("noise floor", BlendParams(mode="full"), prefill=prefill_in_pieces)
 """A second full prefill in another tiling: the noise of the compute dtype."""
 
 Progress = Callable[[int, int, str], None]
@@ -156,7 +157,7 @@ class _Run:
         for context in contexts:
             start = time.perf_counter()
             keys_of = self._chunks.keys(sample, context)
-            request = resolve(self._runtime, self._store, Question(sample.question, keys_of))
+            request = resolve(self._runtime, self._store, AskRequest(sample.question, keys_of))
             before_s = time.perf_counter() - start
             for setting in [s for s in missing if (s.context == context if s.reuses else reference is None)]:
                 if reference is None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import BlendConfig, Engine, Question, SamplingParams
-from cacheblend_cli.corpus.search import Lookup
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Context, Sample
+from cacheblend_cli.types import AskRequest, SamplingParams, SearchParams
 
 
 def with_found_contexts(
-    engine: Engine, store: ChunkStore, samples: Sequence[Sample], lookup: Lookup, max_tokens: int
+    engine: Engine, store: ChunkStore, samples: Sequence[Sample], search: SearchParams, max_tokens: int
 ) -> list[Sample]:
     """Return the samples, those without contexts with the chunks found for their question.
 
@@ -23,8 +23,8 @@ def with_found_contexts(
     found = []
     for sample in samples:
         if not sample.contexts:
-            asked = Question(sample.question, (), BlendConfig(), SamplingParams(max_tokens=max_tokens))
-            keys = engine.search(store, asked, lookup).keys
+            ask = AskRequest(sample.question, sampling=SamplingParams(max_tokens=max_tokens), search=search)
+            keys = engine.search(store, ask).keys
             sample = replace(sample, contexts=tuple(map(pages.context, keys)))
         found.append(sample)
     return found

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.engine.prefill import Prefilled
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.types import BlendParams
 
 
 class Prefill(Protocol):
@@ -29,7 +29,7 @@ class Setting:
     """
 
     label: str
-    blend: BlendConfig
+    blend: BlendParams
     context: str = "sink"
     prefill: Prefill | None = field(default=None, compare=False, repr=False)
     auto: bool = False
@@ -57,11 +57,11 @@ class Setting:
         return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-FULL = Setting("full prefill", BlendConfig(mode="full"))
+FULL = Setting("full prefill", BlendParams(mode="full"))
 
 
 def grid(
-    blend: BlendConfig,
+    blend: BlendParams,
     *,
     modes: Sequence[str],
     selectors: Sequence[str],

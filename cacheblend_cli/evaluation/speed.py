@@ -12,17 +12,17 @@ from cacheblend_store import ChunkStore
 from cacheblend_store.lmdb_file.directory import check_space
 from torch import Tensor
 
+from cacheblend_cli.blend.policy import policy_of
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
-from cacheblend_cli.engine.config import BlendConfig
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, Request, resolve
+from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.compute_dtype import cpu_name
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 T = TypeVar("T")
 Ids = tuple[int, ...]
@@ -78,17 +78,19 @@ class SpeedPrompt:
         ]
         for _ in collector.store(planned):
             pass
-        request = resolve(runtime, store, Question("", [p.key for p in planned]), layout.suffix_ids)
+        request = resolve(
+            runtime, store, AskRequest("", [p.key for p in planned]), Preparation(suffix_ids=layout.suffix_ids)
+        )
         return cls(runtime, request, room)
 
-    def plan(self, blend: BlendConfig) -> PromptPlan:
+    def plan(self, blend: BlendParams) -> PromptPlan:
         return replace(self.request, blend=blend).plan
 
-    def prefill(self, blend: BlendConfig) -> Prefilled:
+    def prefill(self, blend: BlendParams) -> Prefilled:
         """Prefill the prompt. The caller releases the sequence."""
         return prefill(self.runtime, replace(self.request, blend=blend), room=self.room)
 
-    def first_token(self, blend: BlendConfig) -> FirstToken:
+    def first_token(self, blend: BlendParams) -> FirstToken:
         start = time.perf_counter()
         done = self.prefill(blend)
         try:
@@ -100,7 +102,7 @@ class SpeedPrompt:
 
     def decode(self, num_tokens: int) -> float:
         """Return tokens per second after the first of num_tokens (2 or more), decoded greedily over reused KV."""
-        done = self.prefill(BlendConfig(mode="reuse"))
+        done = self.prefill(BlendParams(mode="reuse"))
         try:
             sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
             return generate(self.runtime, Continuation.of(done), sampling).tokens_per_s
@@ -120,14 +122,14 @@ def random_ids(ordinary: Tensor, count: int, generator: torch.Generator) -> Ids:
     return tuple(ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist())
 
 
-def ceiling(plan: PromptPlan, layers: int, blend: BlendConfig) -> float:
+def ceiling(plan: PromptPlan, layers: int, blend: BlendParams) -> float:
     """Return the speed-up over a full prefill that the cost model allows: rows of a full prefill divided by rows computed.
 
     Layers before the check layer compute all rows that are not exact (layer 0 without their K and V); the check layer and those
     after it compute the chosen rows and the suffix; without a check layer, all layers do. Loading counts as hidden; the cost of
     choosing, of the correction, and of the check layer's K and V is left out.
     """
-    policy = blend.policy(layers, True)
+    policy = policy_of(blend, layers, True)
     checks = dict(policy.checks if policy.needs_check_layer else ((0, blend.effective_ratio()),))
     ratio, computed = 1.0, 0.0
     for layer in range(layers):

@@ -36,12 +36,12 @@ async def answered(
     """Answer the prompts. stream: None for one object. A prompt that is refused raises before the response begins."""
     with host.preparing(len(wanted)):
         prepared = await unless_left(request, _prepare_all(host, wanted))
-    session = session_headers(request, prepared[0].job.question.keys)
+    session = session_headers(request, prepared[0].request.named)
     if stream is None:
         ends = await unless_left(request, _ends(host, prepared))
         return JSONResponse(reply.whole(ends, prepared), headers=session)
     with ExitStack() as stack:
-        asking = stack.enter_context(ask_engine(host, prepared[0].job))
+        asking = stack.enter_context(ask_engine(host, prepared[0].request))
         first = await unless_left(request, asking.next())  # what is refused has a status of its own
         if isinstance(first, Done):
             checked(first)
@@ -56,7 +56,7 @@ async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared
 
 async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
     with ExitStack() as stack:
-        askings = [stack.enter_context(ask_engine(host, one.job)) for one in prepared]
+        askings = [stack.enter_context(ask_engine(host, one.request)) for one in prepared]
         return [await asking.done() for asking in askings]
 
 

@@ -11,25 +11,24 @@ from typing import Any, TypeVar
 
 from cacheblend_store import ChunkManifest, ChunkNotFound
 
-from cacheblend_cli.collect.collector import PlannedChunk
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
-from cacheblend_cli.corpus.search import Lookup
-from cacheblend_cli.engine.config import BlendConfig
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Reasoning, Started, Text
-from cacheblend_cli.engine.request import Question, chunk_of, resolve
+from cacheblend_cli.engine.chunk_inputs import chunk_of
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Reasoning, Started, Text
+from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
-from cacheblend_cli.engine.search import with_chunks
-from cacheblend_cli.errors import NotFoundError
+from cacheblend_cli.errors import NothingFound
 from cacheblend_cli.prompt.kept import kept_wordings
-from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION, Wording
+from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import AskBody, SearchIn
 from cacheblend_cli.server.errors import ApiError, bad, stopping
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
-from cacheblend_cli.settings import Settings
-from cacheblend_cli.types import SamplingParams
+from cacheblend_cli.settings import Resolved, Settings, of_settings
+from cacheblend_cli.types import PLAIN, AskOptions, AskRequest, SamplingParams, SearchParams, TextDocument
 
 T = TypeVar("T")
 _SAMPLED = (
@@ -37,8 +36,6 @@ _SAMPLED = (
     "ignore_eos", "regex",
 )  # fmt: skip
 _MATCHES, _LEAST_DIGITS = 64, 8  # of ids: with fewer digits, others' chunks could crowd out one's own
-PLAIN = CHUNKS + QUESTION
-"""The wording of a prompt without any chunk."""
 
 
 @dataclass(frozen=True)
@@ -66,68 +63,62 @@ class Origin:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job over chunks, and where each of them is from, in order."""
+    """A request with its prompt laid out, and where each of its chunks is from, in order."""
 
-    job: Job
+    request: Request
     origins: tuple[Origin, ...]
 
 
 def prepare(host: ServerState, wanted: Wanted) -> Prepared:
-    """The job of a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing is
-    stored.
+    """Resolve a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing is stored.
 
     The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
     UsageError, NotFoundError and StoreErrors.
     """
-    runtime, body, tenant = host.runtime, wanted.body, wanted.tenant
-    _check_size(runtime, wanted)
+    runtime, ask = host.runtime, _ask_request(host, wanted)
+    collect = of_settings(CollectSettings, host.settings)
+    try:
+        request = resolve(runtime, host.store, ask, Preparation(collect=collect))
+    except NothingFound as error:
+        what = "no stored chunk has a word of the query"
+        raise ApiError(404, what, param="search", code="nothing_found") from error
+    runtime.check_length(request.plan.num_tokens, runtime.room(request.sampling))
+    sent: dict[str, Origin] = {}
+    for i, document in enumerate(ask.documents):
+        sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))
+    given = {chunk.key: sent[chunk.source] for chunk in request.given}
+    return Prepared(request, tuple(given.get(key) or _origin(host, key) for key in request.named))
+
+
+def _ask_request(host: ServerState, wanted: Wanted) -> AskRequest:
+    body, tenant = wanted.body, wanted.tenant
     settings = _blending(host.settings, body)
     retrieves = host.retrieve and not wanted.raw and not body.wants_chunks
-    searched = SearchIn() if retrieves else body.search
-    wording = _wording(runtime, wanted, with_chunks=body.wants_chunks or retrieves)
-    question = Question(
-        wanted.text, (), BlendConfig.of(settings), wanted.sampling, tenant.salt, history=wanted.history, wording=wording
+    search = None
+    if (searched := SearchIn() if retrieves else body.search) is not None:
+        params = SearchParams.of(replace(settings, top_k=searched.k or settings.top_k))
+        search = replace(params, query=searched.query or "", optional=retrieves)
+    return AskRequest.of(
+        Resolved(settings, {}),
+        wanted.text,
+        wanted.sampling,
+        keys=_named(host.runtime, host, wanted),
+        salt=tenant.salt,
+        history=wanted.history,
+        documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.documents or ()),
+        tenant=tenant.name,
+        search=search,
+        system=wanted.system,
+        prompt=_prompt(host.runtime, wanted) if body.wants_chunks or retrieves else PLAIN,
+        raw=wanted.raw,
+        model_sampling=(),
+        options=AskOptions(verify=body.verify, priority=body.priority, deadline_s=body.timeout_s),
     )
-    question = question.dated(runtime, host.store)
-    found: dict[bytes, Origin | None] = {}
-    given = _sent(runtime, host, wanted, question, found)
-    question = replace(question, given=tuple(given))
-    keys = [*(chunk.key for chunk in given), *_named(runtime, host, wanted)]
-    if searched is not None:
-        k = searched.k or settings.top_k
-        lookup = replace(Lookup.of(replace(settings, top_k=k)), query=searched.query or "")
-        try:
-            found_there = with_chunks(runtime, host.store, replace(question, wording=None), lookup, keys)
-            keys += found_there.keys
-            question = replace(question, notes=found_there.notes, ranks=found_there.ranks)
-        except NotFoundError as error:
-            if not retrieves:
-                told = "no stored chunk has a word of the query"
-                raise ApiError(404, told, param="search", code="nothing_found") from error
-            plain = _wording(runtime, wanted, with_chunks=False)
-            question = replace(
-                question, wording=plain, notes=("nothing stored matches: the answer is the model's own",)
-            )
-    keys = list(dict.fromkeys(keys))
-    origins = tuple(found.get(key) or _origin(host, key) for key in keys)
-    question = replace(question, keys=keys)
-    request = resolve(runtime, host.store, question)
-    runtime.check_length(request.plan.num_tokens, runtime.room(question.sampling))
-    job = Job(
-        question,
-        verify=body.verify,
-        auto=settings.ratio == "auto",
-        priority=body.priority,
-        deadline_s=body.timeout_s,
-        request=request,
-    )
-    return Prepared(job, origins)
 
 
-def _check_size(runtime: Runtime, wanted: Wanted) -> None:
-    """Raises PromptTooLong for texts that cannot fit, before any of them is looked at."""
-    texts = [wanted.text, wanted.system or "", *wanted.history, *(d.text for d in wanted.body.documents or ())]
-    runtime.check_characters(sum(map(len, texts)), runtime.room(wanted.sampling))
+def _prompt(runtime: Runtime, wanted: Wanted) -> str | None:
+    own = runtime.template.wording.prompt
+    return f"{CHUNKS}\n\n{QUESTION}" if wanted.found and own == DEFAULT else None
 
 
 def _blending(settings: Settings, body: AskBody) -> Settings:
@@ -135,35 +126,6 @@ def _blending(settings: Settings, body: AskBody) -> Settings:
     if isinstance(given.get("ratio"), str) and given["ratio"] != "auto":
         raise bad("blend.ratio is a number or auto", "blend.ratio")
     return replace(settings, **given)
-
-
-def _wording(runtime: Runtime, wanted: Wanted, *, with_chunks: bool) -> Wording:
-    """The engine's wording with the request's system prompt; without chunks the prompt does not mention documents."""
-    own = runtime.template.wording
-    if wanted.raw:
-        return Wording(PLAIN, raw=True)
-    system = own.system if wanted.system is None else wanted.system
-    prompt = own.prompt if with_chunks else PLAIN
-    if wanted.found and prompt == DEFAULT:
-        prompt = f"{CHUNKS}\n\n{QUESTION}"
-    return replace(own, prompt=prompt, system=system.strip())
-
-
-def _sent(
-    runtime: Runtime, host: ServerState, wanted: Wanted, question: Question, found: dict[bytes, Origin | None]
-) -> list[PlannedChunk]:
-    """The chunks of the request's documents. found: gets the origin of each."""
-    given = wanted.body.documents or []
-    if not given:
-        return []
-    collection = runtime.collection(wanted.tenant.salt, wording=question.wording, day=question.day)
-    names = [documents.sent(d.text, d.title, wanted.tenant) for d in given]
-    planned = documents.plan(collection, names, host.settings)
-    chunks = [chunk for _, own in planned for chunk in own]
-    for i, (document, (_, own)) in enumerate(zip(given, planned, strict=True)):
-        for chunk in own:
-            found.setdefault(chunk.key, Origin(document.id or str(i), document.title or ""))
-    return chunks
 
 
 def _named(runtime: Runtime, host: ServerState, wanted: Wanted) -> list[bytes]:
@@ -206,10 +168,10 @@ def _origin(host: ServerState, key: bytes) -> Origin:
 
 
 class Asking:
-    """A job of the service, whose events are read in an event loop, from the first piece on. Leaving it before the end cancels
-    the job."""
+    """A request of the engine, whose events are read in an event loop, from the first piece on. Leaving it before the end cancels
+    it."""
 
-    def __init__(self, host: ServerState, job: Job) -> None:
+    def __init__(self, host: ServerState, request: Request) -> None:
         """Raises QueueFull, UsageError."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
         self._host, self._queue, self._started, self._said = host, queue, time.perf_counter(), False
@@ -219,7 +181,7 @@ class Asking:
                 with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
                     loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        self._state = host.service.submit(job, tell)
+        self._state = host.service.submit(request, tell)
         self._end = lambda: queue.put_nowait(Failed(stopping()))
         host.on_end.add(self._end)
         self._ended = False
@@ -233,7 +195,7 @@ class Asking:
             self._host.service.cancel(self._state)
 
     async def next(self) -> Event:
-        """The next event. Raises what the job failed of."""
+        """The next event. Raises the error it failed with."""
         event = await self._queue.get()
         if isinstance(event, Text | Reasoning) and not self._said:
             self._said = True
@@ -257,12 +219,12 @@ class Asking:
         async for event in self.events():
             if isinstance(event, Done):
                 return checked(event)
-        raise AssertionError("a job ends with Done or Failed")
+        raise AssertionError("a request ends with Done or Failed")
 
 
-def ask_engine(host: ServerState, job: Job) -> Asking:
-    """Submit a job, to be decoded here or where --decode-url says. Raises QueueFull, UsageError."""
-    return Asking(host, job) if host.decoder is None else host.decoder.asking(host, job)
+def ask_engine(host: ServerState, request: Request) -> Asking:
+    """Submit a request, to be decoded here or where --decode-url says. Raises QueueFull, UsageError."""
+    return Asking(host, request) if host.decoder is None else host.decoder.asking(host, request)
 
 
 def checked(done: Done) -> Done:

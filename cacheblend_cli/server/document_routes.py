@@ -11,6 +11,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.texts import Putting, document_of, put_name
 from cacheblend_cli.corpus.converters import readable_suffixes
 from cacheblend_cli.corpus.converters.converter import NoDocument
 from cacheblend_cli.corpus.documents import Document, convert_bytes
@@ -21,6 +23,8 @@ from cacheblend_cli.server.bodies import PutBody, parse
 from cacheblend_cli.server.errors import ApiError, bad
 from cacheblend_cli.server.http import EVENTS, JSON, EventStream, events, json_body, media_type, raw_body, tenant_of
 from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.server.tenants import Tenant
+from cacheblend_cli.settings import of_settings
 
 OFFICE = "application/vnd.openxmlformats-officedocument"
 _SUFFIXES = {
@@ -38,7 +42,7 @@ async def put_document(request: Request, host: ServerState) -> Response:
     if not document_id.strip() or len(document_id) > 256 or not document_id.isprintable():
         raise bad("the id of a document is 1 to 256 printable characters", "id")
     tenant = tenant_of(request)
-    name = documents.put_name(tenant, document_id)
+    name = put_name(tenant.name, document_id)
     if media_type(request) in _SUFFIXES:
         data, file_name, title = await raw_body(request), _file_name(document_id, media_type(request)), ""
         async with host.converting:
@@ -48,9 +52,8 @@ async def put_document(request: Request, host: ServerState) -> Response:
         if media_type(request) != JSON:
             raise ApiError(415, f"the body must be {JSON} or one of {', '.join(_SUFFIXES)}")
         body = parse(PutBody, await json_body(request))
-        document, title = documents.document_of(name, body.text, body.title), (body.title or "").strip()
-    about = host.runtime, host.store, document, host.settings, tenant.salt, title
-    putting = await host.in_pool(lambda: documents.Putting(*about))
+        document, title = document_of(name, body.text, body.title), (body.title or "").strip()
+    putting = await host.in_pool(lambda: _putting(host, tenant, document, title))
     if EVENTS in request.headers.get("accept", ""):
         with ExitStack() as stack:
             stack.callback(_undo_later, host, putting)
@@ -58,6 +61,11 @@ async def put_document(request: Request, host: ServerState) -> Response:
     async for _ in _steps(host, putting):
         pass
     return JSONResponse(_put_record(putting, document_id, title), 201 if putting.is_new else 200)
+
+
+def _putting(host: ServerState, tenant: Tenant, document: Document, title: str) -> Putting:
+    collection = host.runtime.collection(tenant.salt, day=host.runtime.day(host.store, tenant.salt))
+    return Putting(collection, host.store, document, of_settings(CollectSettings, host.settings), title)
 
 
 def _file_name(document_id: str, media: str) -> str:
@@ -78,11 +86,11 @@ def _converted(name: str, file_name: str, data: bytes) -> Document:
         raise bad(f"the file cannot be read: {no.reason}", code="unreadable_document") from no
 
 
-async def _steps(host: ServerState, putting: documents.Putting) -> AsyncIterator[int]:
+async def _steps(host: ServerState, putting: Putting) -> AsyncIterator[int]:
     """Collect and commit: the number of chunks stored so far, again and again. What was stored is removed where it fails."""
     try:
         yield putting.num_stored
-        while await host.in_engine(putting.collect):
+        while await host.in_engine(lambda _: putting.collect()):
             yield putting.num_stored
         await host.in_pool(putting.commit)
     except Exception:
@@ -90,15 +98,13 @@ async def _steps(host: ServerState, putting: documents.Putting) -> AsyncIterator
         raise
 
 
-async def _progress(
-    host: ServerState, putting: documents.Putting, document_id: str, title: str
-) -> AsyncIterator[dict[str, Any]]:
+async def _progress(host: ServerState, putting: Putting, document_id: str, title: str) -> AsyncIterator[dict[str, Any]]:
     async for stored in _steps(host, putting):
         yield {"id": document_id, "object": "document.progress", "stored": stored, "chunks": len(putting.chunks)}
     yield _put_record(putting, document_id, title)
 
 
-def _undo_later(host: ServerState, putting: documents.Putting) -> None:
+def _undo_later(host: ServerState, putting: Putting) -> None:
     """Undo what a client has left, in the engine's thread: a launch that runs there may still store a chunk."""
 
     def undo(_: Runtime) -> None:
@@ -110,7 +116,7 @@ def _undo_later(host: ServerState, putting: documents.Putting) -> None:
             host.service.run(undo)
 
 
-def _put_record(putting: documents.Putting, document_id: str, title: str) -> dict[str, Any]:
+def _put_record(putting: Putting, document_id: str, title: str) -> dict[str, Any]:
     missing = {p.key for p in putting.missing}
     chunks = [
         {"id": p.key.hex(), "tokens": len(p.chunk.token_ids), "status": "new" if p.key in missing else "unchanged"}

@@ -13,7 +13,7 @@ from cacheblend_cli import __version__
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
 
-PROTOCOL = 4
+PROTOCOL = 5
 _LONGEST = 100  # bytes of a socket's path; the system takes 107
 _NAME = "engine-"
 _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"

@@ -14,7 +14,7 @@ import httpx2
 import torch
 
 from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-from cacheblend_cli.engine.jobs import Done, Early, Event, HandedOver, Job, Reasoning, Text
+from cacheblend_cli.engine.jobs import Done, Early, Event, HandedOver, Reasoning, Text
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
@@ -42,9 +42,9 @@ class RemoteDecoder:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx2.AsyncClient(base_url=url.rstrip("/"), timeout=timeout, headers=headers, trust_env=False)
 
-    def asking(self, host: ServerState, job: Job) -> Asking:
-        """Submit a job. What vLLM would not decode as this engine does is decoded here. Raises QueueFull, UsageError."""
-        return RemoteAsking(host, job, self) if decodes_elsewhere(host.runtime, job) else Asking(host, job)
+    def asking(self, host: ServerState, request: Request) -> Asking:
+        """Submit a request. What vLLM would not decode as this engine does is decoded here. Raises QueueFull, UsageError."""
+        return RemoteAsking(host, request, self) if decodes_elsewhere(host.runtime, request) else Asking(host, request)
 
     async def token_ids(self, body: dict[str, Any]) -> AsyncIterator[list[int]]:
         """Yield the ids of a completion as they come. Raises Unreachable before the first, ApiError after it."""
@@ -78,13 +78,13 @@ class RemoteAsking(Asking):
     """As Asking, of an answer that is decoded elsewhere. Without a first token from there the answer is decoded here, and a note
     says so."""
 
-    def __init__(self, host: ServerState, job: Job, decoder: RemoteDecoder) -> None:
+    def __init__(self, host: ServerState, request: Request, decoder: RemoteDecoder) -> None:
         """Raises QueueFull, UsageError."""
-        self._decoder, self._job, self._file = decoder, job, decoder.directory.new()
+        self._decoder, self._request, self._file = decoder, request, decoder.directory.new()
         self._own: Asking | None = None
         self._submitted = time.perf_counter()
         self._events: AsyncIterator[Event] | None = None
-        super().__init__(host, replace(job, connector=self._file))
+        super().__init__(host, request.handed_to(self._file))
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -112,16 +112,15 @@ class RemoteAsking(Asking):
             async for event in self._decoded(handed.report):
                 yield event
         except (Unreachable, DeviceError) as error:
-            assert self._job.request is not None
             why = error.message if isinstance(error, DeviceError) else str(error)
-            self._job.request.notes.append(f"decoded here, not by the decoder of --decode-url: {why}")
-            self._own = Asking(self._host, replace(self._job, save_holes=isinstance(error, DeviceError)))
+            self._request.notes.append(f"decoded here, not by the decoder of --decode-url: {why}")
+            options = replace(self._request.options, save=isinstance(error, DeviceError))
+            self._own = Asking(self._host, replace(self._request, options=options))
             async for event in self._own.events():
                 yield event
 
     async def _decoded(self, report: Answer) -> AsyncIterator[Event]:
-        assert self._job.request is not None
-        runtime, sampling, handed_at = self._host.runtime, self._job.question.sampling, time.perf_counter()
+        runtime, sampling, handed_at = self._host.runtime, self._request.sampling, time.perf_counter()
         pieces = list[Event]()
         kept = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -134,7 +133,7 @@ class RemoteAsking(Asking):
         body = {
             "prompt": report.prompt_ids,
             **sampling_fields(runtime, sampling),
-            "cache_salt": salt_of(self._job.request),
+            "cache_salt": salt_of(self._request),
             "kv_transfer_params": self._file.params,
         }
         ended = False
@@ -185,18 +184,17 @@ class RemoteAsking(Asking):
         yield Done([answer], early)
 
     def _left_s(self) -> float | None:
-        limit_s = self._job.deadline_s
+        limit_s = self._request.options.deadline_s
         return None if limit_s is None else max(0.0, limit_s - (time.perf_counter() - self._submitted))
 
 
-def decodes_elsewhere(runtime: Runtime, job: Job) -> bool:
+def decodes_elsewhere(runtime: Runtime, request: Request) -> bool:
     """Whether an answer needs nothing but sampled tokens: no check against a full prefill, form, log-probabilities, second
     answer or budget for its reasoning."""
-    sampling = job.question.sampling
+    sampling = request.sampling
     return (
-        job.request is not None
-        and not (job.verify or job.confirm)
-        and job.question.blend.max_risk is None
+        not (request.options.verify or request.options.confirm)
+        and request.blend.max_risk is None
         and not sampling.has_form
         and sampling.logprobs is None
         and sampling.prompt_logprobs is None

@@ -41,7 +41,7 @@ class Reply:
         if self.silent:
             ends = [replace(done, answers=[unsaid(answer) for answer in done.answers]) for done in ends]
         for done, of in zip(ends, prepared, strict=True):
-            before = of.job.question.text if self.echo else ""
+            before = of.request.question if self.echo else ""
             choices += [self._choice(len(choices) + i, answer, before) for i, answer in enumerate(done.answers)]
         blends = [self.blend(done, of) for done, of in zip(ends, prepared, strict=True)]
         answers = [answer for done in ends for answer in done.answers]

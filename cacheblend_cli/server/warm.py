@@ -8,25 +8,26 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Any, TypeVar
 
 import uvicorn
 from cacheblend_store import StoreError
+from msgspec import to_builtins
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from cacheblend_cli import __version__
-from cacheblend_cli.api import Engine
 from cacheblend_cli.corpus.search import look
-from cacheblend_cli.engine.jobs import Done, Job, Reasoning, Text
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.jobs import Done, Reasoning, Text
 from cacheblend_cli.engine.plan import planning
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.server.app import make_app
@@ -35,7 +36,7 @@ from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.place import PROTOCOL
 from cacheblend_cli.server.state import ServerState
-from cacheblend_cli.types import Answer, AskOptions, AskRequest
+from cacheblend_cli.types import Answer, AskRequest, SearchParams
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -47,6 +48,7 @@ class WarmSocket:
 
     def __init__(self, host: ServerState, bound: socket, path: Path, url: str) -> None:
         self._host, self._bound, self._path, self._url = host, bound, path, url
+        self._engine = Engine(host.runtime)
         events = {
             "ask": self._ask,
             "plan": self._plan,
@@ -83,8 +85,8 @@ class WarmSocket:
         finally:
             self._server.force_exit = True
 
-    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
+    def _route(self, make: Callable[[Record], AsyncIterator[Record]]) -> Callable[[HttpRequest], Any]:
+        async def answer(request: HttpRequest) -> Response:
             try:
                 body = await request.json()
             except (ValueError, RecursionError, ClientDisconnect):
@@ -106,60 +108,44 @@ class WarmSocket:
         self.on_stop()
 
     async def _ask(self, body: Record) -> AsyncIterator[Record]:
-        ask_request = AskRequest.from_wire(body)
+        ask = AskRequest.from_wire(body)
         with self._host:
-            job = await self._host.in_pool(lambda: self._job(ask_request))
-            with Asking(self._host, job) as asking:
-                yield {"event": "notes", "notes": list(job.question.notes)}
+            request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
+            with Asking(self._host, request) as asking:
+                yield {"event": "notes", "notes": list(request.notes)}
                 async for event in asking.events():
-                    if isinstance(event, Text):
-                        yield {"event": "text", "text": event.text}
-                    elif isinstance(event, Reasoning):
-                        yield {"event": "reasoning", "text": event.text}
+                    if isinstance(event, Text | Reasoning):
+                        yield {"event": "text" if isinstance(event, Text) else "reasoning", "text": event.text}
                     elif isinstance(event, Done) and event.ended == "cancelled":
                         return  # the engine ends: to the client it is lost
                     elif isinstance(event, Done):
-                        told = await self._ended(event.answers[0], job.question, ask_request.options)
-                        yield {"event": "done", "end": True, **told}
-
-    def _job(self, ask_request: AskRequest) -> Job:
-        """The job with its prompt laid out."""
-        runtime, store = self._host.runtime, self._host.store
-        job = Engine(runtime).job(store, ask_request)
-        return replace(job, request=resolve(runtime, store, job.question))
+                        yield {"event": "done", "end": True, **await self._reply(request, event.answers[0])}
 
     async def _plan(self, body: Record) -> AsyncIterator[Record]:
-        ask_request = AskRequest.from_wire(body)
+        ask = AskRequest.from_wire(body)
         with self._host:
-            job = await self._host.in_pool(lambda: self._job(ask_request))
-            assert job.request is not None
-            pieces = planning(self._host.runtime, job.request, job.auto)
-            while (found := await self._host.in_engine(lambda runtime: _next(pieces))) is None:
+            request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
+            pieces = planning(self._host.runtime, request)
+            while (found := await self._host.in_engine(lambda _: _next(pieces))) is None:
                 pass
-            yield {"event": "plan", "end": True, "plan": plain(found), "keys": [key.hex() for key in job.question.keys]}
+            yield {"event": "plan", "end": True, **to_builtins({"plan": found, "keys": request.named})}
 
     async def _search(self, body: Record) -> AsyncIterator[Record]:
-        said: list[str] = []
-        ask_request = AskRequest.from_wire(body)
-        settings = ask_request.resolved.settings
+        notes: list[str] = []
+        ask = AskRequest.from_wire(body)
         with self._host:
             found = await asyncio.to_thread(
-                look, self._host.store, settings, ask_request.question, ask_request.scope, said.append
+                look, self._host.store, ask.question, ask.search or SearchParams(), notes.append
             )
-        hits = [{**vars(hit), "key": hit.key.hex()} for hit in found.hits]
-        yield {"event": "found", "end": True, "hits": hits, "by": found.by, "said": said, "pid": os.getpid()}
+        yield {"event": "found", "end": True, "found": to_builtins(found), "notes": notes, "pid": os.getpid()}
 
-    async def _ended(self, answer: Answer, question: Question, options: AskOptions) -> dict[str, Any]:
-        engine = Engine(self._host.runtime)
-        differences, tokens = await self._host.in_pool(lambda: engine.told(self._host.store, question, answer, options))
-        return {
-            "record": answer.to_dict(ids=options.ids, explain=options.explain),
-            "answer": shown(answer),
-            "keys": [key.hex() for key in question.keys],
-            "differences": differences,
-            "tokens": [[vars(token) for token in chunk] for chunk in tokens],
-            "pid": os.getpid(),
-        }
+    async def _reply(self, request: Request, answer: Answer) -> Record:
+        """The fields of client.py: Reply. Token ids are sent if they are asked for."""
+        explained, tokens = await self._host.in_pool(lambda: self._engine.explain(request, answer))
+        sent = replace(answer, chosen=[], prompt_ids=answer.prompt_ids if request.options.ids else [])
+        keys = list(request.named)
+        record = {"answer": sent, "keys": keys, "explained": explained, "tokens": tokens, "pid": os.getpid()}
+        return to_builtins(record)  # type: ignore[no-any-return]
 
 
 def _next(pieces: Pieces[T]) -> T | None:
@@ -199,17 +185,3 @@ def _failed(error: Exception, message: str, hint: str | None, code: int) -> Reco
 
 def _event(record: Record) -> bytes:
     return b"data: " + json.dumps(record).encode() + b"\n\n"
-
-
-def shown(answer: Answer) -> dict[str, Any]:
-    """What of an answer is shown to people; its record has the rest, where that is asked for."""
-    return plain(replace(answer, prompt_ids=[], logprobs=[], prompt_logprobs=[], chosen=[]))
-
-
-def plain(record: Any) -> dict[str, Any]:
-    """A dataclass as JSON has it; of an enumeration its name."""
-
-    def named(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: {"name": value.name} if isinstance(value, Enum) else value for name, value in items}
-
-    return asdict(record, dict_factory=named)

@@ -10,10 +10,12 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import FAMILY_CONFIGS, WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
-from cacheblend_cli.engine.request import Question, resolve
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 FAMILIES = [*FAMILY_CONFIGS, "bloom"]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -41,11 +43,11 @@ class Setup:
         self.keys = [m.key for m in found]
 
     def logits(
-        self, keys: list[bytes], blend: BlendConfig, positions: Any = None, question: str = QUESTION
+        self, keys: list[bytes], blend: BlendParams, positions: Any = None, question: str = QUESTION
     ) -> torch.Tensor:
         """fp32 logits at `positions` of the prompt (default: the last)."""
         self.engine.runtime.config = EngineConfig(kv_dtype=self.kv_dtype, block_size=16)
-        request = resolve(self.engine.runtime, self.store, Question(question, keys, blend, GREEDY))
+        request = resolve(self.engine.runtime, self.store, AskRequest(question, keys, blend, GREEDY))
         done = prefill(self.engine.runtime, request, output_positions=positions)
         done.pool.allocator.check_integrity()
         return done.result.logits
@@ -66,14 +68,14 @@ def suffix_positions(plan: Any) -> torch.Tensor:
 
 
 def test_full_prefill_and_decode_match_transformers(setup: Setup) -> None:
-    answer = setup.engine.ask(
+    answer = setup.engine.run_alone(
         setup.store,
-        Question(QUESTION, setup.keys[:3], BlendConfig(mode="full"), SamplingParams(max_tokens=32, ignore_eos=True)),
+        AskRequest(QUESTION, setup.keys[:3], BlendParams(mode="full"), SamplingParams(max_tokens=32, ignore_eos=True)),
     )
     ids = torch.tensor([answer.prompt_ids])
     with torch.no_grad():
         expected = setup.reference(ids).logits[0]
-        ours = setup.logits(setup.keys[:3], BlendConfig(mode="full"), lambda plan: torch.arange(plan.num_tokens))
+        ours = setup.logits(setup.keys[:3], BlendParams(mode="full"), lambda plan: torch.arange(plan.num_tokens))
         assert (ours - expected).abs().max() <= 1e-4
         whole = setup.reference(torch.tensor([answer.prompt_ids + answer.generated_ids])).logits[0]
     greedy = whole.argmax(-1)[len(answer.prompt_ids) - 1 : -1].tolist()
@@ -85,35 +87,35 @@ def test_full_prefill_and_decode_match_transformers(setup: Setup) -> None:
 @pytest.mark.parametrize("order", [[0, 1, 2], [5, 0, 3, 1], [2, 2, 4]])
 def test_ratio_one_is_full_prefill(setup: Setup, order: list[int], check_layer: int) -> None:
     keys = [setup.keys[i] for i in order]
-    full = setup.logits(keys, BlendConfig(mode="full"), suffix_positions)
-    blended = setup.logits(keys, BlendConfig(ratio=1.0, selector="hkvd", check_layer=check_layer), suffix_positions)
+    full = setup.logits(keys, BlendParams(mode="full"), suffix_positions)
+    blended = setup.logits(keys, BlendParams(ratio=1.0, selector="hkvd", check_layer=check_layer), suffix_positions)
     assert (full - blended).abs().max() <= 1e-4
 
 
 def test_choosing_every_token_at_a_check_layer_is_full_prefill(setup: Setup) -> None:
     """The same through the state machine: a ratio just below 1 that still rounds up to every token."""
-    full = setup.logits(setup.keys[:4], BlendConfig(mode="full"), suffix_positions)
-    blended = setup.logits(setup.keys[:4], BlendConfig(ratio=0.9999, selector="hkvd", check_layer=2), suffix_positions)
+    full = setup.logits(setup.keys[:4], BlendParams(mode="full"), suffix_positions)
+    blended = setup.logits(setup.keys[:4], BlendParams(ratio=0.9999, selector="hkvd", check_layer=2), suffix_positions)
     assert (full - blended).abs().max() <= 1e-4
 
 
 def test_one_chunk_needs_no_repair(setup: Setup) -> None:
-    full = setup.logits(setup.keys[2:3], BlendConfig(mode="full"), suffix_positions)
-    reused = setup.logits(setup.keys[2:3], BlendConfig(mode="reuse"), suffix_positions)
+    full = setup.logits(setup.keys[2:3], BlendParams(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[2:3], BlendParams(mode="reuse"), suffix_positions)
     assert (full - reused).abs().max() <= 1e-4
 
 
 def test_reuse_of_several_chunks_does_differ(setup: Setup) -> None:
     """The instrument: were reuse always right, the tests above would prove nothing."""
-    full = setup.logits(setup.keys[:3], BlendConfig(mode="full"), suffix_positions)
-    reused = setup.logits(setup.keys[:3], BlendConfig(mode="reuse"), suffix_positions)
+    full = setup.logits(setup.keys[:3], BlendParams(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[:3], BlendParams(mode="reuse"), suffix_positions)
     assert (full - reused).abs().max() > 1e-3
 
 
 def test_more_repair_is_closer(llama: Setup) -> None:
     keys = llama.keys[:5]
-    full = llama.logits(keys, BlendConfig(mode="full"))
-    errors = [float((llama.logits(keys, BlendConfig(ratio=r)) - full).square().mean()) for r in (0.0, 0.5, 1.0)]
+    full = llama.logits(keys, BlendParams(mode="full"))
+    errors = [float((llama.logits(keys, BlendParams(ratio=r)) - full).square().mean()) for r in (0.0, 0.5, 1.0)]
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -122,11 +124,11 @@ def test_more_repair_is_closer(llama: Setup) -> None:
 def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> None:
     """Two prompts that differ in their last chunk only: at the same rows before it, nothing differs."""
     name, _, moved = selector.partition(", ")
-    blend = BlendConfig(ratio=ratio, selector=name, check_layer=1, correction=moved or "none")
+    blend = BlendParams(ratio=ratio, selector=name, check_layer=1, correction=moved or "none")
     last = setup.engine.model.spec.num_layers - 1
 
     def cache(keys: list[bytes]) -> tuple[torch.Tensor, list[int], int]:
-        request = resolve(setup.engine.runtime, setup.store, Question(QUESTION, keys, blend, GREEDY))
+        request = resolve(setup.engine.runtime, setup.store, AskRequest(QUESTION, keys, blend, GREEDY))
         done = prefill(setup.engine.runtime, request)
         end = done.plan.chunks[-1].start
         k = done.pool.read_k(last, slice(0, end))
@@ -142,8 +144,8 @@ def test_no_row_sees_later_text(setup: Setup, ratio: float, selector: str) -> No
 
 def test_same_prompt_same_answer_and_the_store_is_untouched(llama: Setup) -> None:
     before = [(m.key, m.blob_digests) for m in llama.store.chunks(prefixes=True)]
-    first = llama.engine.ask(llama.store, Question(QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY))
-    second = llama.engine.ask(llama.store, Question(QUESTION, llama.keys[:4], BlendConfig(ratio=0.3), GREEDY))
+    first = llama.engine.run_alone(llama.store, AskRequest(QUESTION, llama.keys[:4], BlendParams(ratio=0.3), GREEDY))
+    second = llama.engine.run_alone(llama.store, AskRequest(QUESTION, llama.keys[:4], BlendParams(ratio=0.3), GREEDY))
     assert first.generated_ids == second.generated_ids
     assert first.text == second.text
     assert [(m.key, m.blob_digests) for m in llama.store.chunks(prefixes=True)] == before
@@ -151,20 +153,22 @@ def test_same_prompt_same_answer_and_the_store_is_untouched(llama: Setup) -> Non
 
 def test_document_context_in_order_needs_no_repair(tmp_path: Path) -> None:
     setup = Setup(tmp_path, "qwen3", context="document")
-    full = setup.logits(setup.keys[:3], BlendConfig(mode="full"), suffix_positions)
-    reused = setup.logits(setup.keys[:3], BlendConfig(mode="reuse"), suffix_positions)
+    full = setup.logits(setup.keys[:3], BlendParams(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[:3], BlendParams(mode="reuse"), suffix_positions)
     assert (full - reused).abs().max() <= 1e-4
-    answer = setup.engine.ask(setup.store, Question(QUESTION, setup.keys[:3], BlendConfig(), GREEDY))
+    answer = setup.engine.run_alone(setup.store, AskRequest(QUESTION, setup.keys[:3], BlendParams(), GREEDY))
     assert [c.status for c in answer.chunks] == ["exact"] * 3
-    moved = setup.engine.ask(setup.store, Question(QUESTION, [setup.keys[1], setup.keys[0]], BlendConfig(), GREEDY))
+    moved = setup.engine.run_alone(
+        setup.store, AskRequest(QUESTION, [setup.keys[1], setup.keys[0]], BlendParams(), GREEDY)
+    )
     assert [c.status for c in moved.chunks] == ["blended", "blended"]
 
 
 @pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.2), ("float16", 0.03), ("int8", 0.5)])
 def test_what_is_exact_differs_by_the_codecs_rounding(tmp_path: Path, codec: str, tolerance: float) -> None:
     setup = Setup(tmp_path, "llama-gqa", kv_dtype=codec)
-    full = setup.logits(setup.keys[1:2], BlendConfig(mode="full"), suffix_positions)
-    reused = setup.logits(setup.keys[1:2], BlendConfig(mode="reuse"), suffix_positions)
+    full = setup.logits(setup.keys[1:2], BlendParams(mode="full"), suffix_positions)
+    reused = setup.logits(setup.keys[1:2], BlendParams(mode="reuse"), suffix_positions)
     assert (full - reused).abs().max() <= tolerance  # one chunk: only the codec's rounding
 
 
@@ -174,8 +178,8 @@ def test_ratio_one_is_full_prefill_with_a_lossy_codec(tmp_path: Path, selector: 
     setup = Setup(tmp_path, "llama-gqa", context="document", kv_dtype="int8")
     setup.store.remove_chunks([setup.engine.runtime.collection(kv_dtype="int8").prefix_key])
     keys = [setup.keys[i] for i in (1, 0, 2)]
-    full = setup.logits(keys, BlendConfig(mode="full"), suffix_positions)
-    blended = setup.logits(keys, BlendConfig(ratio=1.0, selector=selector), suffix_positions)
+    full = setup.logits(keys, BlendParams(mode="full"), suffix_positions)
+    blended = setup.logits(keys, BlendParams(ratio=1.0, selector=selector), suffix_positions)
     assert (full - blended).abs().max() <= 1e-4
 
 
@@ -194,7 +198,7 @@ def test_windows_end_before_rope_changes_its_frequencies(tmp_path: Path) -> None
     keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][:3]
     assert sum(m.num_tokens for m in store.chunks()) > 128
     reused, full = (
-        engine.ask(store, Question("who?", keys, BlendConfig(mode=m), GREEDY), AskOptions(verify=True))
+        engine.run_alone(store, AskRequest("who?", keys, BlendParams(mode=m), GREEDY), AskOptions(verify=True))
         for m in ("reuse", "full")
     )
     assert [c.status for c in reused.chunks] == ["exact"] * 3
@@ -217,10 +221,10 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
         }
     limit = {"dynamic": 128, "longrope": 512, "linear": 128}[type_]  # the factor makes 512 of it, where it counts
     setup = Setup(tmp_path, "llama-gqa", rope_parameters=parameters, max_position_embeddings=limit)
-    full = setup.logits(setup.keys, BlendConfig(mode="full"), suffix_positions)
-    blended = setup.logits(setup.keys, BlendConfig(ratio=1.0), suffix_positions)
+    full = setup.logits(setup.keys, BlendParams(mode="full"), suffix_positions)
+    blended = setup.logits(setup.keys, BlendParams(ratio=1.0), suffix_positions)
     request = resolve(
-        setup.engine.runtime, setup.store, Question(QUESTION, setup.keys, BlendConfig(mode="full"), GREEDY)
+        setup.engine.runtime, setup.store, AskRequest(QUESTION, setup.keys, BlendParams(mode="full"), GREEDY)
     )
     done = prefill(setup.engine.runtime, request)
     ids = torch.tensor([done.plan.token_ids])
@@ -229,8 +233,8 @@ def test_length_dependent_rope(tmp_path: Path, type_: str) -> None:
         expected = setup.reference(ids).logits[0]
     assert (full - expected[-full.shape[0] :]).abs().max() <= 1e-4
     assert (full - blended).abs().max() <= 1e-4
-    planned = setup.engine.plan(setup.store, Question(QUESTION, setup.keys, BlendConfig(), GREEDY))
-    answer = setup.engine.ask(setup.store, Question(QUESTION, setup.keys, BlendConfig(), GREEDY))
+    planned = setup.engine.plan(setup.store, AskRequest(QUESTION, setup.keys, BlendParams(), GREEDY))
+    answer = setup.engine.run_alone(setup.store, AskRequest(QUESTION, setup.keys, BlendParams(), GREEDY))
     assert (planned.cached_tokens, planned.exact_tokens) == (answer.cached_tokens, answer.exact_tokens)
     assert planned.kv_bytes == answer.kv_bytes_loaded
     assert (planned.exact_tokens == 0) == (type_ != "linear")
@@ -247,7 +251,7 @@ class Elsewhere:
 
 
 def test_where_logits_are_wanted_may_be_said_on_the_host(llama: Setup) -> None:
-    full = BlendConfig(mode="full")
+    full = BlendParams(mode="full")
     here, elsewhere = (
         llama.logits(llama.keys[:1], full, lambda _, at=at: at) for at in (torch.tensor([2, 5]), Elsewhere(2, 5))
     )

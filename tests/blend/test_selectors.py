@@ -13,20 +13,22 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from torch import Tensor
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend import corrections, evidence
 from cacheblend_cli.blend.corrections import CORRECTIONS, MeanShift, Regression
 from cacheblend_cli.blend.evidence import attention_peaks
-from cacheblend_cli.blend.policy import BlendPolicy
+from cacheblend_cli.blend.policy import BlendPolicy, policy_of
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import SELECTORS, Candidates, choose, make_selector
-from cacheblend_cli.engine.config import parse_checks, parse_layers
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.forward import write_kv
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, parse_checks, parse_layers
 
 QUESTION = "where does Mara work?"
 CANDIDATES = Candidates(
@@ -118,13 +120,13 @@ def test_check_layers_and_probe_layers_are_read() -> None:
     with pytest.raises(UsageError):
         parse_layers("a-b")
     with pytest.raises(UsageError):
-        BlendConfig(checks=((4, 0.3), (1, 0.1)))
+        BlendParams(checks=((4, 0.3), (1, 0.1)))
     with pytest.raises(UsageError):
-        BlendConfig(selector="query", probe_layers=(2, 9)).policy(4, True)
+        policy_of(BlendParams(selector="query", probe_layers=(2, 9)), 4, True)
     with pytest.raises(UsageError, match="check layer 0 is not among layers 1 to 3"):
-        BlendConfig(selector="hkvd", checks=((0, 0.3), (2, 0.1))).policy(4, True)
-    assert BlendConfig(selector="query").policy(28, True).probe_layers == tuple(range(9, 23))
-    assert BlendConfig(selector="query").policy(1, True).probe_layers == (0,)
+        policy_of(BlendParams(selector="hkvd", checks=((0, 0.3), (2, 0.1))), 4, True)
+    assert policy_of(BlendParams(selector="query"), 28, True).probe_layers == tuple(range(9, 23))
+    assert policy_of(BlendParams(selector="query"), 1, True).probe_layers == (0,)
 
 
 class Bench:
@@ -142,15 +144,15 @@ class Bench:
         self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
-    def prefill(self, blend: BlendConfig, room: int = 16) -> Prefilled:
+    def prefill(self, blend: BlendParams, room: int = 16) -> Prefilled:
         request = resolve(
-            self.engine.runtime, self.store, Question(QUESTION, self.keys, blend, SamplingParams(max_tokens=room))
+            self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=room))
         )
         return prefill(self.engine.runtime, request, room=room)
 
-    def kv_error(self, blend: BlendConfig) -> float:
+    def kv_error(self, blend: BlendParams) -> float:
         """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
-        ours, full = self.prefill(blend), self.prefill(BlendConfig(mode="full"))
+        ours, full = self.prefill(blend), self.prefill(BlendParams(mode="full"))
         slots = torch.arange(ours.plan.num_tokens)
         return sum(
             float((a - b).square().sum())
@@ -169,14 +171,14 @@ EVERY = [*(n for n in SELECTORS if n not in ("all", "none")), "first:2+query", "
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_selector_recomputes_its_ratio_and_all_of_it_is_full_prefill(bench: Bench, name: str) -> None:
-    full = bench.prefill(BlendConfig(mode="full"))
-    some, whole = (bench.prefill(BlendConfig(selector=name, ratio=ratio)) for ratio in (0.25, 1.0))
+    full = bench.prefill(BlendParams(mode="full"))
+    some, whole = (bench.prefill(BlendParams(selector=name, ratio=ratio)) for ratio in (0.25, 1.0))
     inexact = some.plan.cached_tokens - some.plan.exact_tokens
     assert len(some.result.chosen) == -(-inexact // 4)
     assert len(whole.result.chosen) == inexact
     assert (whole.result.logits - full.result.logits).abs().max() <= 1e-4
     assert torch.isfinite(some.result.logits).all()
-    everything = BlendConfig(selector=name, ratio=1.0)
+    everything = BlendParams(selector=name, ratio=1.0)
     for correction in CORRECTIONS:
         found = bench.prefill(replace(everything, correction=correction))
         assert torch.equal(found.result.logits, whole.result.logits), "there is nothing left to move"
@@ -195,13 +197,13 @@ class Given:
 @pytest.mark.parametrize("name", ["query", "draft", "perturb", "first:2+draft"])
 def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a probe writes to the pool is written again: the logits are those of the same tokens, chosen without a look."""
-    looked = bench.prefill(BlendConfig(selector=name, ratio=0.2))
+    looked = bench.prefill(BlendParams(selector=name, ratio=0.2))
     late = make_selector(name).needs_check_layer
     monkeypatch.setitem(SELECTORS, "given", lambda seed: Given(looked.result.chosen, late))
-    given = bench.prefill(BlendConfig(selector="given", ratio=0.2))
+    given = bench.prefill(BlendParams(selector="given", ratio=0.2))
     assert torch.equal(looked.result.chosen, given.result.chosen)
     assert torch.equal(looked.result.logits, given.result.logits)
-    hand = bench.prefill(BlendConfig(selector=name, ratio=0.2), room=1)
+    hand = bench.prefill(BlendParams(selector=name, ratio=0.2), room=1)
     assert len(hand.result.chosen) == len(looked.result.chosen), "a draft has the room it finds"
 
 
@@ -214,7 +216,7 @@ def test_what_was_in_the_pool_before_is_not_looked_at(bench: Bench, name: str, m
     for before in (0.0, float("nan")):
         for cache in pool.tensors:
             cache.fill_(before)
-        done = bench.prefill(BlendConfig(selector=name, ratio=0.2, check_layer=2))
+        done = bench.prefill(BlendParams(selector=name, ratio=0.2, check_layer=2))
         assert torch.isfinite(done.result.logits).all()
         chosen.append(done.result.chosen)
         done.sequence.release()
@@ -254,15 +256,15 @@ def test_a_gpu_looks_with_all_heads_at_once_unless_the_prompt_is_long() -> None:
 
 
 def test_all_is_all_whatever_share_of_the_scores_is_wanted(bench: Bench) -> None:
-    full = bench.prefill(BlendConfig(mode="full"))
-    found = bench.prefill(BlendConfig(selector="all", nucleus=0.5))
+    full = bench.prefill(BlendParams(mode="full"))
+    found = bench.prefill(BlendParams(selector="all", nucleus=0.5))
     assert len(found.result.chosen) == found.plan.inexact_tokens
     assert (found.result.logits - full.result.logits).abs().max() <= 1e-4
 
 
 def test_gradual_filtering_keeps_a_part_of_what_it_kept(bench: Bench) -> None:
-    found = bench.prefill(BlendConfig(selector="hkvd", checks=((1, 0.5), (2, 0.25))))
-    once = bench.prefill(BlendConfig(selector="hkvd", ratio=0.5))
+    found = bench.prefill(BlendParams(selector="hkvd", checks=((1, 0.5), (2, 0.25))))
+    once = bench.prefill(BlendParams(selector="hkvd", ratio=0.5))
     assert set(found.result.chosen.tolist()) < set(once.result.chosen.tolist())
     fresh = [report.fresh for report in found.result.layers]
     inexact = found.plan.cached_tokens - found.plan.exact_tokens
@@ -278,7 +280,7 @@ def _prompt(bench: Bench, done: Prefilled) -> Prompt:
 def test_the_mean_shift_is_the_mean_change_and_shrinks_where_changes_disagree(bench: Bench) -> None:
     every = Candidates(torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.arange(8))
     shift = MeanShift(
-        _prompt(bench, bench.prefill(BlendConfig(mode="full"))), every, every.take(torch.tensor([1, 3, 5]))
+        _prompt(bench, bench.prefill(BlendParams(mode="full"))), every, every.take(torch.tensor([1, 3, 5]))
     )
     same = torch.full((3, 2, 4), 2.0)
     assert torch.allclose(shift._mean(same), torch.full((5, 2, 4), 2.0))
@@ -295,7 +297,7 @@ class Moved:
 
     def __init__(self, bench: Bench, every: Candidates = TWO) -> None:
         torch.manual_seed(0)
-        decoder, self.done = bench.engine.model.decoder, bench.prefill(BlendConfig(mode="full"))
+        decoder, self.done = bench.engine.model.decoder, bench.prefill(BlendParams(mode="full"))
         self.layer, self.every, self.prompt = decoder.layers[1], every, _prompt(bench, self.done)
         self.rows = rows_of(decoder, self.done.sequence, torch.arange(16), 16, 16)
         self.k, self.v = torch.randn(2, 16, 2, 16)
@@ -397,7 +399,7 @@ def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None
     """By as much as the recomputed tokens moved. llama-yarn's tables of cos and sin carry a factor: they stretch too."""
     bench = Bench(tmp_path, family)
     decoder, every = bench.engine.model.decoder, Candidates(torch.arange(8), torch.zeros(8).long(), torch.arange(8))
-    done = bench.prefill(BlendConfig(mode="full"))
+    done = bench.prefill(BlendParams(mode="full"))
     layer, repaired = decoder.layers[1], torch.tensor([1, 3, 5])
     rows = rows_of(decoder, done.sequence, torch.arange(8), 8, 8)
     old_k, old_v = torch.randn(2, 8, 2, 16)
@@ -414,7 +416,7 @@ def test_the_mean_shift_moves_k_before_rope(tmp_path: Path, family: str) -> None
 def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
     """What an earlier check layer left behind is moved at the later one too."""
     checks = ((1, 0.5), (2, 0.25))
-    found = [bench.prefill(BlendConfig(selector="hkvd", checks=checks, correction=c)) for c in ("none", "mean-shift")]
+    found = [bench.prefill(BlendParams(selector="hkvd", checks=checks, correction=c)) for c in ("none", "mean-shift")]
     slots = [f.sequence.slots(torch.arange(f.plan.num_tokens)) for f in found]
     plain, shifted = ([f.pool.read(layer, s)[1] for layer in (1, 2)] for f, s in zip(found, slots, strict=True))
     assert torch.equal(plain[0], shifted[0]), "nothing is left behind yet"
@@ -423,12 +425,12 @@ def test_the_mean_shift_holds_at_a_later_check_layer(bench: Bench) -> None:
 
 @pytest.mark.parametrize("how", CORRECTIONS)
 def test_a_correction_brings_reused_kv_nearer(bench: Bench, how: str) -> None:
-    plain = bench.kv_error(BlendConfig(selector="random", ratio=0.3, correction="none"))
-    moved = BlendConfig(selector="random", ratio=0.3, correction=how)
+    plain = bench.kv_error(BlendParams(selector="random", ratio=0.3, correction="none"))
+    moved = BlendParams(selector="random", ratio=0.3, correction=how)
     assert bench.kv_error(moved) < plain
     assert bench.kv_error(moved) == bench.kv_error(moved)
 
 
 def test_an_unknown_correction_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown correction 'shift'"):
-        BlendConfig(correction="shift")
+    with pytest.raises(UsageError):
+        policy_of(BlendParams(correction="shift"), 4, True)

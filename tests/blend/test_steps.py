@@ -12,13 +12,15 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.blend.policy import row_tile_of
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine import prefill as runtime_prefill
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.runtime import SLICE_ROWS
-from cacheblend_cli.types import Status
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, Status
 
 LAYERS = 4
 KERNELS = ("prefill_attention", "rope_and_cache", "rope", "load_kv", "kv_deviation")
@@ -62,12 +64,12 @@ class Counted:
 
         monkeypatch.setattr(kernels, name, counted)
 
-    def prefill(self, blend: BlendConfig) -> Prefilled:
+    def prefill(self, blend: BlendParams) -> Prefilled:
         self.launches.clear()
         self.attended.clear()
         sampling = SamplingParams(max_tokens=1)
         request = resolve(
-            self.engine.runtime, self.store, Question("where does Mara work?", self.keys, blend, sampling)
+            self.engine.runtime, self.store, AskRequest("where does Mara work?", self.keys, blend, sampling)
         )
         return prefill(self.engine.runtime, request)
 
@@ -78,7 +80,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 def test_a_full_prefill_computes_every_row_once(counted: Counted) -> None:
-    done = counted.prefill(BlendConfig(mode="full"))
+    done = counted.prefill(BlendParams(mode="full"))
     tokens = done.plan.num_tokens
     first, second = SLICE_ROWS, tokens - SLICE_ROWS
     assert counted.attended == [first] * (LAYERS - 1) + [second] * (LAYERS - 1) + [1], "the last layer finishes one row"
@@ -89,14 +91,14 @@ def test_a_full_prefill_computes_every_row_once(counted: Counted) -> None:
 
 
 def test_reuse_computes_the_question_only(counted: Counted) -> None:
-    done = counted.prefill(BlendConfig(mode="reuse"))
+    done = counted.prefill(BlendParams(mode="reuse"))
     suffix = len(done.plan.segments[-1].token_ids)
     assert counted.attended == [suffix] * (LAYERS - 1) + [1]
     assert counted.launches["load_kv"] == LAYERS * (len(counted.keys) + 1), "every chunk and the prefix, at every layer"
 
 
 def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
-    done = counted.prefill(BlendConfig(selector="hkvd", ratio=0.25))
+    done = counted.prefill(BlendParams(selector="hkvd", ratio=0.25))
     inexact, fresh = done.plan.inexact_tokens, done.plan.fresh_tokens
     chosen = -(-inexact // 4)
     assert len(done.result.chosen) == chosen
@@ -114,7 +116,7 @@ def test_a_check_layer_narrows_the_rows(counted: Counted) -> None:
 def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the best of those it would have left; a ratio of 0 recomputes nothing all the same."""
     assert [row_tile_of(torch.device(name)) for name in ("cuda", "cpu")] == [128, 1]
-    blend = BlendConfig(selector=selector, ratio=0.25)
+    blend = BlendParams(selector=selector, ratio=0.25)
     plain = counted.prefill(blend)
     fresh, chosen = plain.plan.fresh_tokens, set(plain.result.chosen.tolist())
     monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device: 16)
@@ -123,13 +125,13 @@ def test_a_gpu_fills_its_tiles_of_rows(counted: Counted, selector: str, monkeypa
     assert chosen < more
     assert len(more) == -(-(len(chosen) + fresh) // 16) * 16 - fresh
     assert counted.attended[-2] % 16 == 0
-    assert not len(counted.prefill(BlendConfig(selector=selector, ratio=0.0)).result.chosen)
+    assert not len(counted.prefill(BlendParams(selector=selector, ratio=0.0)).result.chosen)
     monkeypatch.setattr(runtime_prefill, "row_tile_of", lambda device: 1 << 20)
     assert len(counted.prefill(blend).result.chosen) == plain.plan.inexact_tokens  # all there are
 
 
 def test_the_probe_stops_where_it_has_looked(counted: Counted) -> None:
-    done = counted.prefill(BlendConfig(selector="query", ratio=0.25, probe_layers=(1, 2)))
+    done = counted.prefill(BlendParams(selector="query", ratio=0.25, probe_layers=(1, 2)))
     fresh, chosen = done.plan.fresh_tokens, len(done.result.chosen)
     assert counted.attended == [fresh, fresh, *[chosen + fresh] * (LAYERS - 1), 1], "layers 0 and 1, then the blend"
 
@@ -140,9 +142,9 @@ def test_rows_that_are_not_computed_keep_their_old_kv(counted: Counted) -> None:
     reused, blended, full = (
         counted.prefill(blend)
         for blend in (
-            BlendConfig(mode="reuse"),
-            BlendConfig(selector="hkvd", ratio=0.25, correction="none"),
-            BlendConfig(mode="full"),
+            BlendParams(mode="reuse"),
+            BlendParams(selector="hkvd", ratio=0.25, correction="none"),
+            BlendParams(mode="full"),
         )
     )
     candidates = [p for s in blended.plan.chunks if s.status == "blended" for p in range(s.start, s.end)]

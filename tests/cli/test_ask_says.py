@@ -151,7 +151,7 @@ def test_a_question_comes_through_a_pipe_without_a_dash(cli: Cli, stored: list[s
 def test_an_interrupt_says_what_is_true_of_the_command(
     cli: Cli, docs: Path, stored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend_cli.api import Engine
+    from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.evaluation import evaluate
 
     def stop(*args: object, **kwargs: object) -> None:
@@ -165,7 +165,7 @@ def test_an_interrupt_says_what_is_true_of_the_command(
         assert message == "interrupted"
         return hint
 
-    for name in ("ask", "precompute"):
+    for name in ("run", "precompute"):
         monkeypatch.setattr(Engine, name, stop)
     assert interrupted("precompute", "docs")
     assert interrupted("precompute", "docs", "--dry-run") == ""

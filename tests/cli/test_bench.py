@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.memory import reserve
 from cacheblend_cli.evaluation.bench import bench, layout_of
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.speed import ceiling, in_turn, ordinary_ids
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.types import BlendParams
 
 Cli = Callable[..., Any]
 
@@ -168,7 +170,7 @@ def test_a_lasting_pool_gets_its_blocks_back(model: Path) -> None:
     memory = reserve(engine.model.decoder, engine.config, meter=meter)
     engine.runtime._memory = memory
     free, layout = memory.num_tokens, layout_of(engine, 600, 3, 8, 4)
-    settings = [Setting(mode, BlendConfig(mode=mode)) for mode in ("full", "reuse", "blend")]
+    settings = [Setting(mode, BlendParams(mode=mode)) for mode in ("full", "reuse", "blend")]
     assert free < 600 * 4 * 5  # without that, the runs would not fit
     report = bench(engine, settings, layout, rounds=4, decode_tokens=4, on_run=lambda *told: None)
     assert [s.setting for s in report.settings] == ["full", "reuse", "blend"]
@@ -181,14 +183,14 @@ def test_the_ceiling_counts_rows() -> None:
     chunks = [ChunkInput(bytes([n]), "", (0,) * n) for n in (10, 20, 30)]
     plan = plan_prompt((0,) * 4, chunks, (0,) * 6, prefix_key=b"p")
     full = plan_prompt((0,) * 4, chunks, (0,) * 6, prefix_key=b"p", reuse=False)
-    assert ceiling(full, 5, BlendConfig(mode="full")) == 1
-    assert ceiling(plan, 5, BlendConfig(mode="reuse")) == 70 / 6
-    assert ceiling(plan, 5, BlendConfig(selector="all")) == 70 / 56
-    assert ceiling(plan, 5, BlendConfig(selector="query", ratio=0.1)) == pytest.approx(70 / 11)
-    assert ceiling(plan, 5, BlendConfig(selector="hkvd", ratio=0.1)) == pytest.approx(5 * 70 / (56 + 4 * 11))
-    late = BlendConfig(selector="hkvd", ratio=0.1, check_layer=3)
+    assert ceiling(full, 5, BlendParams(mode="full")) == 1
+    assert ceiling(plan, 5, BlendParams(mode="reuse")) == 70 / 6
+    assert ceiling(plan, 5, BlendParams(selector="all")) == 70 / 56
+    assert ceiling(plan, 5, BlendParams(selector="query", ratio=0.1)) == pytest.approx(70 / 11)
+    assert ceiling(plan, 5, BlendParams(selector="hkvd", ratio=0.1)) == pytest.approx(5 * 70 / (56 + 4 * 11))
+    late = BlendParams(selector="hkvd", ratio=0.1, check_layer=3)
     assert ceiling(plan, 5, late) == pytest.approx(5 * 70 / (3 * 56 + 2 * 11))
-    gradual = BlendConfig(selector="hkvd", checks=((1, 0.4), (3, 0.1)))
+    gradual = BlendParams(selector="hkvd", checks=((1, 0.4), (3, 0.1)))
     assert ceiling(plan, 5, gradual) == pytest.approx(5 * 70 / (56 + 2 * 26 + 2 * 11))
 
 

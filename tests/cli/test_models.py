@@ -17,7 +17,8 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from quantised import gptq, write_quantised
 
-from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict
 from cacheblend_cli.evaluation.check_model import RATIOS, Blended, verdict_of
 from cacheblend_cli.model import decoder

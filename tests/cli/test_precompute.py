@@ -10,7 +10,9 @@ import pytest
 from cacheblend_store import ChunkStore
 from forging import forge
 
-from cacheblend_cli.api import Engine, EngineConfig, PrecomputeEvent, PrecomputeOptions
+from cacheblend_cli.collect.precompute import PrecomputeEvent, PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 
 Cli = Callable[..., Any]
 

@@ -13,9 +13,11 @@ from bare_store import bare_writing
 from cacheblend_store import ChunkStore, verify
 from projects import listed, write
 
-from cacheblend_cli.api import Engine, EngineConfig
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.prompt import dates
+from cacheblend_cli.types import AskRequest
 
 Cli = Callable[..., Any]
 LLAMA = (
@@ -185,7 +187,7 @@ def test_a_date_belongs_to_its_request(dated: Cli, tmp_path: Path) -> None:
         dates.keep_date(store, runtime.collection(day=FIRST))
         dates.keep_date(store, runtime.collection("other", day=later))
         assert [runtime.day(store, salt) for salt in ("", "other", "")] == [FIRST, later, FIRST]
-        requests = [resolve(runtime, store, Question("who?", (), salt=salt)) for salt in ("", "other")]
+        requests = [resolve(runtime, store, AskRequest("who?", (), salt=salt)) for salt in ("", "other")]
     assert [request.collection.day for request in requests] == [FIRST, later]
     assert len({request.collection.id for request in requests}) == 2
     assert runtime.template is own

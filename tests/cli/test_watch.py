@@ -115,9 +115,9 @@ def test_watch_stores_what_changes_and_ends_with_ctrl_c(
 def test_what_fails_is_tried_again(cli: Cli) -> None:
     from cacheblend_store import StoreLocked
 
-    from cacheblend_cli.api import PrecomputeReport
     from cacheblend_cli.cli.output import Output
     from cacheblend_cli.cli.watch import follow
+    from cacheblend_cli.collect.precompute import PrecomputeReport
 
     runs: list[str] = []
 

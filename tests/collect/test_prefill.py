@@ -8,9 +8,10 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.collect import prefill
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, collect, collect_prefix
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")

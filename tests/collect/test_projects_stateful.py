@@ -18,11 +18,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from cacheblend_cli.api import Engine, EngineConfig, Paths, PrecomputeOptions, Question
 from cacheblend_cli.cli.main import run
+from cacheblend_cli.collect.paths import Paths
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.scopes import Scope, scope_here
-from cacheblend_cli.corpus.search import Lookup, searchable
+from cacheblend_cli.corpus.search import searchable
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.types import AskRequest, SearchParams
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 PROJECTS = ("one", "two")
@@ -201,10 +205,8 @@ class ProjectsMachine(RuleBasedStateMachine):
     def an_answer_cites_what_the_project_has(self) -> None:
         if not hasattr(self, "store") or not self.stored:
             return
-        found = self.engine.search(
-            self.store, Question("who keeps the lead at home?", ()), Lookup(20, scope=self.scope())
-        )
-        plan = self.engine.plan(self.store, found)
+        params = SearchParams(20, by="words", scope=self.scope())
+        plan = self.engine.plan(self.store, AskRequest("who keeps the lead at home?", search=params))
         cited = {self.real(chunk["source"]) for chunk in plan.chunks}
         assert cited <= self.in_project()
         assert {self.stored[file] for file in cited} == {self.stored[file] for file in self.in_project()}

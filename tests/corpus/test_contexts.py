@@ -11,10 +11,13 @@ from cacheblend_store import ChunkManifest, ChunkStore, verify
 from checkpoints import WORDS, write_checkpoint
 from stored_texts import forget
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, PrecomputeReport, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions, PrecomputeReport
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.search import exact_where_stored
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 QUESTION = "where does Mara work?"
 CONTEXTS = ("sink", "document", "neighbours")
@@ -46,13 +49,13 @@ class Corpus:
         found = [self.store.get_chunk(place.key) for place in record.chunks] if record else []
         return [m for m in found if m is not None]
 
-    def prefill(self, keys: Sequence[bytes], blend: BlendConfig) -> Prefilled:
-        request = resolve(self.engine.runtime, self.store, Question(QUESTION, keys, blend, SamplingParams()))
+    def prefill(self, keys: Sequence[bytes], blend: BlendParams) -> Prefilled:
+        request = resolve(self.engine.runtime, self.store, AskRequest(QUESTION, keys, blend, SamplingParams()))
         return prefill(self.engine.runtime, request)
 
     def far_from_full(self, keys: Sequence[bytes]) -> float:
         """Largest difference of a logit, nothing repaired, to a full prefill."""
-        full, reused = (self.prefill(keys, BlendConfig(mode=mode)).result.logits for mode in ("full", "reuse"))
+        full, reused = (self.prefill(keys, BlendParams(mode=mode)).result.logits for mode in ("full", "reuse"))
         return float((full - reused).abs().max())
 
 
@@ -66,15 +69,15 @@ def test_neighbouring_chunks_of_a_page_in_order_need_no_repair(tmp_path: Path, f
     corpus = Corpus(tmp_path, family)
     corpus.precompute("document")
     keys = [m.key for m in corpus.chunks("document")]
-    done = corpus.prefill(keys, BlendConfig(ratio=0.0))
+    done = corpus.prefill(keys, BlendParams(ratio=0.0))
     assert [s.status for s in done.plan.chunks] == ["exact"] * 3
     assert done.result.fresh_token_layers == 0
     assert corpus.far_from_full(keys) <= 1e-4
     other = [m.key for m in corpus.chunks("document", 1)]
-    assert [s.status for s in corpus.prefill([*keys[:2], *other], BlendConfig()).plan.chunks] == [
+    assert [s.status for s in corpus.prefill([*keys[:2], *other], BlendParams()).plan.chunks] == [
         "exact", "exact", "blended", "blended", "blended",
     ]  # fmt: skip
-    assert [s.status for s in corpus.prefill(keys[1:], BlendConfig()).plan.chunks] == ["blended"] * 2
+    assert [s.status for s in corpus.prefill(keys[1:], BlendParams()).plan.chunks] == ["blended"] * 2
     assert corpus.far_from_full(keys[1:]) > 1e-3
 
 
@@ -84,7 +87,7 @@ def test_a_chunk_behind_its_neighbour_needs_no_repair(corpus: Corpus) -> None:
     own = next(m for m in corpus.chunks("neighbours") if m.left_context_ids)
     everything = [*corpus.chunks("sink"), *corpus.chunks("sink", 1)]
     neighbour = next(m for m in everything if m.token_ids == own.left_context_ids)
-    done = corpus.prefill([neighbour.key, own.key], BlendConfig(ratio=0.0))
+    done = corpus.prefill([neighbour.key, own.key], BlendParams(ratio=0.0))
     assert [s.status for s in done.plan.chunks] == ["exact", "exact"]
     assert corpus.far_from_full([neighbour.key, own.key]) <= 1e-4
     assert corpus.far_from_full([own.key]) > 1e-3  # its KV knows what the prompt does not say
@@ -170,19 +173,19 @@ def test_the_exact_variant_is_taken_for_chunks_that_were_searched(corpus: Corpus
     corpus.precompute("document")
     sink, document = ([m.key for m in corpus.chunks(c)] for c in ("sink", "document"))
     other = [m.key for m in corpus.chunks("sink", 1)]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", [*sink, *other])) == [
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", [*sink, *other])) == [
         *document,
         *other,
     ]
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", [sink[1], sink[0]])) == [
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", [sink[1], sink[0]])) == [
         sink[1],
         sink[0],
     ]
     assert (
-        exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", [document[1], document[2]]))[1]
+        exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", [document[1], document[2]]))[1]
         == document[2]
     )
-    logits = [corpus.prefill(keys, BlendConfig(mode="reuse")).result.logits for keys in (document, sink)]
+    logits = [corpus.prefill(keys, BlendParams(mode="reuse")).result.logits for keys in (document, sink)]
     assert not torch.equal(*logits)
     corpus.store.remove_chunks([document[1]])  # what follows a chunk that needs repair is never exact
-    assert exact_where_stored(corpus.engine.runtime, corpus.store, Question("?", sink)) == [document[0], *sink[1:]]
+    assert exact_where_stored(corpus.engine.runtime, corpus.store, AskRequest("?", sink)) == [document[0], *sink[1:]]

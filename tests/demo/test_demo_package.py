@@ -7,13 +7,15 @@ from pathlib import Path
 
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.demo import handbook_dir, heldout_path, model_dir, questions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.demo_table import accuracy, spellable_samples
 from cacheblend_cli.evaluation.evaluate import FULL, EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.samples import read_samples
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
+from cacheblend_cli.types import BlendParams
 
 
 def test_sizes_and_counts() -> None:
@@ -43,7 +45,7 @@ def test_a_later_paragraph_does_not_name_its_subject() -> None:
 def test_full_prefill_answers_and_reuse_does_worse(tmp_path: Path) -> None:
     engine = Engine.load(EngineConfig(model="handbook"))
     samples = [s for s in spellable_samples() if s.tags["across"]][::12]
-    settings = [FULL, Setting("reuse", BlendConfig(mode="reuse")), Setting("all", BlendConfig(ratio=1.0))]
+    settings = [FULL, Setting("reuse", BlendParams(mode="reuse")), Setting("all", BlendParams(ratio=1.0))]
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         full, reuse, everything = summarise(evaluate(engine, store, samples, settings, EvaluateOptions(24)))
     assert accuracy(full) >= 0.85

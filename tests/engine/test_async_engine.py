@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, WAIT_S, House, Listener, open_house
 
-from cacheblend_cli.api import BlendConfig, Question
 from cacheblend_cli.collect.collector import Collector
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Started, Text
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Limits, Started, Text
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.errors import NotFoundError, QueueFull, UsageError
+from cacheblend_cli.types import AskRequest, BlendParams
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +25,14 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def submit(service: AsyncEngine, job: Job, listener: Listener | None = None) -> tuple[Listener, RequestState]:
+def submit(service: AsyncEngine, request: Request, listener: Listener | None = None) -> tuple[Listener, RequestState]:
     listener = listener or Listener()
-    return listener, service.submit(job, listener)
+    return listener, service.submit(request, listener)
 
 
 @pytest.fixture
 def service(house: House) -> Iterator[AsyncEngine]:
-    service = AsyncEngine(house.engine.runtime, house.store)
+    service = AsyncEngine(house.engine.runtime)
     yield service
     service.close()
 
@@ -50,8 +51,8 @@ def held(service: AsyncEngine) -> threading.Event:
 
 
 def test_a_job_gets_the_answer_that_ask_gives(house: House, service: AsyncEngine) -> None:
-    alone = house.engine.ask(house.store, house.question())
-    listener, _ = submit(service, Job(house.question(), verify=True))
+    alone = house.engine.run_alone(house.store, house.question())
+    listener, _ = submit(service, house.request(verify=True))
     [answer] = listener.done().answers
     assert answer.generated_ids == alone.generated_ids
     assert answer.verify is not None
@@ -61,11 +62,11 @@ def test_a_job_gets_the_answer_that_ask_gives(house: House, service: AsyncEngine
 
 
 def test_several_answers_each_have_a_seed(house: House, service: AsyncEngine) -> None:
-    listener, _ = submit(service, Job(house.question(temperature=2.0, seed=4, n=3)))
+    listener, _ = submit(service, house.request(house.question(temperature=2.0, seed=4, n=3)))
     answers = listener.done().answers
     assert len({tuple(a.generated_ids) for a in answers}) == 3
     assert [listener.text(i) for i in range(3)] == [a.text for a in answers]
-    listener, _ = submit(service, Job(house.question(temperature=2.0, seed=4)))
+    listener, _ = submit(service, house.request(house.question(temperature=2.0, seed=4)))
     assert listener.done().answers[0].generated_ids == answers[0].generated_ids
 
 
@@ -81,7 +82,7 @@ def test_first_come_first_served_among_equals(house: House, service: AsyncEngine
                 order.append(name)
             listener(event)
 
-        service.submit(Job(house.question(), priority=priority), heard)
+        service.submit(house.request(priority=priority), heard)
         listeners.append(listener)
     go.set()
     for listener in listeners:
@@ -90,53 +91,55 @@ def test_first_come_first_served_among_equals(house: House, service: AsyncEngine
 
 
 def test_what_cannot_be_answered_fails_alone(house: House, service: AsyncEngine) -> None:
-    bad, _ = submit(service, Job(Question("who?", [b"\0" * 16], BlendConfig(), SAMPLING)))
-    empty, _ = submit(service, Job(Question(" ", [], BlendConfig(), SAMPLING)))
-    long, _ = submit(service, Job(house.question("Mara works in Bergen. " * 300)))
-    wordy, _ = submit(service, Job(house.question(max_tokens=1024)))
-    good, _ = submit(service, Job(house.question()))
-    for listener, kind in ((bad, NotFoundError), (empty, UsageError), (long, UsageError), (wordy, UsageError)):
+    with pytest.raises(NotFoundError):
+        house.request(AskRequest("who?", [b"\0" * 16], BlendParams(), SAMPLING))
+    with pytest.raises(UsageError):
+        house.request(AskRequest(" ", [], BlendParams(), SAMPLING))
+    long, _ = submit(service, house.request(house.question("Mara works in Bergen. " * 300)))
+    wordy, _ = submit(service, house.request(house.question(max_tokens=1024)))
+    good, _ = submit(service, house.request())
+    for listener in (long, wordy):
         last = listener.last.result(WAIT_S)
         assert isinstance(last, Failed)
-        assert isinstance(last.error, kind)
+        assert isinstance(last.error, UsageError)
     assert good.done().answers
     stats = service.stats()
-    assert (stats.failed, stats.finished) == (4, 1)
+    assert (stats.failed, stats.finished) == (2, 1)
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(house: House) -> None:
-    service = AsyncEngine(house.engine.runtime, house.store, Limits(max_waiting=2))
+    service = AsyncEngine(house.engine.runtime, Limits(max_waiting=2))
     go = held(service)
-    waiting = [submit(service, Job(house.question()))[0] for _ in range(2)]
+    waiting = [submit(service, house.request())[0] for _ in range(2)]
     assert service.stats().waiting == 2
     with pytest.raises(QueueFull) as caught:
-        service.submit(Job(house.question()), Listener())
+        service.submit(house.request(), Listener())
     assert caught.value.retry_after_s > 0
     go.set()
     for listener in waiting:
         assert listener.done().answers
     service.close()
     with pytest.raises(QueueFull):
-        service.submit(Job(house.question()), Listener())
+        service.submit(house.request(), Listener())
 
 
 def test_a_job_is_cancelled_while_it_waits_and_while_it_runs(house: House, service: AsyncEngine) -> None:
     go = held(service)
-    running, ticket = submit(service, Job(house.question(max_tokens=400)))
-    waiting, waits = submit(service, Job(house.question()))
+    running, ticket = submit(service, house.request(house.question(max_tokens=400)))
+    waiting, waits = submit(service, house.request())
     service.cancel(waits)
     go.set()
     assert running.first_text.wait(WAIT_S)
     service.cancel(ticket)
     assert running.done().ended == "cancelled"
     assert waiting.done() == Done([], "cancelled")
-    after, _ = submit(service, Job(house.question()))
+    after, _ = submit(service, house.request())
     assert after.done().answers
 
 
 def test_a_deadline_passes(house: House, service: AsyncEngine) -> None:
     go = held(service)
-    waiting, ticket = submit(service, Job(house.question(), deadline_s=3600.0))
+    waiting, ticket = submit(service, house.request(deadline_s=3600.0))
     ticket.submitted -= 3600.0
     go.set()
     assert waiting.done() == Done([], "deadline")
@@ -151,8 +154,8 @@ def test_a_listener_that_fails_cancels_its_job_alone(house: House, service: Asyn
         if isinstance(event, Text):
             raise RuntimeError("gone")
 
-    service.submit(Job(house.question(max_tokens=400)), broken)
-    good, _ = submit(service, Job(house.question()))
+    service.submit(house.request(house.question(max_tokens=400)), broken)
+    good, _ = submit(service, house.request())
     ended = last.result(WAIT_S)
     assert isinstance(ended, Done)
     assert ended.ended == "cancelled"
@@ -169,7 +172,7 @@ def test_work_runs_in_the_engines_thread(house: House, service: AsyncEngine) -> 
 
 def test_an_answer_goes_on_between_two_pieces_of_work(house: House, service: AsyncEngine) -> None:
     go = held(service)
-    listener, _ = submit(service, Job(house.question(max_tokens=100, logprobs=0)))
+    listener, _ = submit(service, house.request(house.question(max_tokens=100, logprobs=0)))
     lengths = [service.run(lambda runtime: len(listener.events)) for _ in range(20)]
     go.set()
     counts = [length.result(WAIT_S) for length in lengths]
@@ -184,8 +187,12 @@ def test_an_answer_goes_on_while_anothers_chunks_are_stored(
     listener, counts = Listener(), list[int]()
     put = Collector.put
     monkeypatch.setattr(Collector, "put", lambda *given: (counts.append(len(listener.events)), put(*given))[1])
-    submit(service, Job(Question("who?", (), BlendConfig(), replace(SAMPLING, max_tokens=400, logprobs=0))), listener)
-    [answer] = submit(service, Job(house.question()))[0].done().answers
+    submit(
+        service,
+        house.request(AskRequest("who?", (), BlendParams(), replace(SAMPLING, max_tokens=400, logprobs=0))),
+        listener,
+    )
+    [answer] = submit(service, house.request())[0].done().answers
     assert len(counts) == len(house.keys) == len(set(counts))
     assert all(map(house.store.has_kv, house.keys))
     assert any("stored" in note for note in answer.notes)
@@ -194,21 +201,21 @@ def test_an_answer_goes_on_while_anothers_chunks_are_stored(
 
 def test_what_is_left_to_store_is_dropped_when_the_engine_closes(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.store.evict_chunks(house.keys)
-    service, put = AsyncEngine(house.engine.runtime, house.store), Collector.put
+    service, put = AsyncEngine(house.engine.runtime), Collector.put
     monkeypatch.setattr(Collector, "put", lambda *given: (service.cancel_all(), put(*given))[1])
-    listener, _ = submit(service, Job(house.question()))
+    listener, _ = submit(service, house.request())
     assert len(listener.done().answers) == 1
     assert sum(map(house.store.has_kv, house.keys)) == 1
     service.close()
 
 
 def test_closing_lets_what_runs_finish_or_cancels_it(house: House) -> None:
-    patient = AsyncEngine(house.engine.runtime, house.store)
-    listeners = [submit(patient, Job(house.question()))[0] for _ in range(3)]
+    patient = AsyncEngine(house.engine.runtime)
+    listeners = [submit(patient, house.request())[0] for _ in range(3)]
     patient.close(WAIT_S)
     assert all(listener.done().answers for listener in listeners)
-    hasty = AsyncEngine(house.engine.runtime, house.store)
-    listeners = [submit(hasty, Job(house.question(max_tokens=400)))[0] for _ in range(3)]
+    hasty = AsyncEngine(house.engine.runtime)
+    listeners = [submit(hasty, house.request(house.question(max_tokens=400)))[0] for _ in range(3)]
     assert listeners[0].first_text.wait(WAIT_S)
     hasty.close()
     assert [listener.done().ended for listener in listeners] == ["cancelled"] * 3
@@ -221,12 +228,12 @@ def test_the_engines_thread_makes_the_device_its_own(house: House, monkeypatch: 
         "cacheblend_cli.engine.async_engine.make_current",
         lambda device: made.append((threading.current_thread().name, device)),
     )
-    AsyncEngine(house.engine.runtime, house.store).close()
+    AsyncEngine(house.engine.runtime).close()
     assert made == [("cacheblend-engine", house.engine.model.decoder.device)]
 
 
 def test_a_step_that_does_not_end_is_given_up(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    service = AsyncEngine(house.engine.runtime, house.store)
+    service = AsyncEngine(house.engine.runtime)
     go = held(service)
     assert service.busy_s > 0
     assert not service.is_stuck
@@ -238,8 +245,8 @@ def test_a_step_that_does_not_end_is_given_up(house: House, caplog: pytest.LogCa
 
 def test_a_cancelled_future_cancels_its_job(house: House, service: AsyncEngine) -> None:
     go = held(service)
-    future = service.ask(Job(house.question()))
+    future = service.ask(house.request())
     assert future.cancel()
     go.set()
-    submit(service, Job(house.question()))[0].done()
+    submit(service, house.request())[0].done()
     assert service.stats().cancelled == 1

@@ -12,9 +12,12 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
 from cacheblend_cli.engine.attention import EVERY, _weights
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bloom"])
@@ -28,7 +31,7 @@ def test_shares_are_those_of_transformers_attention(family: str, tmp_path: Path)
         engine.precompute(store, paths, PrecomputeOptions(chunk_tokens=64), lambda event: None)
         keys = [m.key for m in store.chunks()]
         sampling = SamplingParams(max_tokens=EVERY + 3, ignore_eos=True)
-        answer = engine.ask(store, Question("who?", keys, BlendConfig(mode="full"), sampling))
+        answer = engine.run_alone(store, AskRequest("who?", keys, BlendParams(mode="full"), sampling))
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager", dtype=torch.float32)
     ids = [*answer.prompt_ids, *answer.generated_ids]
     with torch.inference_mode():

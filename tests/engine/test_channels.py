@@ -9,8 +9,9 @@ from checkpoints import write_checkpoint
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.detokenizer import Detokenizer
+from cacheblend_cli.engine.engine import Engine
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|constrain|>")
 REASONED = "<|channel|>analysis<|message|>We look it up.<|end|>"

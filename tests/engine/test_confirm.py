@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from houses import House, Listener, open_house
 
-from cacheblend_cli.api import BlendConfig, SamplingParams
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Job, Limits
+from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams
 
 QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alpha", "the first", "Tilda and Bo"]
 
@@ -30,11 +29,11 @@ def test_the_answer_is_a_full_prefills(house: House, mode: str, temperature: flo
     seen = set()
     for seed, text in enumerate(QUESTIONS):
         sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=seed)
-        question = replace(house.question(text), sampling=sampling, blend=BlendConfig(mode=mode, ratio=0.1))
+        question = replace(house.question(text), sampling=sampling, blend=BlendParams(mode=mode, ratio=0.1))
         streamed: list[str] = []
-        answer = house.engine.ask(house.store, question, AskOptions(confirm=True), Hearer(streamed.append))
-        blended = house.engine.ask(house.store, question)
-        full = house.engine.ask(house.store, replace(question, blend=BlendConfig(mode="full")))
+        answer = house.engine.run_alone(house.store, question, AskOptions(confirm=True), Hearer(streamed.append))
+        blended = house.engine.run_alone(house.store, question)
+        full = house.engine.run_alone(house.store, replace(question, blend=BlendParams(mode="full")))
         found = answer.confirmation
         assert found is not None
         assert (answer.text, answer.generated_ids) == (full.text, full.generated_ids)
@@ -52,40 +51,38 @@ def test_the_answer_is_a_full_prefills(house: House, mode: str, temperature: flo
 def test_without_a_seed_the_draws_are_repeated(house: House) -> None:
     for _ in range(4):
         question = house.question("who?", temperature=3.0, max_tokens=8)
-        answer = house.engine.ask(
-            house.store, replace(question, blend=BlendConfig(ratio=1.0)), AskOptions(confirm=True)
+        answer = house.engine.run_alone(
+            house.store, replace(question, blend=BlendParams(ratio=1.0)), AskOptions(confirm=True)
         )
         assert answer.confirmation is not None
         assert answer.confirmation.confirmed
 
 
 def test_a_full_prefill_confirms_itself(house: House) -> None:
-    question = replace(house.question(), blend=BlendConfig(mode="full"))
-    answer = house.engine.ask(house.store, question, AskOptions(confirm=True))
+    question = replace(house.question(), blend=BlendParams(mode="full"))
+    answer = house.engine.run_alone(house.store, question, AskOptions(confirm=True))
     assert answer.confirmation is not None
     assert answer.confirmation.confirmed
     assert answer.confirmation.full_ttft_s == 0
 
 
 def test_side_by_side_as_alone(house: House) -> None:
-    jobs = [
-        Job(replace(house.question(text), blend=BlendConfig(mode="reuse")), confirm=n % 2 == 0)
-        for n, text in enumerate(QUESTIONS)
-    ]
-    service = AsyncEngine(house.engine.runtime, house.store, Limits(pool_tokens=2048))
+    asked = [replace(house.question(text), blend=BlendParams(mode="reuse")) for text in QUESTIONS]
+    confirms = [n % 2 == 0 for n in range(len(asked))]
+    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=2048))
     try:
-        told = [Listener() for _ in jobs]
-        for job, listener in zip(jobs, told, strict=True):
-            service.submit(job, listener)
-        for job, listener in zip(jobs, told, strict=True):
+        listeners = [Listener() for _ in asked]
+        for ask, confirm, listener in zip(asked, confirms, listeners, strict=True):
+            service.submit(house.request(ask, confirm=confirm), listener)
+        for ask, confirm, listener in zip(asked, confirms, listeners, strict=True):
             [answer] = listener.done().answers
-            mode = "full" if job.confirm else "reuse"
-            alone = house.engine.ask(house.store, replace(job.question, blend=BlendConfig(mode=mode)))
+            mode = "full" if confirm else "reuse"
+            alone = house.engine.run_alone(house.store, replace(ask, blend=BlendParams(mode=mode)))
             assert answer.text == alone.text
-            assert (answer.confirmation is not None) == job.confirm
+            assert (answer.confirmation is not None) == confirm
             if answer.confirmation is not None:
                 assert answer.confirmation.blended_answer == listener.text()
     finally:
         service.close()
     with pytest.raises(UsageError, match="only one answer"):
-        Job(house.question(n=2), confirm=True)
+        house.request(house.question(n=2), confirm=True)

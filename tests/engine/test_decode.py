@@ -11,8 +11,9 @@ import torch
 from checkpoints import write_checkpoint
 from decoding import decode_one_token
 
-from cacheblend_cli.api import Engine, EngineConfig, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.decode import DecodeRunner, EagerRunner, GraphRunner, bucket, make_runner
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence_output import Generation, Listener
 from cacheblend_cli.errors import DeviceError
@@ -20,6 +21,7 @@ from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.types import SamplingParams
 
 PROMPT = list(range(5, 42))
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 QUESTIONS = ("where does Mara work?", "who?", "what is it about", "where")
 
@@ -28,8 +31,8 @@ def test_engines_ask_side_by_side(tmp_path: Path) -> None:
 
         def answers(engine: Engine) -> list[list[int]]:
             sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-            asked = [Question(text, keys, BlendConfig(ratio=0.3), sampling) for text in QUESTIONS]
-            return [engine.ask(store, question).generated_ids for question in asked]
+            asked = [AskRequest(text, keys, BlendParams(ratio=0.3), sampling) for text in QUESTIONS]
+            return [engine.run_alone(store, question).generated_ids for question in asked]
 
         alone = answers(first)
         with ThreadPoolExecutor(3) as pool:

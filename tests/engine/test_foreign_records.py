@@ -9,7 +9,10 @@ from bare_store import bare_writing
 from cacheblend_store import BadBlob, ChunkStore
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
 def test_a_damaged_record_of_this_model_is_computed_and_replaced(tmp_path: Path) -> None:
@@ -29,7 +32,9 @@ def test_a_damaged_record_of_this_model_is_computed_and_replaced(tmp_path: Path)
         assert len(named) == len(own) > 0
 
         def ask(mode: str = "blend") -> list[int]:
-            return ours.ask(store, Question("where does Mara work?", named, BlendConfig(mode), sampling)).generated_ids
+            return ours.run_alone(
+                store, AskRequest("where does Mara work?", named, BlendParams(mode), sampling)
+            ).generated_ids
 
         blended, full = ask(), ask("full")
         with bare_writing(store) as (txn, dbs):

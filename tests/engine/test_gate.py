@@ -9,16 +9,16 @@ import pytest
 import torch
 from houses import House, Listener, open_house
 
-from cacheblend_cli.api import Answer, BlendConfig, Question
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Failed, Job, Limits
+from cacheblend_cli.engine.jobs import Failed, Limits
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of
 from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import CacheBlendError, UsageError
+from cacheblend_cli.types import Answer, AskRequest, BlendParams
 
-BLEND = BlendConfig(mode="reuse")  # far from a full prefill
+BLEND = BlendParams(mode="reuse")  # far from a full prefill
 QUESTIONS = ["where does Mara work?", "who?", "what is the hobby of Orin", "alpha", "the first", "Tilda and Bo"]
 EACH, TOKENS = 0.1, 8
 """The risk of every token, by the fit that is put there."""
@@ -38,15 +38,15 @@ def fit(house: House) -> RiskFit:
     return found
 
 
-def asked(house: House, text: str, limit: float | None) -> Question:
+def asked(house: House, text: str, limit: float | None) -> AskRequest:
     return replace(house.question(text, max_tokens=TOKENS), blend=replace(BLEND, max_risk=limit))
 
 
-def ask(house: House, question: Question) -> Answer:
-    return house.engine.ask(house.store, question)
+def ask(house: House, question: AskRequest) -> Answer:
+    return house.engine.run_alone(house.store, question)
 
 
-def full_behind(house: House, question: Question, said: Sequence[int]) -> list[int]:
+def full_behind(house: House, question: AskRequest, said: Sequence[int]) -> list[int]:
     """The answer that begins with what was said, and goes on greedily over a full prefill's KV."""
     runtime = house.engine.runtime
     full = prefill(runtime, resolve(runtime, house.store, question).in_full(), room=TOKENS)
@@ -68,7 +68,7 @@ def test_what_was_said_stands_and_a_full_prefill_goes_on(house: House, fit: Risk
     for text in QUESTIONS:
         blended, pieces = ask(house, asked(house, text, None)), list[str]()
         question = asked(house, text, limit)
-        answer = house.engine.ask(house.store, question, listener=Hearer(pieces.append))
+        answer = house.engine.run_alone(house.store, question, listener=Hearer(pieces.append))
         assert blended.risk is None
         assert answer.risk is not None
         assert answer.generated_ids == (
@@ -87,11 +87,11 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int) -> 
     limits = [None, 0.0, 0.25, 1.0]
     questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * 2)]
     alone = [ask(house, question) for question in questions]
-    service = AsyncEngine(house.engine.runtime, house.store, Limits(pool_tokens=pool_tokens, hot=False))
+    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, hot=False))
     try:
         told = [Listener() for _ in questions]
         for question, listener in zip(questions, told, strict=True):
-            service.submit(Job(question), listener)
+            service.submit(house.request(question), listener)
         for listener, one in zip(told, alone, strict=True):
             [answer] = listener.done().answers
             assert answer.generated_ids == one.generated_ids
@@ -100,7 +100,7 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int) -> 
             if answer.risk is not None and one.risk is not None:
                 assert answer.risk.full_prefill_at == one.risk.full_prefill_at
         several = Listener()
-        service.submit(Job(replace(questions[1], sampling=replace(questions[1].sampling, n=2))), several)
+        service.submit(house.request(replace(questions[1], sampling=replace(questions[1].sampling, n=2))), several)
         failed = several.last.result(60)
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, CacheBlendError)
@@ -110,12 +110,12 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int) -> 
 
 
 def test_a_full_prefill_changes_no_later_answer(house: House, fit: RiskFit) -> None:
-    service = AsyncEngine(house.engine.runtime, house.store, Limits(pool_tokens=4096))
+    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=4096))
     try:
         alone = [ask(house, asked(house, QUESTIONS[0], limit)).generated_ids for limit in (None, 0.25)]
         for limit, expected in ((None, alone[0]), (0.25, alone[1])) * 2:
             listener = Listener()
-            service.submit(Job(asked(house, QUESTIONS[0], limit)), listener)
+            service.submit(house.request(asked(house, QUESTIONS[0], limit)), listener)
             [answer] = listener.done().answers
             assert answer.generated_ids == expected
     finally:

@@ -31,7 +31,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def test_an_answer_is_of_its_schema(house: House, seed: int) -> None:
     """From a model that knows nothing, alone and beside others of no form."""
     form = {"json_schema": json.dumps(SCHEMA), "max_tokens": 200, "temperature": 1.0, "seed": seed}
-    alone = house.engine.ask(house.store, house.question(**form))
+    alone = house.engine.run_alone(house.store, house.question(**form))
     found = json.loads(alone.text)
     assert set(found) == {"name", "age"}
     assert 0 <= found["age"] <= 99
@@ -43,7 +43,7 @@ def test_an_answer_is_of_its_schema(house: House, seed: int) -> None:
 
 
 def test_an_answer_is_of_its_regular_expression(house: House) -> None:
-    answer = house.engine.ask(house.store, house.question(regex="[a-f]{3}-[0-9]{2}", max_tokens=40))
+    answer = house.engine.run_alone(house.store, house.question(regex="[a-f]{3}-[0-9]{2}", max_tokens=40))
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", answer.text)
     assert answer.finish_reason == "stop"
 
@@ -53,7 +53,7 @@ def test_an_answer_is_of_its_regular_expression(house: House) -> None:
 )  # fmt: skip
 def test_a_form_that_makes_no_sense_is_refused(house: House, form: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        house.engine.ask(house.store, house.question(**form))
+        house.engine.run_alone(house.store, house.question(**form))
     bench = Bench(house, Limits())
     listener, _ = bench.arrive(house.question(**form))
     bench.run()
@@ -63,11 +63,11 @@ def test_a_form_that_makes_no_sense_is_refused(house: House, form: dict[str, str
 
 
 def test_a_bias_moves_the_choice(house: House) -> None:
-    plain = house.engine.ask(house.store, house.question())
+    plain = house.engine.run_alone(house.store, house.question())
     token = (plain.generated_ids[0] + 1) % 300
-    pushed = house.engine.ask(house.store, house.question(logit_bias=((token, 1000.0),)))
+    pushed = house.engine.run_alone(house.store, house.question(logit_bias=((token, 1000.0),)))
     assert set(pushed.generated_ids) == {token}
-    banned = house.engine.ask(house.store, house.question(logit_bias=((plain.generated_ids[0], -1000.0),)))
+    banned = house.engine.run_alone(house.store, house.question(logit_bias=((plain.generated_ids[0], -1000.0),)))
     assert plain.generated_ids[0] not in banned.generated_ids
     with pytest.raises(UsageError, match="logit_bias"):
-        house.engine.ask(house.store, replace(house.question(logit_bias=((99999, 1.0),))))
+        house.engine.run_alone(house.store, replace(house.question(logit_bias=((99999, 1.0),))))

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, ids_of, open_house
 
-from cacheblend_cli.api import Answer, AskOptions, BlendConfig, Engine, Question
 from cacheblend_cli.engine.checks import InternalRequest, Verify
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit
+from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams
 
-FULL, BLEND = BlendConfig(mode="full"), BlendConfig(ratio=0.3)
+FULL, BLEND = BlendParams(mode="full"), BlendParams(ratio=0.3)
 ROOMY = Limits(pool_tokens=4096, reuse_repaired=True)
 LONG = "where does Mara work and who keeps a parrot at home? " * 12
 
@@ -25,14 +26,14 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def answer_of(bench: Bench, question: Question) -> Answer:
+def answer_of(bench: Bench, question: AskRequest) -> Answer:
     listener, _ = bench.arrive(question)
     bench.run()
     ids_of(listener)
     return listener.done().answers[0]
 
 
-def cold(house: House, question: Question) -> Answer:
+def cold(house: House, question: AskRequest) -> Answer:
     return answer_of(Bench(house, replace(ROOMY, hot=False)), question)
 
 
@@ -49,7 +50,7 @@ def test_a_prompt_that_was_asked_before_computes_its_end(house: House) -> None:
 def test_the_next_turn_of_a_chat_computes_what_is_new(house: House) -> None:
     bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
     first = answer_of(bench, question)
-    turn = replace(question, history=(question.text, first.text), text="and who keeps a parrot?")
+    turn = replace(question, history=(question.question, first.text), question="and who keeps a parrot?")
     then = answer_of(bench, turn)
     assert then.hot_tokens > first.prompt_tokens - 16
     assert then.generated_ids == cold(house, turn).generated_ids
@@ -67,7 +68,7 @@ def test_another_question_over_the_same_blended_chunks_repairs_nothing(house: Ho
 
 
 def test_where_the_choice_does_not_depend_on_the_question_the_answer_is_the_same(house: House) -> None:
-    bench, blend = Bench(house, ROOMY), BlendConfig(ratio=0.3, selector="hkvd")
+    bench, blend = Bench(house, ROOMY), BlendParams(ratio=0.3, selector="hkvd")
     answer_of(bench, replace(house.question(), blend=blend))
     other = replace(house.question("who keeps a parrot?"), blend=blend)
     then = answer_of(bench, other)
@@ -79,8 +80,8 @@ def test_where_the_choice_does_not_depend_on_the_question_the_answer_is_the_same
     "change",
     [
         lambda q: replace(q, blend=FULL),
-        lambda q: replace(q, blend=BlendConfig(ratio=0.31)),
-        lambda q: replace(q, blend=BlendConfig(mode="reuse")),
+        lambda q: replace(q, blend=BlendParams(ratio=0.31)),
+        lambda q: replace(q, blend=BlendParams(mode="reuse")),
         lambda q: replace(q, keys=[*q.keys[:3], q.keys[4], q.keys[3]]),
         lambda q: replace(q, keys=q.keys[:4]),
     ],
@@ -109,7 +110,7 @@ def test_exact_kv_serves_a_prompt_that_would_be_blended(house: House) -> None:
 
 
 def test_tenants_share_nothing(house: House) -> None:
-    bench, question = Bench(house, ROOMY), Question("Mara works in Bergen " * 20, [], FULL, SAMPLING)
+    bench, question = Bench(house, ROOMY), AskRequest("Mara works in Bergen " * 20, [], FULL, SAMPLING)
     answer_of(bench, question)
     assert answer_of(bench, replace(question, salt="b")).hot_tokens == 0
     assert answer_of(bench, question).hot_tokens > 0
@@ -158,7 +159,7 @@ def test_a_chunk_that_is_hot_in_part_is_one_chunk(house: House) -> None:
     bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
     answer_of(bench, replace(question, keys=[*house.keys[:2], house.keys[3]]))
     then = answer_of(bench, question)
-    assert house.engine.ask(house.store, question).prompt_tokens > then.hot_tokens > 16
+    assert house.engine.run_alone(house.store, question).prompt_tokens > then.hot_tokens > 16
     assert [c.tokens for c in then.chunks] == [c.tokens for c in cold(house, question).chunks]
 
 
@@ -171,7 +172,7 @@ def test_first_again_alone_and_together_are_the_same_to_the_bit(house: House, dt
         replace(other.question(LONG + end, logprobs=2), blend=blend, keys=keys)
         for end in ("who?", "what?") for blend in (FULL, BLEND) for keys in ([], house.keys[:3])
     ]  # fmt: skip
-    alone = [other.engine.ask(other.store, question) for question in asked]
+    alone = [other.engine.run_alone(other.store, question) for question in asked]
     bench = Bench(other, Limits(pool_tokens=8192))
     first, again = ([answer_of(bench, question) for question in asked] for _ in range(2))
     together = [bench.arrive(question)[0] for question in [*asked, *asked]]
@@ -185,13 +186,16 @@ def test_first_again_alone_and_together_are_the_same_to_the_bit(house: House, dt
 
 def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(house: House) -> None:
     """A full prefill that goes on before the first token does not hide how far the blended KV was."""
-    question = replace(house.question(), blend=BlendConfig(mode="reuse"))
+    question = replace(house.question(), blend=BlendParams(mode="reuse"))
     RiskFile.of(house.engine.runtime.collection(), ["sink"], question.blend).write(
         RiskFit((0.0,) * SIGNALS, 0.0, 9, 9, 9)
     )
     gated = replace(question, blend=replace(question.blend, max_risk=0.0))
-    plain = house.engine.ask(house.store, question, AskOptions(verify=True)).verify
-    for answer in (house.engine.ask(house.store, gated, AskOptions(verify=True)), verified(Bench(house, ROOMY), gated)):
+    plain = house.engine.run_alone(house.store, question, AskOptions(verify=True)).verify
+    for answer in (
+        house.engine.run_alone(house.store, gated, AskOptions(verify=True)),
+        verified(Bench(house, ROOMY), gated),
+    ):
         assert answer.risk is not None
         assert answer.risk.full_prefill_at == 0
         assert answer.verify is not None
@@ -199,7 +203,7 @@ def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(house: House) -> N
         assert answer.verify.kl == plain.kl > 1e-4
 
 
-def verified(bench: Bench, question: Question) -> Answer:
+def verified(bench: Bench, question: AskRequest) -> Answer:
     listener, _ = bench.arrive(question, verify=True)
     bench.run()
     return listener.done().answers[0]

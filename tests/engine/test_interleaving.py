@@ -9,23 +9,23 @@ from itertools import pairwise
 import pytest
 from houses import Bench, House, Listener, ids_of, open_house
 
-from cacheblend_cli.api import BlendConfig, Question
 from cacheblend_cli.engine.controller import controller_of
 from cacheblend_cli.engine.jobs import Done, Limits, Started, Text
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.kv.source import BadChunk
+from cacheblend_cli.types import AskRequest, BlendParams
 
 LAYERS = 6
 LIMITS = Limits(
     max_sequences=4, max_rows=16, pool_tokens=16 * 80, hot=False
 )  # a slice of 16 rows; a blend has many more
 BLENDS = {
-    "query": BlendConfig(ratio=0.4),
-    "probe": BlendConfig(ratio=0.4, probe_layers=(1, 3)),
-    "draft": BlendConfig(ratio=0.4, selector="draft", draft_tokens=3),
-    "hkvd": BlendConfig(ratio=0.4, selector="hkvd"),
-    "gradual": BlendConfig(selector="hkvd", checks=((1, 0.6), (3, 0.3))),
-    "query:4+hkvd": BlendConfig(ratio=0.4, selector="query:4+hkvd", correction="mean-shift"),
+    "query": BlendParams(ratio=0.4),
+    "probe": BlendParams(ratio=0.4, probe_layers=(1, 3)),
+    "draft": BlendParams(ratio=0.4, selector="draft", draft_tokens=3),
+    "hkvd": BlendParams(ratio=0.4, selector="hkvd"),
+    "gradual": BlendParams(selector="hkvd", checks=((1, 0.6), (3, 0.3))),
+    "query:4+hkvd": BlendParams(ratio=0.4, selector="query:4+hkvd", correction="mean-shift"),
 }
 
 
@@ -35,7 +35,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def asked(house: House, blend: BlendConfig, **sampling: object) -> Question:
+def asked(house: House, blend: BlendParams, **sampling: object) -> AskRequest:
     return replace(house.question("where does the harbor keeper with the parrot live?", **sampling), blend=blend)
 
 
@@ -58,7 +58,7 @@ def until_paused(bench: Bench, state: RequestState, times: int = 2) -> None:
 
 
 @pytest.mark.parametrize("blend", BLENDS.values(), ids=BLENDS)
-def test_a_stream_goes_on_between_the_layers_of_a_blend(house: House, blend: BlendConfig) -> None:
+def test_a_stream_goes_on_between_the_layers_of_a_blend(house: House, blend: BlendParams) -> None:
     question = asked(house, blend, logprobs=1)
     stream = house.question("what keeps the parrot?", max_tokens=60)
     alone = Bench(house, LIMITS)

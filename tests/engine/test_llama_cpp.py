@@ -16,12 +16,13 @@ from checkpoints import write_checkpoint
 from gguf_files import write_gguf
 from houses import Bench, House, ids_of, open_house
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.connectors import llama_choice
 from cacheblend_cli.engine.connectors.llama_choice import DecodeSpeeds, llama_engine
 from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
 from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.jobs import Limits
@@ -31,7 +32,7 @@ from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.model.named import smollm2_file
-from cacheblend_cli.types import Risk
+from cacheblend_cli.types import AskRequest, BlendParams, Risk, SamplingParams
 
 MODULES = ("xllamacpp", "llama_cpp")
 TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
@@ -85,7 +86,7 @@ def engine_of(file: Path, decode_model: Path | None = None) -> tuple[Engine, lis
 
 def ask(engine: Engine, count: int = 8, **sampling: object) -> tuple[list[int], list[float], list[str]]:
     params = SamplingParams(max_tokens=count, ignore_eos=True, logprobs=0, **sampling)  # type: ignore[arg-type]
-    answer = engine.ask(None, Question("where does Mara work? " * 6, (), BlendConfig(mode="full"), params))
+    answer = engine.run_alone(None, AskRequest("where does Mara work? " * 6, (), BlendParams(mode="full"), params))
     return answer.generated_ids, [p.logprob for p in answer.logprobs], answer.notes
 
 
@@ -104,7 +105,7 @@ def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkey
     engine, said = engine_of(tmp_path / "m.gguf")
     llama = llama_engine(engine.runtime)
     assert llama is not None, said
-    request = resolve(engine.runtime, None, Question("where does Mara work? " * 6, ()))
+    request = resolve(engine.runtime, None, AskRequest("where does Mara work? " * 6, ()))
     done = prefill(engine.runtime, request)
     kv = export(engine.runtime.decoder, done.sequence, done.plan.num_tokens - 1)
     *token_ids, last = done.plan.token_ids
@@ -117,7 +118,10 @@ def test_it_computes_what_this_engine_computes(name: str, tmp_path: Path, monkey
 
 def test_answers_are_those_of_this_engine(house: House) -> None:
     question = house.question(logprobs=0, max_tokens=12)
-    here, there = torch_only(house).engine.ask(house.store, question), house.engine.ask(house.store, question)
+    here, there = (
+        torch_only(house).engine.run_alone(house.store, question),
+        house.engine.run_alone(house.store, question),
+    )
     assert there.generated_ids == here.generated_ids
     assert there.chosen == here.chosen
     found = [[p.logprob for p in answer.logprobs] for answer in (here, there)]
@@ -157,7 +161,7 @@ def test_many_at_once_in_a_small_pool(house: House) -> None:
 
 def test_a_preempted_sequence_goes_on_where_it_was(house: House) -> None:
     question = house.question(max_tokens=10, logprobs=0)
-    alone = house.engine.ask(house.store, question)
+    alone = house.engine.run_alone(house.store, question)
     bench = Bench(house, replace(TINY, max_rows=512))
     listener, _ = bench.arrive(question)
     for _ in range(4):
@@ -265,9 +269,9 @@ def test_a_context_that_is_too_small_is_said_and_decoded_here(
     llama = llama_engine(house.engine.runtime)
     assert llama is not None
     question = house.question(max_tokens=8)
-    here = torch_only(house).engine.ask(house.store, question)
+    here = torch_only(house).engine.run_alone(house.store, question)
     monkeypatch.setattr(llama, "max_context", here.prompt_tokens)
-    there = house.engine.ask(house.store, question)
+    there = house.engine.run_alone(house.store, question)
     assert there.generated_ids == here.generated_ids
     assert len(there.notes) == len(here.notes) + 1
     assert any(chunk.attention is not None for chunk in there.chunks)  # this engine decoded
@@ -347,10 +351,10 @@ def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_a_real_models_greedy_tokens_are_llama_cpps_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_choice, "_probe", lambda file, num_threads: 1e-9)
     engine = Engine.load(EngineConfig("smollm2", dtype="float32", decode_with="llama.cpp", threads=1))
-    question = Question(
-        "What is the capital of France, and of Germany?", (), BlendConfig(), SamplingParams(max_tokens=12, logprobs=0)
+    question = AskRequest(
+        "What is the capital of France, and of Germany?", (), BlendParams(), SamplingParams(max_tokens=12, logprobs=0)
     )
-    answer = engine.ask(None, question)
+    answer = engine.run_alone(None, question)
     llama = llama_engine(engine.runtime)
     assert llama is not None
     assert "Paris" in answer.text

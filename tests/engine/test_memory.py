@@ -13,17 +13,17 @@ from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
 from cacheblend_cli.blend.corrections import Regression
 from cacheblend_cli.collect import prefill as collect
 from cacheblend_cli.engine import prefill
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.memory import Profile, blocks_that_fit, measure, reserve, warm_up
-from cacheblend_cli.engine.request import Question
 from cacheblend_cli.engine.sequence_output import Listener
 from cacheblend_cli.errors import DeviceError, UsageError
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.model.loading import check_room
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -82,13 +82,15 @@ def test_pool_and_activations_never_pass_the_share(
 
 def test_one_pool_serves_question_after_question(engine: Engine) -> None:
     """The lasting pool gives the answers of a fresh one, and every block comes back, whatever happened."""
-    plain = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY))
+    plain = engine.run_alone(None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY))
     memory = reserve(engine.model.decoder, engine.config, meter=Gauge(engine, 1 << 30, 1 << 28))
     engine.runtime._memory = memory
     for cache in memory.pool.tensors:
         cache.fill_(float("nan"))
     for _ in range(3):
-        answer = engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), AskOptions(verify=True))
+        answer = engine.run_alone(
+            None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY), AskOptions(verify=True)
+        )
         assert answer.generated_ids == plain.generated_ids
         assert answer.verify is not None
         assert answer.verify.kl < 1e-6
@@ -98,10 +100,14 @@ def test_one_pool_serves_question_after_question(engine: Engine) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.ask(None, Question("where does Mara work?", [], BlendConfig(), GREEDY), listener=Listener(broken))
+        engine.run_alone(
+            None, AskRequest("where does Mara work?", [], BlendParams(), GREEDY), listener=Listener(broken)
+        )
     assert memory.pool.allocator.num_used == 0
     with pytest.raises(UsageError, match="check layer 9"):
-        engine.ask(None, Question("where does Mara work?", [], BlendConfig(selector="hkvd", check_layer=9), GREEDY))
+        engine.run_alone(
+            None, AskRequest("where does Mara work?", [], BlendParams(selector="hkvd", check_layer=9), GREEDY)
+        )
     assert memory.pool.allocator.num_used == 0
 
 
@@ -142,7 +148,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     total = int((used + (1 << 20) + 64 * per_token) / 0.9) + 8000
     engine.runtime._memory = reserve(engine.model.decoder, engine.config, meter=Gauge(engine, total, used))
     with pytest.raises(DeviceError, match="64 fit") as caught:
-        engine.ask(None, Question("where does Mara work? " * 20, [], BlendConfig(), GREEDY))
+        engine.run_alone(None, AskRequest("where does Mara work? " * 20, [], BlendParams(), GREEDY))
     assert caught.value.hint is not None
     assert "--gpu-memory-utilization" in caught.value.hint
 
@@ -155,7 +161,7 @@ def test_what_would_fit_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(prefill, "run_layers", out_of_memory)
     with pytest.raises(DeviceError, match="ran out of memory") as caught:
-        engine.ask(None, Question("where?", [], BlendConfig(), GREEDY))
+        engine.run_alone(None, AskRequest("where?", [], BlendParams(), GREEDY))
     assert caught.value.__cause__ is not None
     assert held[0]() is None  # or what would fit were counted too low
     assert engine.runtime._memory is not None

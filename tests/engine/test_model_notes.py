@@ -10,9 +10,11 @@ import pytest
 from checkpoints import write_checkpoint
 
 from cacheblend_cli import user_cache
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.model_notes import BlendVerdict, keep_verdict, known_verdict, model_notes
 from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams()
 
@@ -27,20 +29,20 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
 @pytest.mark.parametrize(
     ("verdict", "blend", "told"),
     [
-        (None, BlendConfig(), False),
-        (0.15, BlendConfig(), False),
-        (0.15, BlendConfig(ratio=0.05), False),  # not measured
-        (0.3, BlendConfig(), True),
-        (0.3, BlendConfig(ratio=0.3), False),
-        (0.3, BlendConfig(checks=((1, 0.5), (2, 0.2))), True),
-        (0.3, BlendConfig("full"), False),
-        (0.3, BlendConfig("reuse"), False),
-        (0.3, BlendConfig(selector="hkvd"), False),  # not what was measured
-        ("full", BlendConfig(ratio=0.9), True),
+        (None, BlendParams(), False),
+        (0.15, BlendParams(), False),
+        (0.15, BlendParams(ratio=0.05), False),  # not measured
+        (0.3, BlendParams(), True),
+        (0.3, BlendParams(ratio=0.3), False),
+        (0.3, BlendParams(checks=((1, 0.5), (2, 0.2))), True),
+        (0.3, BlendParams("full"), False),
+        (0.3, BlendParams("reuse"), False),
+        (0.3, BlendParams(selector="hkvd"), False),  # not what was measured
+        ("full", BlendParams(ratio=0.9), True),
     ],
 )
 def test_a_ratio_below_the_verdict_is_noted(
-    model: LoadedModel, verdict: float | str | None, blend: BlendConfig, told: bool
+    model: LoadedModel, verdict: float | str | None, blend: BlendParams, told: bool
 ) -> None:
     if verdict is not None:
         keep_verdict(model, BlendVerdict(None if verdict == "full" else float(verdict)))
@@ -76,7 +78,7 @@ def test_a_verdict_is_of_a_model_in_every_dtype_and_of_no_other(model: LoadedMod
 def test_a_repetition_penalty_of_the_model_is_noted_when_greedy(
     model: LoadedModel, config: dict[str, Any], sampling: SamplingParams, told: bool
 ) -> None:
-    assert len(model_notes(replace(model, generation_config=config), BlendConfig(), sampling, 0)) == told
+    assert len(model_notes(replace(model, generation_config=config), BlendParams(), sampling, 0)) == told
 
 
 def test_an_answer_carries_the_note_once(tmp_path: Path) -> None:
@@ -85,5 +87,5 @@ def test_an_answer_carries_the_note_once(tmp_path: Path) -> None:
     engine = Engine.load(EngineConfig(model=str(tmp_path / "m")))
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     for _ in range(2):
-        answer = engine.ask(None, Question("who?", [], BlendConfig(), sampling))
+        answer = engine.run_alone(None, AskRequest("who?", [], BlendParams(), sampling))
         assert sum("repetition_penalty" in note for note in answer.notes) == 1

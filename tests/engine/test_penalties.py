@@ -23,11 +23,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
-from cacheblend_cli.engine.sampling import Penalties, as_the_model, filtered_probs, model_sampling, sampling_of
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.sampling import Penalties, as_the_model, filtered_probs, model_sampling
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.settings import Settings, resolve
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams, model_sampled, sampling_of
 
 VOCAB = 12
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
@@ -82,9 +84,9 @@ def test_an_answer_with_penalties_is_that_of_transformers(tmp_path: Path) -> Non
     write_checkpoint(tmp_path / "m", "qwen2")
     engine = Engine.load(EngineConfig(model=str(tmp_path / "m"), dtype="float32"))
     plain, other = (
-        engine.ask(
+        engine.run_alone(
             None,
-            Question("who?", [], BlendConfig(), SamplingParams(max_tokens=24, repetition_penalty=p, ignore_eos=True)),
+            AskRequest("who?", [], BlendParams(), SamplingParams(max_tokens=24, repetition_penalty=p, ignore_eos=True)),
         )
         for p in (1.0, 1.6)
     )
@@ -102,9 +104,9 @@ def test_an_answer_with_penalties_is_that_of_transformers(tmp_path: Path) -> Non
             eos_token_id=None,
         )
     assert theirs[0, prompt.shape[1] :].tolist() == other.generated_ids
-    again = engine.ask(
+    again = engine.run_alone(
         None,
-        Question("who?", [], BlendConfig(), SamplingParams(max_tokens=24, frequency_penalty=100.0, ignore_eos=True)),
+        AskRequest("who?", [], BlendParams(), SamplingParams(max_tokens=24, frequency_penalty=100.0, ignore_eos=True)),
     )
     assert len(set(again.generated_ids)) == 24
 
@@ -146,7 +148,7 @@ def test_what_is_set_is_stronger_than_the_model(loaded: LoadedModel, monkeypatch
 
     def found(**flags: Any) -> SamplingParams:
         resolved = resolve(flags)
-        return as_the_model(sampling_of(resolved), resolved, model)
+        return as_the_model(sampling_of(resolved.settings), model_sampled(resolved), model)
 
     default = SamplingParams(reasoning_tokens=Settings().reasoning_tokens)
     assert found() == default
@@ -160,7 +162,7 @@ def test_nonsense_in_it_is_named(loaded: LoadedModel, config: dict[str, Any]) ->
     resolved = resolve({"model_sampling": True})
     model = replace(loaded, generation_config={"do_sample": True, **config})
     with pytest.raises(UsageError, match=r"generation_config\.json"):
-        as_the_model(sampling_of(resolved), resolved, model)
+        as_the_model(sampling_of(resolved.settings), model_sampled(resolved), model)
 
 
 def edited(name: str, **values: Any) -> Callable[[Path], None]:

@@ -10,9 +10,9 @@ import torch
 from houses import Bench, House, open_house
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.api import Answer, BlendConfig, SamplingParams
 from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import Answer, BlendParams, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def check(house: House, answer: Answer, num_top: int) -> None:
 
 def test_of_a_question_alone(house: House) -> None:
     question = house.question(prompt_logprobs=2)
-    answer = house.engine.ask(house.store, question)
+    answer = house.engine.run_alone(house.store, question)
     check(house, answer, 2)
     assert (answer.mode, answer.cached_tokens) == ("full", 0)
     assert len(answer.to_dict()["prompt_logprobs"]) == answer.prompt_tokens - 1
-    assert answer.generated_ids == house.engine.ask(house.store, house.question(prompt_logprobs=0)).generated_ids
+    assert answer.generated_ids == house.engine.run_alone(house.store, house.question(prompt_logprobs=0)).generated_ids
 
 
 def test_in_pieces_beside_others_and_where_all_is_hot(house: House) -> None:
@@ -53,7 +53,7 @@ def test_in_pieces_beside_others_and_where_all_is_hot(house: House) -> None:
         for answer in answers:
             check(house, answer, 3)
             assert answer.hot_tokens == 0
-    again = bench.arrive(replace(house.question(), blend=BlendConfig(mode="full")))[
+    again = bench.arrive(replace(house.question(), blend=BlendParams(mode="full")))[
         0
     ]  # what was computed is hot for others
     bench.run()

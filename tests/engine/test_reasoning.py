@@ -17,13 +17,15 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 from torch import Tensor
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.detokenizer import Reasoning
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Sampler
 from cacheblend_cli.engine.sequence_output import Generation, Listener
 from cacheblend_cli.evaluation.continuation import Continuation, generate
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -164,7 +166,7 @@ def test_a_template_that_closes_the_tags_leaves_no_room_for_them(engine: Engine)
 def test_ask_tells_of_the_reasoning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asking = Engine(thinking(engine))
     said = SamplingParams(max_tokens=4, reasoning_tokens=3, ignore_eos=True)
-    answer = asking.ask(None, Question("who?", [], BlendConfig(), said))
+    answer = asking.run_alone(None, AskRequest("who?", [], BlendParams(), said))
     record = answer.to_dict()
     assert record["reasoning_tokens"] >= 3
     assert record["generated_tokens"] > 4

@@ -9,13 +9,13 @@ from itertools import permutations
 import pytest
 from houses import WAIT_S, Bench, House, Listener, ids_of, open_house
 
-from cacheblend_cli.api import Answer, BlendConfig, Question
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Job, Limits
+from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.types import Answer, AskRequest, BlendParams
 
 REFINE = Limits(pool_tokens=4096, max_rows=40, refine=True)
-FULL = BlendConfig(mode="full")
+FULL = BlendParams(mode="full")
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def answer_of(bench: Bench, question: Question, **job: object) -> Answer:
-    listener, _ = bench.arrive(question, **job)
+def answer_of(bench: Bench, question: AskRequest, **options: object) -> Answer:
+    listener, _ = bench.arrive(question, **options)
     bench.run()
     [answer] = listener.done().answers
     return answer
@@ -41,7 +41,7 @@ def idle(bench: Bench) -> int:
     return steps
 
 
-def exact(house: House, question: Question) -> list[int]:
+def exact(house: House, question: AskRequest) -> list[int]:
     return Bench(house, Limits(hot=False)).ask(replace(question, blend=FULL))[0]
 
 
@@ -52,7 +52,7 @@ def test_what_is_asked_again_is_exact(house: House) -> None:
     assert idle(bench) > 2  # in pieces
     assert bench.stepper.counts.refined == 1
     for text in ("where does Mara work?", "who?"):  # the same question, and another one over the same chunks
-        other = replace(question, text=text)
+        other = replace(question, question=text)
         then = answer_of(bench, other)
         assert {c.status for c in then.chunks} == {"exact"}
         assert then.exact_tokens == then.cached_tokens == sum(c.tokens for c in then.chunks)
@@ -120,9 +120,9 @@ def test_a_confirmed_answer_leaves_exact_kv(house: House) -> None:
     first = answer_of(bench, question, confirm=True)
     assert first.confirmation is not None
     before = bench.stepper.blocks.pool.allocator.num_hot
-    then = answer_of(bench, replace(question, text="who?"))  # before there was time to refine
+    then = answer_of(bench, replace(question, question="who?"))  # before there was time to refine
     assert {c.status for c in then.chunks} == {"exact"}
-    assert then.generated_ids == exact(house, replace(question, text="who?"))
+    assert then.generated_ids == exact(house, replace(question, question="who?"))
     assert bench.stepper.blocks.pool.allocator.num_hot >= before
     again = answer_of(bench, question)
     assert again.generated_ids == first.generated_ids
@@ -132,17 +132,17 @@ def test_a_confirmed_answer_leaves_exact_kv(house: House) -> None:
 
 
 def test_a_service_refines_by_itself_and_ends_when_it_is_closed(house: House) -> None:
-    service, question = AsyncEngine(house.engine.runtime, house.store, REFINE), house.question()
+    service, question = AsyncEngine(house.engine.runtime, REFINE), house.question()
     for keys in (house.keys, house.keys[::-1]):
         listener = Listener()
-        service.submit(Job(replace(question, keys=keys), save_holes=False), listener)
+        service.submit(house.request(replace(question, keys=keys), save=False), listener)
         listener.done()
     for _ in range(200):
         if service.run(lambda runtime: service.stats().refined).result(WAIT_S) == 2:
             break
     assert service.stats().refined == 2
     listener = Listener()
-    service.submit(Job(question, save_holes=False), listener)
+    service.submit(house.request(question, save=False), listener)
     [answer] = listener.done().answers
     assert {c.status for c in answer.chunks} == {"exact"}
     assert ids_of(listener) == [exact(house, question)]

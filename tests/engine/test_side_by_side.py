@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, ids_of, open_house
 
-from cacheblend_cli.api import BlendConfig, Question, SamplingParams
 from cacheblend_cli.engine.jobs import Failed, Limits
 from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
 TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
@@ -23,9 +23,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
 
 
-def random_question(rng: random.Random, keys: list[bytes]) -> Question:
+def random_question(rng: random.Random, keys: list[bytes]) -> AskRequest:
     named = rng.sample(keys, rng.randint(0, min(4, len(keys))))
-    blend = BlendConfig(
+    blend = BlendParams(
         mode=rng.choice(("blend", "blend", "reuse", "full")),
         ratio=rng.choice((0.1, 0.4, 1.0)),
         selector=rng.choice(("query", "hkvd", "first", "perturb")),
@@ -39,7 +39,7 @@ def random_question(rng: random.Random, keys: list[bytes]) -> Question:
         n=rng.choice((1, 1, 1, 1, 1, 3)),
         ignore_eos=rng.random() < 0.8,
     )
-    return Question(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
+    return AskRequest(" ".join(rng.choices(WORDS, k=rng.randint(1, 30))), named, blend, sampling)
 
 
 def test_answers_do_not_depend_on_the_batch(house: House) -> None:
@@ -98,7 +98,7 @@ def test_of_every_family(family: str, tmp_path_factory: pytest.TempPathFactory) 
 def test_side_by_side_is_as_ask_alone(house: House) -> None:
     bench = Bench(house, Limits(hot=False))
     question = house.question()
-    alone = house.engine.ask(house.store, question)
+    alone = house.engine.run_alone(house.store, question)
     listeners = [bench.arrive(question)[0] for _ in range(5)]
     bench.run()
     assert [ids_of(listener) for listener in listeners] == [[alone.generated_ids]] * 5
@@ -110,10 +110,10 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
     ends = set()
     for count in range(1, 40):
         question = house.question("a" * count, max_tokens=9)
-        question = replace(question, blend=BlendConfig(ratio=0.2, selector="draft", correction="none"))
+        question = replace(question, blend=BlendParams(ratio=0.2, selector="draft", correction="none"))
         listener, _ = bench.arrive(question)
         bench.run()
-        [answer], alone = listener.done().answers, house.engine.ask(house.store, question)
+        [answer], alone = listener.done().answers, house.engine.run_alone(house.store, question)
         assert answer.chosen == alone.chosen
         ends.add(alone.prompt_tokens % 16)
         if len(ends) == 16:
@@ -123,10 +123,10 @@ def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
 
 def test_what_was_drafted_behind_comes_back_with_its_blocks(house: House) -> None:
     """Preempted with more blocks than its tokens fill, it waits until there are as many."""
-    size, blend = 16, BlendConfig(ratio=0.2, selector="draft", correction="none")
+    size, blend = 16, BlendParams(ratio=0.2, selector="draft", correction="none")
     for count in range(1, 40):
         question = replace(house.question("a" * count, max_tokens=9), blend=blend)
-        alone = house.engine.ask(house.store, question)
+        alone = house.engine.run_alone(house.store, question)
         if alone.prompt_tokens % size == size - 4:
             break
     bench = Bench(house, replace(TINY, max_rows=512))
@@ -148,7 +148,7 @@ def test_blocks_of_one_token_are_nobody_elses(tmp_path_factory: pytest.TempPathF
     """A batch is filled up with rows that write somewhere, too."""
     with open_house(tmp_path_factory.mktemp("one"), block_size=1, num_hidden_layers=2) as house:
         question = house.question(logprobs=0)
-        alone = house.engine.ask(house.store, question)
+        alone = house.engine.run_alone(house.store, question)
         bench = Bench(house, Limits(hot=False, pool_tokens=1024))
         listener, _ = bench.arrive(question)
         bench.run()
@@ -158,9 +158,9 @@ def test_blocks_of_one_token_are_nobody_elses(tmp_path_factory: pytest.TempPathF
 
 def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(house: House) -> None:
     bench = Bench(house, replace(TINY, max_rows=32, pool_tokens=4096))
-    short, _ = bench.arrive(Question("who?", [], BlendConfig(mode="full"), replace(SAMPLING, max_tokens=60)))
+    short, _ = bench.arrive(AskRequest("who?", [], BlendParams(mode="full"), replace(SAMPLING, max_tokens=60)))
     bench.step()
-    long = Question("Mara works in Bergen. " * 20, house.keys, BlendConfig(mode="full"), SAMPLING)
+    long = AskRequest("Mara works in Bergen. " * 20, house.keys, BlendParams(mode="full"), SAMPLING)
     listener, _ = bench.arrive(long)
     between, pieces = [], 0
     while not any(hasattr(e, "text") for e in listener.events):
@@ -177,7 +177,7 @@ def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(house: House) -
 
 def test_what_can_never_fit_is_refused_with_what_would(house: House) -> None:
     bench = Bench(house, TINY)
-    listener, _ = bench.arrive(Question("who?", house.keys, BlendConfig(), replace(SAMPLING, max_tokens=600)))
+    listener, _ = bench.arrive(AskRequest("who?", house.keys, BlendParams(), replace(SAMPLING, max_tokens=600)))
     last = listener.last.result(0)
     assert isinstance(last, Failed)
     assert str(bench.stepper.blocks.most_tokens) in str(last.error)
@@ -188,8 +188,8 @@ def test_a_bad_chunk_is_computed(house: House, tmp_path_factory: pytest.TempPath
     with open_house(tmp_path_factory.mktemp("bad")) as other:
         question = other.question()
         bench = Bench(other, Limits(hot=False))
-        plain = bench.ask(replace(question, blend=BlendConfig(mode="full")))
-        listener, _ = bench.arrive(replace(question, blend=BlendConfig(ratio=1.0)))
+        plain = bench.ask(replace(question, blend=BlendParams(mode="full")))
+        listener, _ = bench.arrive(replace(question, blend=BlendParams(ratio=1.0)))
         other.store.evict_chunks(other.keys[:1])
         bench.run()
         assert ids_of(listener) == plain

@@ -12,13 +12,16 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend.cost import Speeds
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.controller import kv_bytes, workload
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.speeds import SpeedFile, fit, kv_share, measure_compute, measure_loading
 from cacheblend_cli.kv.forward import finish
 from cacheblend_cli.model.weights import load_weights
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 ROWS = (8, 32, 128, 512, 1024)
 SPEEDS = Speeds(1e-4, 1e-5, 1e-9, 1e-4, 1e-3, 1e9, 3)
@@ -76,9 +79,9 @@ def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunk
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         engine.precompute(store, [str(tmp_path)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         keys = sorted(m.key for m in store.chunks())
-        request = resolve(engine.runtime, store, Question("who?", keys, BlendConfig(), SamplingParams()))
+        request = resolve(engine.runtime, store, AskRequest("who?", keys, BlendParams(), SamplingParams()))
         plan = request.plan
-        answer = engine.ask(store, Question("who?", keys, BlendConfig(), SamplingParams(max_tokens=1)))
+        answer = engine.run_alone(store, AskRequest("who?", keys, BlendParams(), SamplingParams(max_tokens=1)))
         work = workload(request)
         assert work.total == answer.prompt_tokens
         assert work.inexact == answer.cached_tokens - answer.exact_tokens
@@ -86,12 +89,12 @@ def test_the_workload_is_that_of_the_plan_and_loading_is_measured_with_its_chunk
         assert work.kv_bytes == kv_bytes(request) == answer.kv_bytes_loaded
         seen = [p + 1 for s in plan.chunks if s.status == "blended" for p in range(s.start, s.end)]
         assert work.inexact_keys == pytest.approx(sum(seen) / len(seen))
-        assert workload(replace(request, blend=BlendConfig(selector="first"))).check_layer == 0
-        blends = BlendConfig(), BlendConfig(correction="none")
+        assert workload(replace(request, blend=BlendParams(selector="first"))).check_layer == 0
+        blends = BlendParams(), BlendParams(correction="none")
         assert [workload(replace(request, blend=b)).corrected for b in blends] == [True, False]
         speed = finish(measure_loading(engine.runtime, store, plan))
         assert 0 < speed < math.inf
-        nothing = replace(request, blend=BlendConfig(mode="full")).plan
+        nothing = replace(request, blend=BlendParams(mode="full")).plan
         assert finish(measure_loading(engine.runtime, store, nothing)) == math.inf
 
 

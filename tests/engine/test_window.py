@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from houses import Bench, House, ids_of, open_house
 
-from cacheblend_cli.api import BlendConfig
 from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.types import BlendParams
 
 WINDOW, SIZE = 24, 16
 LIMITS = Limits(pool_tokens=4096, hot=False)
-FULL = BlendConfig(mode="full")
+FULL = BlendParams(mode="full")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_long_answer_holds_a_window(house: House) -> None:
     bench.step()  # the prompt, all of it in the pool
     used = most_used(bench)
     assert used <= 1 + -(-WINDOW // SIZE)
-    alone = house.engine.ask(house.store, question)
+    alone = house.engine.run_alone(house.store, question)
     assert ids_of(listener) == [alone.generated_ids]
     assert alone.prompt_tokens > 4 * WINDOW
 
@@ -97,5 +97,5 @@ def test_where_a_layer_looks_at_all_nothing_is_given_back(tmp_path_factory: pyte
         bench = Bench(house, LIMITS)
         bench.arrive(house.question(max_tokens=60))
         bench.step()
-        prompt = house.engine.ask(house.store, house.question()).prompt_tokens
+        prompt = house.engine.run_alone(house.store, house.question()).prompt_tokens
         assert most_used(bench) >= -(-(prompt + 59) // SIZE)

@@ -12,8 +12,8 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, SamplingParams
-from cacheblend_cli.engine.request import Question
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import FULL, NOISE_FLOOR, EvaluateOptions, evaluate
@@ -22,7 +22,7 @@ from cacheblend_cli.evaluation.records import RecordFile
 from cacheblend_cli.evaluation.samples import Context, Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
 from cacheblend_cli.evaluation.summary import summarise
-from cacheblend_cli.types import AskOptions
+from cacheblend_cli.types import AskOptions, AskRequest, BlendParams, SamplingParams
 
 PARAGRAPHS = [
     "Mara leads billing. She works in Bergen.\n\n",
@@ -32,9 +32,9 @@ PARAGRAPHS = [
 
 
 TOKENS = 12
-REUSE = Setting("reuse", BlendConfig(mode="reuse"))
-SOME = Setting("some", BlendConfig(ratio=0.3))
-ALL = Setting("all", BlendConfig(ratio=1.0))
+REUSE = Setting("reuse", BlendParams(mode="reuse"))
+SOME = Setting("some", BlendParams(ratio=0.3))
+ALL = Setting("all", BlendParams(ratio=1.0))
 
 
 def sample(
@@ -91,7 +91,7 @@ def test_answers_budgets_and_first_tokens_are_those_of_ask(setup: Setup, setting
     chunks = SampleChunks(setup.engine, setup.store)
     differ = 0
     for item, record in zip(SAMPLES, results.by_label[setting.label], strict=True):
-        answer = setup.engine.ask(setup.store, Question(item.question, chunks.keys(item, "sink"), setting.blend, SamplingParams(max_tokens=TOKENS)), AskOptions(verify=True))  # fmt: skip
+        answer = setup.engine.run_alone(setup.store, AskRequest(item.question, chunks.keys(item, "sink"), setting.blend, SamplingParams(max_tokens=TOKENS)), AskOptions(verify=True))  # fmt: skip
         assert record.answer == answer.text
         assert record.recompute_fraction == answer.recompute_fraction
         assert record.prompt_tokens == answer.prompt_tokens
@@ -105,7 +105,7 @@ def test_answers_budgets_and_first_tokens_are_those_of_ask(setup: Setup, setting
 
 def test_a_page_in_order_is_exact_when_collected_in_its_document(setup: Setup) -> None:
     page = Sample("Who?", (), pages(["a", "a", "a"], PARAGRAPHS))
-    settings = [REUSE, Setting("document", BlendConfig(mode="reuse"), "document")]
+    settings = [REUSE, Setting("document", BlendParams(mode="reuse"), "document")]
     results = evaluate(setup.engine, setup.store, [page], settings, EvaluateOptions(TOKENS))
     [sink], [document] = results.by_label["reuse"], results.by_label["document"]
     assert document.exact_tokens == document.cached_tokens
@@ -127,7 +127,7 @@ def test_full_prefill_runs_once_a_sample_whatever_context_comes_first(
 
     monkeypatch.setattr("cacheblend_cli.evaluation.evaluate.run_full", counted("full", run_full))
     floor = replace(NOISE_FLOOR, prefill=counted("floor", prefill_in_pieces))
-    settings = [Setting("document", BlendConfig(mode="reuse"), "document"), REUSE, FULL, floor]
+    settings = [Setting("document", BlendParams(mode="reuse"), "document"), REUSE, FULL, floor]
     results = evaluate(setup.engine, setup.store, SAMPLES[:2], settings, EvaluateOptions(TOKENS))
     assert sorted(runs) == ["floor", "floor", "full", "full"]
     assert results.measured == 8
@@ -137,7 +137,7 @@ def test_full_prefill_runs_once_a_sample_whatever_context_comes_first(
 def test_a_left_context_that_is_not_in_the_prompt_is_used_all_the_same(setup: Setup) -> None:
     alone = Sample("Who?", (), (Context(PARAGRAPHS[1], "a", (PARAGRAPHS[0],)),))
     results = evaluate(
-        setup.engine, setup.store, [alone], [REUSE, Setting("document", BlendConfig(mode="reuse"), "document")]
+        setup.engine, setup.store, [alone], [REUSE, Setting("document", BlendParams(mode="reuse"), "document")]
     )
     assert max(results.by_label["reuse"][0].kl) < 1e-8  # one chunk, collected behind the prefix: exact
     assert results.by_label["document"][0].exact_tokens == 0
@@ -166,7 +166,7 @@ def test_a_run_resumes_from_its_file(setup: Setup, tmp_path: Path) -> None:
         assert [r.answer for r in found] == [r.answer for r in expected]
         assert [r.kl for r in found] == [pytest.approx(r.kl, abs=1e-9) for r in expected]
     with RecordFile(path) as records:
-        renamed = [replace(REUSE, label="other name"), Setting("new", BlendConfig(ratio=0.31))]
+        renamed = [replace(REUSE, label="other name"), Setting("new", BlendParams(ratio=0.31))]
         again = evaluate(setup.engine, setup.store, SAMPLES, renamed, EvaluateOptions(TOKENS, records))
         assert (again.resumed, again.measured) == (6, 3)
         assert [r.label for r in again.by_label["other name"]] == ["other name"] * 3
@@ -185,7 +185,7 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str)
 
 def test_chunks_are_removed_after_their_last_sample_when_asked(setup: Setup) -> None:
     sizes: list[int] = []
-    settings = [REUSE, Setting("document", BlendConfig(), "document")]
+    settings = [REUSE, Setting("document", BlendParams(), "document")]
     evaluate(
         setup.engine, setup.store, SAMPLES, settings, EvaluateOptions(2, keep_chunks=False),
         on_progress=lambda done, total, text: sizes.append(len(list(setup.store.chunks()))),
@@ -211,7 +211,7 @@ def test_a_sample_too_long_for_the_model_is_skipped(setup: Setup) -> None:
 
 def test_a_wrong_setting_is_an_error_and_no_skipped_sample(setup: Setup) -> None:
     with pytest.raises(UsageError, match="check layer 9"):
-        evaluate(setup.engine, setup.store, SAMPLES, [Setting("x", BlendConfig(selector="hkvd", check_layer=9))])
+        evaluate(setup.engine, setup.store, SAMPLES, [Setting("x", BlendParams(selector="hkvd", check_layer=9))])
     with pytest.raises(UsageError, match="same label"):
         evaluate(setup.engine, setup.store, SAMPLES, [REUSE, replace(SOME, label="reuse")])
 

@@ -20,16 +20,18 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
 from cacheblend_cli.blend.policy import BlendPolicy
 from cacheblend_cli.blend.prefill import blended_prefill
 from cacheblend_cli.blend.prompt import Prompt
 from cacheblend_cli.blend.selectors import make_selector
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.memory import warm_up
-from cacheblend_cli.engine.request import Question
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.prompt.plan import ChunkInput, plan_prompt
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 pytest.importorskip("triton", reason="triton is not installed")
 from cacheblend_kernels import AttentionMetadata, AttentionParams, LayerCache, Slots, StoredKV
@@ -234,12 +236,14 @@ def test_the_engine(family: str, float8: bool, selector: str, tmp_path: Path, mo
         with ChunkStore.open(tmp_path / "store", mode="write") as store:
             engine.precompute(store, [str(tmp_path / "a.md")], PrecomputeOptions(chunk_tokens=8), lambda event: None)
             keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)][2::-1]
-            blend = BlendConfig(ratio=0.3, selector=selector)
+            blend = BlendParams(ratio=0.3, selector=selector)
             with recorded(90) as warmed:
                 decoder = engine.model.decoder
                 warm_up(decoder, KVPool.of(decoder, 8, 16))
             before = len(launches)
-            answer = engine.ask(store, Question("?", keys, blend, SamplingParams(max_tokens=3, ignore_eos=True)))
+            answer = engine.run_alone(
+                store, AskRequest("?", keys, blend, SamplingParams(max_tokens=3, ignore_eos=True))
+            )
     assert len(answer.generated_ids) == 3
     assert answer.recomputed_tokens > 0
     asked = {launch.key: str(launch) for launch in launches[before:]}

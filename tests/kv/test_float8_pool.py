@@ -13,14 +13,17 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from decoding import decode_one_token
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import KVPool
 from cacheblend_cli.kv.rows import rows_of
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 QUESTION = "where does Mara work?"
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -41,8 +44,8 @@ class Setup:
         self.plain.precompute(self.store, [str(root / "a.md")], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: -m.index)]
 
-    def prefill(self, engine: Engine, blend: BlendConfig) -> Prefilled:
-        request = resolve(engine.runtime, self.store, Question(QUESTION, self.keys[:4], blend, GREEDY))
+    def prefill(self, engine: Engine, blend: BlendParams) -> Prefilled:
+        request = resolve(engine.runtime, self.store, AskRequest(QUESTION, self.keys[:4], blend, GREEDY))
         return prefill(engine.runtime, request, room=8, output_positions=lambda plan: torch.arange(plan.segments[-1].start, plan.num_tokens))  # fmt: skip
 
 
@@ -59,7 +62,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("mode", ["full", "reuse", "blend"])
 def test_logits_are_near_those_of_a_full_pool(setup: Setup, mode: str) -> None:
-    blend = BlendConfig(mode=mode, ratio=0.4, selector="first")  # a selector that looks at no KV: the same tokens
+    blend = BlendParams(mode=mode, ratio=0.4, selector="first")  # a selector that looks at no KV: the same tokens
     ours, reference = setup.prefill(setup.float8, blend), setup.prefill(setup.plain, blend)
     assert {t.dtype for t in ours.pool.tensors} == {torch.float8_e4m3fn}
     assert sum(t.nbytes for t in ours.pool.tensors) * 4 == sum(t.nbytes for t in reference.pool.tensors)
@@ -80,7 +83,7 @@ def test_a_check_layer_reads_the_pool_in_its_own_units(
 
     monkeypatch.setattr(TorchBackend, "kv_deviation", kv_deviation)
     for engine in (setup.float8, setup.plain):
-        setup.prefill(engine, BlendConfig(ratio=0.4, selector="hkvd", deviation=deviation))
+        setup.prefill(engine, BlendParams(ratio=0.4, selector="hkvd", deviation=deviation))
     ours, reference = seen
     assert (ours.sum() / reference.sum() - 1).abs() < 0.5
     assert torch.corrcoef(torch.stack((ours, reference)))[0, 1] > 0.7
@@ -88,13 +91,13 @@ def test_a_check_layer_reads_the_pool_in_its_own_units(
 
 def test_ratio_one_is_full_prefill(setup: Setup) -> None:
     """But for the exact spans, which were collected over a full pool: they are nearer to it than a full prefill here."""
-    full, blended = (setup.prefill(setup.float8, b) for b in (BlendConfig(mode="full"), BlendConfig(ratio=1.0)))
+    full, blended = (setup.prefill(setup.float8, b) for b in (BlendParams(mode="full"), BlendParams(ratio=1.0)))
     assert distance(blended.result.logits, full.result.logits) < 0.06
 
 
 def test_decoding_reads_what_prefill_wrote(setup: Setup) -> None:
     """A token decoded after n tokens is the token prefilled after them."""
-    done = setup.prefill(setup.float8, BlendConfig(mode="full"))
+    done = setup.prefill(setup.float8, BlendParams(mode="full"))
     last = done.plan.num_tokens - 1
     with torch.inference_mode():
         again = decode_one_token(
@@ -118,14 +121,14 @@ def test_a_shared_block_is_copied_on_write(setup: Setup) -> None:
 
 def test_the_same_question_has_the_same_answer(setup: Setup) -> None:
     answers = [
-        setup.float8.ask(setup.store, Question(QUESTION, keys, BlendConfig(), GREEDY)).generated_ids
+        setup.float8.run_alone(setup.store, AskRequest(QUESTION, keys, BlendParams(), GREEDY)).generated_ids
         for keys in (setup.keys[:4], setup.keys[2:], setup.keys[:4])
     ]
     assert answers[0] == answers[2]
 
 
 def test_nothing_of_a_prompt_saturates(setup: Setup) -> None:
-    done = setup.prefill(setup.float8, BlendConfig(mode="full"))
+    done = setup.prefill(setup.float8, BlendParams(mode="full"))
     used = torch.zeros(done.pool.allocator.num_blocks * 16, dtype=torch.bool)
     used[done.sequence.slots(torch.arange(done.plan.num_tokens))] = True
     for cache in done.pool.tensors:

@@ -14,14 +14,17 @@ from checkpoints import WORDS, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.kv import loading
 from cacheblend_cli.kv.batch import KVBatch, batches_of
 from cacheblend_cli.kv.loader import Workers
 from cacheblend_cli.kv.stored_prompt import StoredPrompt, StoredSpan
 from cacheblend_cli.kv.transfer import HostTransfer
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -107,8 +110,8 @@ class Stored:
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
     def prefill(self, keys: list[bytes]) -> Prefilled:
-        blend = BlendConfig(ratio=0.3)
-        request = resolve(self.engine.runtime, self.store, Question("where?", keys, blend, GREEDY))
+        blend = BlendParams(ratio=0.3)
+        request = resolve(self.engine.runtime, self.store, AskRequest("where?", keys, blend, GREEDY))
         return prefill(self.engine.runtime, request)
 
 

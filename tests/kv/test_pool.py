@@ -11,7 +11,8 @@ from decoding import decode_one_token
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
 from cacheblend_cli.kv.forward import forward

@@ -13,12 +13,15 @@ import torch
 from cacheblend_store import ChunkManifest, ChunkStore, StoreError
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.kv.loader import NothingToLoad
 from cacheblend_cli.kv.source import KVSource
 from cacheblend_cli.kv.transfer import HostTransfer
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
 class Elsewhere:
@@ -63,7 +66,7 @@ class Stored:
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: m.index)][2::-1]
 
     def prefill(self, source: KVSource, mode: str = "blend") -> tuple[Prefilled, list[str]]:
-        question = Question("?", self.keys, BlendConfig(mode=mode, ratio=0.3), SamplingParams())
+        question = AskRequest("?", self.keys, BlendParams(mode=mode, ratio=0.3), SamplingParams())
         request = resolve(self.engine.runtime, self.store, question)
         found = prefill(self.engine.runtime, replace(request, store=source))  # type: ignore[arg-type]
         return found, list(found.request.notes)

@@ -18,11 +18,13 @@ from hub_families import RUN
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TOLERANCE = 1e-4
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +42,7 @@ def logits_of(model: Path, lora: Path | None) -> tuple[torch.Tensor, list[int]]:
     """Of every position of a prompt, and the prompt's ids."""
     config = EngineConfig(model=str(model), lora=lora and str(lora), dtype="float32", block_size=16)
     engine = Engine.load(config)
-    question = Question("where does Mara work? " * 8, (), BlendConfig(mode="full"), SamplingParams(max_tokens=2))
+    question = AskRequest("where does Mara work? " * 8, (), BlendParams(mode="full"), SamplingParams(max_tokens=2))
     done = prefill(
         engine.runtime,
         resolve(engine.runtime, None, question),

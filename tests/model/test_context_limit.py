@@ -11,8 +11,11 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from tokenizers import Tokenizer
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -37,10 +40,10 @@ def test_prompts_go_past_the_length_before_scaling_and_not_past_the_one_behind_i
     with ChunkStore.open(tmp_path / "store", mode="write") as store:
         engine.precompute(store, [str(document)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: m.index)]
-        answer = engine.ask(store, Question("who?", keys[:3], BlendConfig(), SamplingParams(max_tokens=4)))
+        answer = engine.run_alone(store, AskRequest("who?", keys[:3], BlendParams(), SamplingParams(max_tokens=4)))
         assert 64 < answer.prompt_tokens <= 252
         with pytest.raises(UsageError, match=r"context of .* is 256"):
-            engine.ask(store, Question("who?", keys[:3], BlendConfig(), SamplingParams(max_tokens=256)))
+            engine.run_alone(store, AskRequest("who?", keys[:3], BlendParams(), SamplingParams(max_tokens=256)))
         room = 256 - len(engine.runtime.template.prefix_ids)
         with pytest.raises(UsageError, match=f"more than the {room} tokens"):
             engine.precompute(store, [str(document)], PrecomputeOptions(chunk_tokens=room + 1), lambda event: None)
@@ -67,8 +70,8 @@ def test_a_token_without_an_embedding_is_no_matter_until_a_text_needs_it(tmp_pat
     write_checkpoint(tmp_path / "model", "llama-gqa")
     add_token(tmp_path / "model", "<pad>")
     engine = Engine.load(EngineConfig(prompt="{chunks}\n\n{question}", model=str(tmp_path / "model"), block_size=16))
-    question = Question("is <pad> a word?", [], BlendConfig(), SamplingParams(max_tokens=4))
-    assert engine.ask(None, question).prompt_tokens > 5
+    question = AskRequest("is <pad> a word?", [], BlendParams(), SamplingParams(max_tokens=4))
+    assert engine.run_alone(None, question).prompt_tokens > 5
 
 
 def test_a_template_that_needs_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:

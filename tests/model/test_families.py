@@ -211,6 +211,6 @@ def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
 def test_loading_a_model_with_scaled_rope_imports_no_transformers(tmp_path: Path) -> None:
     """It takes twice as long to import as such a model takes to load."""
     write_checkpoint(tmp_path, "llama3-rope")
-    assert imported(f"from cacheblend_cli.api import *; Engine.load(EngineConfig(model={str(tmp_path)!r}))") == [
-        "torch"
-    ]
+    assert imported(
+        f"from cacheblend_cli.engine.engine import *; Engine.load(EngineConfig(model={str(tmp_path)!r}))"
+    ) == ["torch"]

@@ -13,7 +13,8 @@ from hub_models import HubModel, index_alone, other_weights, stale_index
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
 from cacheblend_cli.model.loading import Precision, load_model, resolve_model
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from hub_models import HubModel
 
-from cacheblend_cli.api import BlendConfig, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.families import read_spec
 from cacheblend_cli.model.loading import Precision, load_model, model_fingerprint
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 CPU = torch.device("cpu")
 OTHER_VALUES: dict[type, tuple[Any, ...]] = {
@@ -58,7 +59,7 @@ def logits_of(path: Path) -> torch.Tensor:
     request = resolve(
         runtime,
         None,
-        Question("where does Mara work? " * 3, [], BlendConfig(mode="full"), SamplingParams(max_tokens=1)),
+        AskRequest("where does Mara work? " * 3, [], BlendParams(mode="full"), SamplingParams(max_tokens=1)),
     )
     done = prefill(runtime, request, output_positions=lambda plan: torch.arange(plan.num_tokens))
     done.sequence.release()

@@ -16,8 +16,10 @@ from hub_models import HubModel
 from parity import QUESTION, write_documents
 from transformers import LlamaConfig, OlmoConfig, VaultGemmaConfig
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
 from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import UsageError
@@ -26,6 +28,7 @@ from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.generic.decoder import GenericDecoder
 from cacheblend_cli.model.generic.seam import KeyRule
 from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 CPU = torch.device("cpu")
 OLMO = HubModel("olmo", OlmoConfig)
@@ -197,16 +200,16 @@ def test_blending_all_is_a_full_prefill_with_every_selector(olmo: Path, tmp_path
         engine.precompute(store, [str(documents)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         keys = [m.key for m in sorted(store.chunks(), key=lambda m: (m.source, m.index))][:4]
 
-        def logits(blend: BlendConfig) -> torch.Tensor:
-            request = resolve(engine.runtime, store, Question(QUESTION, keys, blend, SamplingParams(max_tokens=1)))
+        def logits(blend: BlendParams) -> torch.Tensor:
+            request = resolve(engine.runtime, store, AskRequest(QUESTION, keys, blend, SamplingParams(max_tokens=1)))
             done = prefill(engine.runtime, request)
             done.sequence.release()
             assert blend.mode == "full" or len(done.result.chosen) > 0
             return done.result.logits
 
-        full = logits(BlendConfig(mode="full"))
+        full = logits(BlendParams(mode="full"))
         allowed = (1e-4 if dtype == "float32" else 0.05) * float(full.abs().max())
         for selector in SELECTORS:
             if selector not in ("none", "all"):
-                assert float((logits(BlendConfig(ratio=1.0, selector=selector)) - full).abs().max()) <= allowed
-                logits(BlendConfig(ratio=0.3, selector=selector))
+                assert float((logits(BlendParams(ratio=1.0, selector=selector)) - full).abs().max()) <= allowed
+                logits(BlendParams(ratio=0.3, selector=selector))

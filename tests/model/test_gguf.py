@@ -20,7 +20,8 @@ from text_tokenizers import SCRIPTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
@@ -28,6 +29,7 @@ from cacheblend_cli.model.gguf_files import conversion
 from cacheblend_cli.model.loading import LoadedModel, Precision, load_model, resolve_model
 from cacheblend_cli.model.tensor_source import tensor_source
 from cacheblend_cli.model.tokenizer import Tokenizer
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TOLERANCE = 1e-4
 GEMMA = next(family for family in gguf_families.FAMILIES if family.name == "gemma")
@@ -71,7 +73,7 @@ def logits_of(file: Path) -> tuple[torch.Tensor, list[int]]:
     request = resolve(
         engine.runtime,
         None,
-        Question("where does Mara work? " * 8, (), BlendConfig(mode="full"), SamplingParams(max_tokens=2)),
+        AskRequest("where does Mara work? " * 8, (), BlendParams(mode="full"), SamplingParams(max_tokens=2)),
     )
     done = prefill(engine.runtime, request, output_positions=lambda plan: torch.arange(plan.num_tokens))
     done.sequence.release()

@@ -15,7 +15,8 @@ from gguf_files import write_gguf
 CHILD = """
 import json, sys
 import gguf.quants
-from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 
 def memory(field):
     return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) << 10

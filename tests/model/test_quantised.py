@@ -15,12 +15,14 @@ from quantised import awq, by_row, gptq, in_blocks, in_one, write_quantised
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, Question, SamplingParams
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.model.families import spec_from_config
 from cacheblend_cli.model.loading import Precision, load_model
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 TOLERANCE = 1e-4
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
@@ -65,7 +67,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def logits_of(model: Path) -> tuple[torch.Tensor, list[int]]:
     engine = Engine.load(EngineConfig(model=str(model), dtype="float32", block_size=16))
-    question = Question("where does Mara work? " * 8, (), BlendConfig(mode="full"), SamplingParams(max_tokens=2))
+    question = AskRequest("where does Mara work? " * 8, (), BlendParams(mode="full"), SamplingParams(max_tokens=2))
     request = resolve(engine.runtime, None, question)
     done = prefill(engine.runtime, request, output_positions=lambda plan: torch.arange(plan.num_tokens))
     done.sequence.release()

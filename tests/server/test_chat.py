@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore
 
-from cacheblend_cli.api import BlendConfig, Engine, Question, SamplingParams
-from cacheblend_cli.prompt.wording import Wording
-from cacheblend_cli.server.asking import PLAIN
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.types import PLAIN, AskRequest, SamplingParams
 
 PAGES = [
     {"id": "a", "title": "Billing", "text": "the lead of billing is Mara and she works in Bergen"},
@@ -27,9 +26,8 @@ def events(text: str) -> list[Any]:
 
 def test_a_plain_question_is_the_models_own_answer(server: Any, engine: Engine) -> None:
     reply = server.ask().json()
-    wording = Wording(PLAIN, engine.runtime.template.wording.system)
-    asked = Question("who works in Bergen?", (), BlendConfig(), SamplingParams(max_tokens=4), wording=wording)
-    answer = engine.ask(None, asked)
+    asked = AskRequest("who works in Bergen?", sampling=SamplingParams(max_tokens=4), prompt=PLAIN)
+    answer = engine.run_alone(None, asked)
     [choice] = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": answer.text}
     assert choice["finish_reason"] == answer.finish_reason
@@ -334,7 +332,7 @@ def test_stored_chunks_are_named_and_searched(server: Any) -> None:
 
 
 def test_files_are_not_told_by_their_paths(server: Any, engine: Engine, tmp_path: Any) -> None:
-    from cacheblend_cli.api import PrecomputeOptions
+    from cacheblend_cli.collect.precompute import PrecomputeOptions
 
     (tmp_path / "secret-place").mkdir()
     (tmp_path / "secret-place" / "page.md").write_text(PAGES[0]["text"])

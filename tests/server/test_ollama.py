@@ -163,10 +163,10 @@ def test_thinking(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told["capabilities"] == ["completion", "thinking"]
     submitted: list[Any] = []
     submit = server.state.service.submit
-    monkeypatch.setattr(server.state.service, "submit", lambda job, tell: submitted.append(job) or submit(job, tell))
+    monkeypatch.setattr(server.state.service, "submit", lambda made, tell: submitted.append(made) or submit(made, tell))
     for think in (True, False, None):
         assert post(server, "chat", model="tiny", messages=ASKED, think=think).status_code == 200
-    assert [job.question.sampling.reasoning_tokens for job in submitted] == [None, 0, None]
+    assert [made.sampling.reasoning_tokens for made in submitted] == [None, 0, None]
 
 
 def test_keys_and_limits(start: Any) -> None:

@@ -149,14 +149,14 @@ def test_what_the_model_sees(start: Any, engine: Any) -> None:
     decode = engine.model.tokenizer.decode
 
     def prompt(messages: list[dict[str, str]]) -> str:
-        job = []
+        submitted = []
         submit = server.state.service.submit
-        server.state.service.submit = lambda made, tell: job.append(made) or submit(made, tell)
+        server.state.service.submit = lambda made, tell: submitted.append(made) or submit(made, tell)
         try:
             assert server.ask(messages=messages).status_code == 200
         finally:
             server.state.service.submit = submit
-        return decode(job[0].request.plan.token_ids, skip_special_tokens=False)
+        return decode(submitted[0].plan.token_ids, skip_special_tokens=False)
 
     text = prompt(user(WEBUI))
     left = WEBUI.replace(BILLING, "").replace(PARROT, "")

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from cacheblend_store import ChunkStore, StoreNoSpace
 
-from cacheblend_cli.api import Engine
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.texts import Putting, document_of, put_name
+from cacheblend_cli.engine import request
 from cacheblend_cli.engine.async_engine import Limits
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.server import documents
 
 PAGE = "the lead of billing is Mara and she works in Bergen"
 WAIT_S = 60.0
@@ -98,7 +100,7 @@ def test_a_full_queue_refuses_before_anything_is_prepared(start: Any, monkeypatc
         assert go.wait(WAIT_S)
         raise AssertionError("no second request is prepared")
 
-    monkeypatch.setattr(documents, "sent", sent)
+    monkeypatch.setattr(request, "sent_document", sent)
     first = threading.Thread(target=lambda: server.ask(documents=[{"text": PAGE}]))
     first.start()
     assert began.wait(WAIT_S)
@@ -154,9 +156,9 @@ def test_a_put_that_fails_late_leaves_no_chunk(server: Any, monkeypatch: pytest.
 
 def test_a_killed_put_is_not_found(server: Any, engine: Engine) -> None:
     state = server.state
-    document = documents.document_of(documents.PUT + "/new", PAGE, None)
-    putting = documents.Putting(engine.runtime, state.store, document, state.settings, "")
-    while state.service.run(putting.collect).result(WAIT_S):
+    document = document_of(put_name("", "new"), PAGE, None)
+    putting = Putting(engine.runtime.collection(), state.store, document, CollectSettings())
+    while state.service.run(lambda _: putting.collect()).result(WAIT_S):
         pass
     assert server.client.post("/v1/search", json={"query": "billing"}).json()["data"] == []
     putting.commit()

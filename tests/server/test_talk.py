@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from asking import Cli, Said
 
-from cacheblend_cli.api import BlendConfig, Engine, Question, SamplingParams
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def test_turns_are_the_same_with_an_engine_and_without(talk: Any, start: Any) ->
 def test_a_question_goes_behind_what_was_said(talk: Any, engine: Engine) -> None:
     code, out, _ = talk("who?", "where?", flags=("--chunks", ""))
     sampling = SamplingParams(max_tokens=6, reasoning_tokens=1024)
-    first = engine.ask(None, Question("who?", (), BlendConfig(), sampling))
-    second = engine.ask(None, Question("where?", (), BlendConfig(), sampling, history=("who?", first.text)))
+    first = engine.run_alone(None, AskRequest("who?", (), BlendParams(), sampling))
+    second = engine.run_alone(None, AskRequest("where?", (), BlendParams(), sampling, history=("who?", first.text)))
     assert (code, out) == (0, f"{first.text}\n{second.text}\n")
 
 

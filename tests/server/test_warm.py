@@ -147,7 +147,7 @@ def test_a_search_by_an_engine_over_the_store(cli: Cli, server: Any, monkeypatch
         assert warm.code == cold.code != 0
         assert warm.err == cold.err
     monkeypatch.setattr(place, "PROTOCOL", 0)
-    monkeypatch.setattr("cacheblend_cli.cli.warm.PROTOCOL", 0)
+    monkeypatch.setattr("cacheblend_cli.client.PROTOCOL", 0)
     assert "by the engine" not in cli("search", "parrot").err
 
 
@@ -233,7 +233,7 @@ def test_what_is_not_answered_when_a_server_ends_is_told_so(
     with ThreadPoolExecutor(2) as pool, connection:
         whole = pool.submit(server.client.post, "/v1/chat/completions", json=body)
         streamed = pool.submit(server.client.post, "/v1/chat/completions", json=body | {"stream": True})
-        events = connection.request("ask", AskRequest("who?", (), resolved).wire)
+        events = connection.request("ask", AskRequest.of(resolved, "who?").wire)
         while server.state.service.stats().running < 3:
             pass
         server.end()
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_ends_its_answer(cli: Cli, server: Any) -> None:
     connection = Connection.to(place.socket_of(server.state.settings))
     assert connection is not None
     with connection:
-        next(connection.request("ask", AskRequest("who?", (), resolved).wire))
+        next(connection.request("ask", AskRequest.of(resolved, "who?").wire))
     while not (stats := server.state.service.stats()).cancelled:
         assert not stats.finished
     assert stats.cancelled == 1

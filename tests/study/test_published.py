@@ -13,13 +13,15 @@ import torch
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import Engine, EngineConfig
 from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import Prefilled, prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.chunks import SampleChunks
 from cacheblend_cli.evaluation.evaluate import EvaluateOptions, evaluate
 from cacheblend_cli.evaluation.samples import Context, Sample
+from cacheblend_cli.types import AskRequest
 
 TEXTS = [" ".join(WORDS[p % 7 : p % 7 + 9]) + f" {p}. " for p in range(5)]
 METHODS = ("CacheBlend", "EPIC", "CacheClip", "FusionRAG", "ProphetKV", "PSR", "QCFuse", "AgentKVShift", "RelaxKV")
@@ -72,7 +74,7 @@ def run(published: ModuleType, engine: Engine, store: ChunkStore, method: str, w
     chunks = SampleChunks(engine, store, [sample(*TEXTS)])
     chunks.store([what], [setting.context])
     keys = chunks.keys(what, setting.context)
-    request = resolve(engine.runtime, store, Question(what.question, keys, setting.blend))
+    request = resolve(engine.runtime, store, AskRequest(what.question, keys, setting.blend))
     return (setting.prefill or prefill)(engine.runtime, request)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig
 from cacheblend_cli.blend.selectors import SELECTORS
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.evaluation.samples import Sample, pages
 from cacheblend_cli.evaluation.settings import Setting
+from cacheblend_cli.types import BlendParams
 
 STUDY = Path(__file__).parents[2] / "study"
 MODULES = ("run", "results", "report", "sets", "settings", "published", "variants", "gate")
@@ -201,8 +203,8 @@ def test_the_first_token_of_every_setting_is_timed(study: dict[str, ModuleType],
     engine = Engine.load(EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32", block_size=16))
     sample = Sample("Who?", ("Mara",), pages(["a", "a"], ["Mara leads billing.\n\n", "She works in Bergen.\n\n"]), {})
     settings = [
-        Setting("reuse", BlendConfig(mode="reuse")),
-        Setting("query 0.5", BlendConfig(selector="query", ratio=0.5), "document"),
+        Setting("reuse", BlendParams(mode="reuse")),
+        Setting("query 0.5", BlendParams(selector="query", ratio=0.5), "document"),
     ]
     found: dict[str, Any] = study["results"].first_tokens(engine, sample, settings, float("inf"), rounds=2)
     assert list(found["shares"]) == ["reuse", "query 0.5"]

@@ -12,10 +12,14 @@ from pathlib import Path
 from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, Question, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core import EngineCore
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Job, Limits, Text
+from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Limits, Text
+from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence import RequestState, Status
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 WAIT_S = 60.0
@@ -23,7 +27,7 @@ WAIT_S = 60.0
 
 @dataclass
 class Listener:
-    """Keeps a job's events until its last."""
+    """Keeps a request's events until its last."""
 
     events: list[Event] = field(default_factory=list)
     last: Future[Event] = field(default_factory=Future)
@@ -52,8 +56,13 @@ class House:
     store: ChunkStore
     keys: list[bytes]
 
-    def question(self, text: str = "where does Mara work?", **sampling: object) -> Question:
-        return Question(text, self.keys, BlendConfig(ratio=0.3), replace(SAMPLING, **sampling))
+    def question(self, text: str = "where does Mara work?", **sampling: object) -> AskRequest:
+        return AskRequest(text, self.keys, BlendParams(ratio=0.3), replace(SAMPLING, **sampling))
+
+    def request(self, ask: AskRequest | None = None, **options: object) -> Request:
+        """The question with its chunks resolved; `question` without one."""
+        ask = ask or self.question()
+        return self.engine.resolve(self.store, replace(ask, options=replace(ask.options, **options)))
 
 
 @contextmanager
@@ -77,13 +86,15 @@ class Bench:
     """A stepper driven by hand."""
 
     def __init__(self, house: House, limits: Limits) -> None:
-        self.stepper = EngineCore(house.engine.runtime, house.store, limits, lambda state, event: state.on_event(event))
+        self.house = house
+        self.stepper = EngineCore(house.engine.runtime, limits, lambda state, event: state.on_event(event))
         self.count = 0
         self.seen: set[Status] = set()
 
-    def arrive(self, question: Question, **job: object) -> tuple[Listener, RequestState]:
+    def arrive(self, question: AskRequest, **options: object) -> tuple[Listener, RequestState]:
         listener = Listener()
-        state = RequestState(Job(question, save_holes=False, **job), listener, self.count)  # type: ignore[arg-type]
+        request = self.house.request(question, save=False, **options)
+        state = RequestState(request, listener, self.count)
         self.count += 1
         self.stepper.arrive(state)
         return listener, state
@@ -100,8 +111,8 @@ class Bench:
             self.step()
         self.stepper.blocks.check_idle()
 
-    def ask(self, question: Question, **job: object) -> list[list[int]]:
-        listener, _ = self.arrive(question, **job)
+    def ask(self, question: AskRequest, **options: object) -> list[list[int]]:
+        listener, _ = self.arrive(question, **options)
         self.run()
         return ids_of(listener)
 

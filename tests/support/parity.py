@@ -12,9 +12,12 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS
 from hub_models import HubModel, load_reference
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 NUM_GENERATED = 6
 PROMPT = "{chunks}\n\n{question}"  # short: some of the models have a context of 256 tokens
@@ -66,8 +69,8 @@ def compare(model: HubModel, path: Path, documents: Path) -> Parity:
 
 
 def _compare(engine: Engine, store: ChunkStore, keys: list[bytes], reference: Reference) -> Parity:
-    def run(blend: BlendConfig) -> Any:
-        request = resolve(engine.runtime, store, Question(QUESTION, keys, blend, GREEDY))
+    def run(blend: BlendParams) -> Any:
+        request = resolve(engine.runtime, store, AskRequest(QUESTION, keys, blend, GREEDY))
         done = prefill(
             engine.runtime, request, output_positions=lambda plan: torch.arange(
                 0 if blend.mode == "full" else plan.segments[-1].start, plan.num_tokens
@@ -76,10 +79,10 @@ def _compare(engine: Engine, store: ChunkStore, keys: list[bytes], reference: Re
         done.sequence.release()
         return done
 
-    full = run(BlendConfig(mode="full"))
-    everything = run(BlendConfig(ratio=1.0, selector="hkvd"))
-    some = run(BlendConfig(ratio=0.15, selector="hkvd", correction="none"))
-    answer = engine.ask(store, Question(QUESTION, keys, BlendConfig(mode="full"), GREEDY))
+    full = run(BlendParams(mode="full"))
+    everything = run(BlendParams(ratio=1.0, selector="hkvd"))
+    some = run(BlendParams(ratio=0.15, selector="hkvd", correction="none"))
+    answer = engine.run_alone(store, AskRequest(QUESTION, keys, BlendParams(mode="full"), GREEDY))
 
     plan, suffix = full.plan, [*full.plan.segments[-1].token_ids]
     prefix, chunks = [*plan.segments[0].token_ids], [[*segment.token_ids] for segment in plan.chunks]

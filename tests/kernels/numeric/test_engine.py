@@ -11,13 +11,16 @@ from cacheblend_store import ChunkStore
 from checkpoints import WORDS, write_checkpoint
 from decoding import decode_one_token
 
-from cacheblend_cli.api import BlendConfig, Engine, EngineConfig, PrecomputeOptions, SamplingParams
+from cacheblend_cli.collect.precompute import PrecomputeOptions
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.prefill import prefill
-from cacheblend_cli.engine.request import Question, resolve
+from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.kv.calibration import calibrate
 from cacheblend_cli.model.decoder import KVScales
+from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
-BLEND = BlendConfig(ratio=0.3)
+BLEND = BlendParams(ratio=0.3)
 GREEDY = SamplingParams(max_tokens=2, ignore_eos=True)
 FORMS = {"llama": ("llama-gqa", False), "window": ("mistral-window", False), "float8 pool": ("llama-gqa", True),
          "alibi": ("bloom", False)}  # fmt: skip
@@ -44,7 +47,7 @@ class Setup:
 
     def logits(self, engine: Engine) -> torch.Tensor:
         """fp32 logits of every row of the question and of a token decoded after it, on the CPU."""
-        request = resolve(engine.runtime, self.store, Question("?", self.keys, BLEND, GREEDY))
+        request = resolve(engine.runtime, self.store, AskRequest("?", self.keys, BLEND, GREEDY))
         decoder = engine.model.decoder
         done = prefill(engine.runtime, request, room=1, output_positions=lambda plan: torch.arange(
                 plan.segments[-1].start, plan.num_tokens, device=decoder.device
@@ -77,7 +80,8 @@ def test_blended_prefill_and_decode_are_those_of_torch(setup: Setup) -> None:
 @pytest.mark.parametrize("setup", ["llama"], indirect=True)
 def test_the_answer_is_that_of_torch(setup: Setup) -> None:
     ours, reference = (
-        engine.ask(setup.store, Question("?", setup.keys, BLEND, GREEDY)) for engine in (setup.triton, setup.torch)
+        engine.run_alone(setup.store, AskRequest("?", setup.keys, BLEND, GREEDY))
+        for engine in (setup.triton, setup.torch)
     )
     assert ours.generated_ids == reference.generated_ids
     assert ours.recomputed_tokens == reference.recomputed_tokens > 0

@@ -1,0 +1,119 @@
+"""Documents given as texts: cut as `precompute` cuts files, recognised by their content, stored under names of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from cacheblend_store import ChunkStore, StoreError
+
+from cacheblend_cli.collect.collector import Collector
+from cacheblend_cli.collect.document_records import document_record, is_news
+from cacheblend_cli.collect.plan import Planned, plan_documents
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.corpus.citations import TITLE
+from cacheblend_cli.corpus.cutting import Cut, cut_document
+from cacheblend_cli.corpus.documents import Document
+from cacheblend_cli.corpus.places import PUT, SENT
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.dates import keep_date
+from cacheblend_cli.prompt.kept import keep_wording
+from cacheblend_cli.types import TextDocument
+
+logger = logging.getLogger("cacheblend")
+
+
+def document_of(name: str, text: str, title: str | None) -> Document:
+    """Return the document as `read_documents` reads it from a file: line ends are "\\n", and the text ends with one. title: becomes
+    its heading.
+
+    Raises UsageError for a text without words.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise UsageError("the text of a document is empty", "leave the document out")
+    if title and title.strip() and not text.lstrip("# ").startswith(title.strip()):
+        text = f"# {title.strip()}\n\n{text}"
+    return Document(name, text if text.endswith("\n") else text + "\n")
+
+
+def sent_document(given: TextDocument, tenant: str) -> Document:
+    """Return a document that came with a question, named by its content."""
+    document = document_of("", given.text, given.title)
+    return Document(f"{SENT}{tenant}/{document.digest}", document.text)
+
+
+def put_name(tenant: str, document_id: str) -> str:
+    """Return the name in the store of a document that was put."""
+    return f"{PUT}{tenant}/{document_id}"
+
+
+def plan_texts(collection: Collection, documents: Sequence[Document], settings: CollectSettings) -> Planned:
+    """Return the documents' chunks with their keys. A chunk has at most half of the model's context."""
+    room = max(1, (collection.model.spec.max_context - len(collection.prefix_ids)) // 2)
+    encode = collection.model.tokenizer.encode_text
+    cut = Cut(min(settings.chunk_tokens, room))
+    cuts = [(document, list(cut_document(document, encode, cut))) for document in documents]
+    return plan_documents(collection, cuts, settings)
+
+
+class Putting:
+    """A document on its way into the store: planned, its missing KV collected one launch at a time, then committed. It is listed
+    and searched once it is there whole, in place of what was stored under its name."""
+
+    def __init__(
+        self, collection: Collection, store: ChunkStore, document: Document, settings: CollectSettings, title: str = ""
+    ) -> None:
+        """Cut the document. Any thread. title: the document's name in lists, "" for its id.
+
+        num_stored: chunks whose KV is in the store. settled: committed or undone.
+        """
+        [(_, self.chunks)] = plan_texts(collection, [document], settings)
+        record = document_record(collection, document, self.chunks, settings)
+        self._record = replace(record, settings={**record.settings, TITLE: title}) if title else record
+        self._store, self._old = store, store.get_document(*record.place)
+        self._new = {p.key for p in self.chunks if not store.has_chunk(p.key)}
+        wanted = {p.key: p for p in self.chunks if not store.has_kv(p.key)}
+        self.missing = list(wanted.values())
+        self._collector = Collector(collection, store, {p.key for p in self.chunks} | {collection.prefix_key})
+        self._launches = self._collect()
+        self.num_stored = len(self.chunks) - len(self.missing)
+        self.settled = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was stored under the document's name."""
+        return self._old is None
+
+    def collect(self) -> bool:
+        """Do the next launch, in the engine's thread. Returns whether there are more."""
+        return next(self._launches, False)
+
+    def _collect(self) -> Iterator[bool]:
+        if self.missing:
+            self._collector.store_prefix()
+            yield True
+            for _ in self._collector.store(self.missing):
+                self.num_stored += 1
+                yield True
+
+    def commit(self) -> None:
+        """List the document. Any thread; call it once `collect` has returned False."""
+        keep_date(self._store, self._collector.collection)
+        keep_wording(self._store, self._collector.collection)
+        self._collector.store_texts([p for p in self.chunks if not self._store.has_chunk(p.key)])
+        if is_news(self._record, self._old):
+            self._store.put_documents([self._record])
+        self.settled = True
+
+    def undo(self) -> None:
+        """Remove what was stored of a document that is not committed. What cannot be removed is logged."""
+        self.settled = True
+        try:
+            with self._store.read() as reader:
+                loose = [key for key in self._new if not any(reader.documents_of(key))]
+            self._store.remove_chunks(loose)
+        except StoreError as error:
+            logger.error("chunks of a document that was refused stay in the store: %s", error.message)

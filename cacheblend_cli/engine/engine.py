@@ -1,0 +1,402 @@
+"""Engine: a loaded model. Everything that runs one goes through this class: the command line, the server, Python programs."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_store import ChunkStore
+
+from cacheblend_cli.collect.settings import CollectSettings
+from cacheblend_cli.collect.texts import Putting, document_of, put_name
+from cacheblend_cli.engine.async_engine import AsyncEngine
+from cacheblend_cli.engine.chunk_inputs import chunk_of
+from cacheblend_cli.engine.config import EngineConfig
+from cacheblend_cli.engine.core import answer_one
+from cacheblend_cli.engine.jobs import Done, Event, Failed, Limits, Reasoning, Text, Token
+from cacheblend_cli.engine.plan import plan
+from cacheblend_cli.engine.request import Preparation, Request, resolve
+from cacheblend_cli.engine.runtime import Runtime, Say
+from cacheblend_cli.engine.search import Retrieved, retrieve
+from cacheblend_cli.engine.sequence import RequestState
+from cacheblend_cli.engine.sequence_output import NOBODY, Listener
+from cacheblend_cli.errors import QueueFull, UsageError
+from cacheblend_cli.model.generic import GENERIC_PATH
+from cacheblend_cli.model.loading import LoadedModel
+from cacheblend_cli.model.text_stream import token_texts
+from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, of_settings
+from cacheblend_cli.types import Answer, AskOptions, AskPlan, AskRequest, ChunkUse, TokenUse, ask_request, overridden
+
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.paths import Paths
+    from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeOptions, PrecomputeReport
+    from cacheblend_cli.collect.recheck import RecheckReport
+    from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt
+
+_FULL_S = 0.05  # between two attempts to queue a request
+_OF_ENGINE = {*GROUPS["model"], *GROUPS["machine"], *GROUPS["memory"], *GROUPS["prompt"], *GROUPS["cutting"], "context"}
+
+
+@dataclass(frozen=True)
+class AddedDocument:
+    """A document in the store: its id, and the ids of its chunks in order."""
+
+    id: str
+    chunks: tuple[str, ...]
+
+
+class Engine:
+    """A loaded model.
+
+    `ask`, `stream`, `ask_many`, `add` and their async forms run in a thread of the engine: they may be called from any thread, and
+    requests that are made at the same time are batched. `close` ends that thread; an Engine is a context manager. All other methods
+    compute in the caller's thread; use them in one thread at a time.
+    """
+
+    def __init__(self, runtime: Runtime, resolved: Resolved = DEFAULTS, limits: Limits | None = None) -> None:
+        """resolved: settings of requests. limits: of requests that are batched."""
+        self.runtime, self._resolved, self._limits = runtime, resolved, limits
+        self._service: AsyncEngine | None = None
+        self._given: ChunkStore | None = None
+        self._store: ChunkStore | None = None
+        self._temporary = ExitStack()
+        self._lock = threading.RLock()  # guards these four
+
+    @classmethod
+    def load(
+        cls,
+        model: str | EngineConfig | None = None,
+        *,
+        progress: Say | None = None,
+        notice: Say | None = None,
+        **settings: Any,
+    ) -> Engine:
+        """Load a model: a directory, a GGUF file, a Hugging Face id, "smollm2" or "handbook".
+
+        settings: by the names of `cacheblend config show` (device, dtype, threads, ratio, max_tokens, ...); files and environment
+        variables are not read. model may also be an EngineConfig. progress: callback for what takes time; notice: for what takes
+        time once on a machine. Raises NotFoundError, UsageError or DeviceError.
+        """
+        if isinstance(model, EngineConfig):
+            config, resolved = model, overridden(DEFAULTS, settings)
+        else:
+            resolved = overridden(DEFAULTS, {"model": model or "", **settings})
+            own = resolved.settings
+            config = of_settings(EngineConfig, own, model=own.model or None, lora=own.lora or None)
+        return cls(Runtime.load(config, progress, notice), resolved)
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.runtime.model
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.runtime.config
+
+    # one request in the caller's thread
+
+    def resolve(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> Request:
+        """Look up, or search for, the chunks of a question, and lay its prompt out. say: callback for a message if there is no search
+        by meaning. Raises NotFoundError for an unknown chunk, UsageError for an empty question, StoreErrors."""
+        self.runtime.memory()  # reserved once: not part of an answer's time
+        return resolve(self.runtime, store, ask, Preparation(say, self._collect_settings))
+
+    def run(self, request: Request, listener: Listener = NOBODY) -> Answer:
+        """Answer a request with a pool as large as it needs. Blending never changes stored KV.
+
+        Missing chunks (without usable KV) are computed, and collected and stored afterwards, when the store is open for
+        writing. Used chunks are marked for the store's eviction (`ChunkStore.touch`). Raises UsageError, DeviceError, StoreErrors.
+        """
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Text | Reasoning):
+                call = listener.text if isinstance(event, Text) else listener.reasoning
+                if call and event.index == 0:
+                    call(event.text)
+            elif isinstance(event, Token) and listener.token and event.index == 0:
+                listener.token(event.logprob)
+
+        return answer_one(self.runtime, request, on_event)[0]
+
+    def run_alone(
+        self,
+        store: ChunkStore | None,
+        ask: AskRequest,
+        options: AskOptions | None = None,
+        listener: Listener = NOBODY,
+    ) -> Answer:
+        """Resolve and run a question. options: None for its own."""
+        return self.run(self.resolve(store, replace(ask, options=options or ask.options)), listener)
+
+    def plan(self, store: ChunkStore | None, ask: AskRequest, say: Say | None = None) -> AskPlan:
+        """Return what running the question would do. Raises what `resolve` raises, and UsageError if it would be refused."""
+        return plan(self.runtime, self.resolve(store, ask, say))
+
+    def search(self, store: ChunkStore, ask: AskRequest) -> Retrieved:
+        """Return the stored chunks that suit a question best, in the order they are best read.
+
+        Raises NotFoundError, which says why, if there are none.
+        """
+        return retrieve(self.runtime, store, ask)
+
+    def explain(self, request: Request, answer: Answer) -> tuple[list[str], list[list[TokenUse]]]:
+        """Return what the request's options ask to report beside the answer: notes on the model and on where the prompt's token ids
+        decode to other text than the template renders; and the tokens of each chunk."""
+        notes = [GENERIC_PATH] if request.options.explain and self.model.spec.generic else []
+        if request.options.explain and request.store is not None:
+            texts = [m.text for key in request.named if (m := chunk_of(request.store, key))]
+            notes += request.collection.template.differences(texts, request.question, answer.prompt_ids)
+        return notes, [self._token_uses(answer, chunk) for chunk in answer.chunks] if request.options.tokens else []
+
+    def _token_uses(self, answer: Answer, chunk: ChunkUse) -> list[TokenUse]:
+        texts = token_texts(self.model.tokenizer, answer.prompt_ids[chunk.start : chunk.start + chunk.tokens])
+        return [TokenUse(text, kind) for text, kind in zip(texts, answer.kinds(chunk), strict=True)]
+
+    # documents
+
+    def precompute(
+        self,
+        store: ChunkStore | None,
+        paths: Sequence[str] | Paths,
+        options: PrecomputeOptions,
+        on_event: Callable[[PrecomputeEvent], None],
+        confirm: Callable[[Difference], bool] | None = None,
+    ) -> PrecomputeReport:
+        """Bring the store up to date with the documents under `paths`. store None: a dry run.
+
+        What `options` leaves open is as the store remembers it for the paths. confirm: called before documents are computed
+        again because they are stored with other settings. Raises NotFoundError, UsageError, StoreErrors, DeviceError.
+        """
+        from cacheblend_cli.collect.paths import Paths
+        from cacheblend_cli.collect.precompute import precompute
+
+        if options.kv_dtype in (None, "auto") and self.config.kv_dtype != "auto":
+            options = replace(options, kv_dtype=self.config.kv_dtype)
+        if options.day is not None and self.runtime.template.day is None:
+            raise UsageError(f"the chat template of {self.model.name} prints no date", "leave --date out")
+        day = options.day or self.runtime.day(store, options.salt)
+        paths = paths if isinstance(paths, Paths) else Paths(paths)
+        return precompute(self.runtime.collection(options.salt, day=day), store, paths, options, on_event, confirm)
+
+    def roots(self, store: ChunkStore, salt: str = "") -> list[str]:
+        """Return the real paths that the store remembers for this model and salt."""
+        from cacheblend_cli.collect.source_settings import SourceSettings
+
+        return SourceSettings(self.runtime.collection(salt), store).paths
+
+    def recheck(
+        self,
+        store: ChunkStore,
+        count: int,
+        *,
+        repair: bool = False,
+        salt: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RecheckReport:
+        """Compute `count` random chunks of this model again and compare them with the store."""
+        from cacheblend_cli.collect.recheck import recheck
+
+        day = self.runtime.day(store, salt)
+        return recheck(self.runtime.collection(salt, day=day), store, count, repair=repair, progress=progress)
+
+    def add(self, store: ChunkStore, texts: Iterable[tuple[str, str]]) -> list[AddedDocument]:
+        """Store documents, (id, text) each, replacing what was stored under the same ids; their KV is computed now.
+
+        Raises UsageError for an empty text, and StoreErrors.
+        """
+        self.use(store)
+        added, salt = [], self._resolved.settings.salt
+        collection = self.runtime.collection(salt, day=self.runtime.day(store, salt))
+        for document_id, text in texts:
+            document = document_of(put_name("", document_id), text, None)
+            putting = Putting(collection, store, document, self._collect_settings)
+            try:
+                while self._running().run(_collecting(putting)).result():
+                    pass
+                putting.commit()
+            except Exception:
+                putting.undo()
+                raise
+            added.append(AddedDocument(document_id, tuple(planned.key.hex() for planned in putting.chunks)))
+        return added
+
+    @property
+    def _collect_settings(self) -> CollectSettings:
+        return of_settings(CollectSettings, self._resolved.settings)
+
+    # many requests, in the engine's thread
+
+    def use(self, store: ChunkStore | None) -> None:
+        """Take chunks from this store from now on, and keep the KV of requests' documents there; `add` does so too. None: a temporary
+        store, which `close` removes. No request may be running."""
+        with self._lock:
+            if self._service is None or store is not self._given:
+                self.close()
+                self._given, self._store = store, self._temporary_store() if store is None else store
+                self._service = AsyncEngine(self.runtime, self._limits)
+
+    def close(self) -> None:
+        """Stop the engine's thread and remove its temporary store. Running requests are cancelled."""
+        with self._lock:
+            if self._service is not None:
+                self._service.close()
+                self._service = None
+            self._temporary.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def request(self, question: str, *, chunks: Sequence[str] = (), **about: Any) -> AskRequest:
+        """Return a request. chunks: ids of stored chunks, or unique prefixes of ids.
+
+        about: documents: texts to answer from, cut and collected when they are first seen; search: how many chunks to search for;
+        history: earlier messages, of user and model in turn; verify: compare with a full prefill; and settings, which override the
+        engine's, as ratio=0.3 or max_tokens=20. Raises UsageError, ChunkNotFound, AmbiguousId."""
+        if wrong := about.keys() & _OF_ENGINE:
+            raise UsageError(f"{min(wrong)} is a setting of the engine", f"Engine.load(..., {min(wrong)}=...)")
+        self._running()
+        assert self._store is not None, "it is opened with the service"
+        return ask_request(self._resolved, question, [self._store.resolve(name) for name in chunks], **about)
+
+    def ask(self, question: str | AskRequest, **about: Any) -> Answer:
+        """Return the answer. about: as for `request`. Raises NotFoundError, UsageError, StoreErrors and DeviceError."""
+        return self._submit(self._asked(question, about)).result()
+
+    def prefill(self, question: str | AskRequest, **about: Any) -> PrefilledPrompt:
+        """Prefill a prompt for transformers' `generate`, and generate no answer. Arguments and errors as for `ask`."""
+        from cacheblend_cli.engine.connectors.transformers import PrefilledPrompt, TransformersConnector
+
+        taken = TransformersConnector()
+        ask = self._asked(question, about)
+        request = self._resolved_request(replace(ask, sampling=replace(ask.sampling, max_tokens=1)))
+        report = self._running().ask(request.handed_to(taken)).result()
+        return PrefilledPrompt(tuple(report.prompt_ids), taken.layers, report, self.model.path)
+
+    def stream(self, question: str | AskRequest, **about: Any) -> Iterator[str]:
+        """Yield pieces of the answer as they are generated. Leaving the loop early cancels the request."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        ask, service = self._asked(question, about), self._running()
+        state = service.submit(self._resolved_request(ask), events.put)
+        try:
+            while (piece := _piece_of(events.get())) is not None:
+                if piece:
+                    yield piece
+        finally:
+            service.cancel(state)
+
+    def ask_many(self, questions: Iterable[str | AskRequest], **about: Any) -> list[Answer]:
+        """Return the answers in order. The requests are batched, and queued as the engine has room. Raises the error of the first
+        that fails, and cancels the others."""
+        answers, running = list[Answer](), deque[Future[Answer]]()
+        try:
+            for question in questions:
+                ask = self._asked(question, about)
+                while (submitted := self._submit_unless_full(ask, wait=not running)) is None:
+                    answers.append(running.popleft().result())
+                running.append(submitted)
+            while running:
+                answers.append(running.popleft().result())
+        finally:
+            for future in running:
+                future.cancel()
+        return answers
+
+    async def ask_async(self, question: str | AskRequest, **about: Any) -> Answer:
+        """Answer without blocking the event loop. Cancelling the task cancels the request."""
+        left = threading.Event()
+
+        def submit() -> Future[Answer]:
+            future = self._submit(self._asked(question, about))
+            if left.is_set():
+                future.cancel()
+            return future
+
+        try:
+            return await asyncio.wrap_future(await asyncio.to_thread(submit))
+        finally:
+            left.set()
+
+    async def stream_async(self, question: str | AskRequest, **about: Any) -> AsyncIterator[str]:
+        """Stream without blocking the event loop. Leaving the loop, or cancelling the task, cancels the request."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        left, states = threading.Event(), list[tuple[AsyncEngine, RequestState]]()
+
+        def on_event(event: Event) -> None:
+            if not left.is_set():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def submit() -> None:
+            ask, service = self._asked(question, about), self._running()
+            states.append((service, service.submit(self._resolved_request(ask), on_event)))
+            if left.is_set():
+                service.cancel(states[0][1])
+
+        try:
+            await asyncio.to_thread(submit)
+            while (piece := _piece_of(await events.get())) is not None:
+                if piece:
+                    yield piece
+        finally:
+            left.set()
+            for service, state in states:
+                service.cancel(state)
+
+    def _temporary_store(self) -> ChunkStore:
+        folder = self._temporary.enter_context(TemporaryDirectory(prefix="cacheblend-"))
+        return self._temporary.enter_context(ChunkStore.open(folder, mode="write"))
+
+    def _running(self) -> AsyncEngine:
+        with self._lock:
+            if self._service is None:
+                self.use(self._given)
+            assert self._service is not None
+            return self._service
+
+    def _asked(self, question: str | AskRequest, about: dict[str, Any]) -> AskRequest:
+        if not isinstance(question, AskRequest):
+            return self.request(question, **about)
+        if about:
+            raise UsageError(
+                "a request was given together with its fields", "give the question as text, or change the request"
+            )
+        return question
+
+    def _resolved_request(self, ask: AskRequest) -> Request:
+        self._running()
+        return self.resolve(self._store, ask)
+
+    def _submit(self, ask: AskRequest) -> Future[Answer]:
+        return self._running().ask(self._resolved_request(ask))
+
+    def _submit_unless_full(self, ask: AskRequest, *, wait: bool) -> Future[Answer] | None:
+        """Queue the request. With a full queue return None, or with `wait` try again until it has room."""
+        while True:
+            try:
+                return self._submit(ask)
+            except QueueFull:
+                if not wait:
+                    return None
+                time.sleep(_FULL_S)
+
+
+def _piece_of(event: Event) -> str | None:
+    """Return the event's piece of the answer, None at the end. Raises what the request failed of."""
+    if isinstance(event, Failed):
+        raise event.error
+    return None if isinstance(event, Done) else event.text if isinstance(event, Text) else ""
+
+
+def _collecting(putting: Putting) -> Callable[[Runtime], bool]:
+    return lambda _: putting.collect()
