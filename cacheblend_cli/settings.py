@@ -57,7 +57,7 @@ class Settings:
         "Storage format of KV: auto (as computed), float32, bfloat16, float16, float8_e4m3, int8 or int4.",
         shown=False,
     )
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", shown=False)
+    device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps.", shown=False)
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.", shown=False)
     weight_dtype: str = _setting("auto", "auto, or int8: faster on a CPU, less exact.", shown=False)
     attention_backend: str = _setting("auto", "auto, torch, triton or xformers.", shown=False)

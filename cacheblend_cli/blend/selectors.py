@@ -204,7 +204,7 @@ def choose(
         scores = (total / size)[run]
     order = torch.argsort(scores, descending=True, stable=True)
     if nucleus > 0:
-        covered = scores[order].double().cumsum(0)
+        covered = scores[order].cpu().double().cumsum(0)
         count = min(count, int((covered < nucleus * covered[-1]).sum()) + 1)
     if required is not None:
         order = order[torch.argsort(required[order].int(), descending=True, stable=True)]

@@ -67,8 +67,8 @@ def teacher_forced(
 
 
 def log_distribution(logits: Tensor) -> Tensor:
-    """Log-probabilities in fp64, same shape as the logits [num_positions, vocab_size]."""
-    return torch.log_softmax(logits.double(), -1)
+    """Log-probabilities in fp64, same shape as the logits [num_positions, vocab_size]; on the CPU where the device has no fp64."""
+    return torch.log_softmax((logits.cpu() if logits.is_mps else logits).double(), -1)
 
 
 def divergence(reference: Tensor, ours: Tensor) -> Divergence:

@@ -23,11 +23,19 @@ def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
         return memory
     tokens = limits.pool_tokens
     if tokens is None:
-        fits = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / bytes_per_token(decoder))
+        fits = int(_free_bytes() * FREE_SHARE / bytes_per_token(decoder))
         tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
     spare = -(-BatchRunner.SPARE // block_size)
     pool = KVPool.of(decoder, -(-tokens // block_size) + spare, block_size)
     return DeviceMemory(pool, BatchRunner(decoder, pool))
+
+
+def _free_bytes() -> int:
+    """Free memory of the host; half of all memory on systems that do not tell (macOS)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * page
+    return os.sysconf("SC_PHYS_PAGES") * page // 2
 
 
 def pool_for(runtime: Runtime, num_blocks: int) -> DeviceMemory:

@@ -53,7 +53,7 @@ def signals_of(logits: Tensor) -> Tensor:
     first, second = found.topk(2).values.unbind(-1)
     entropy = -(found.exp() * found).sum(-1)
     known = torch.stack((first - second, entropy), -1).clamp_min(0)
-    return torch.cat((known, known.sqrt()), -1).double().cpu()
+    return torch.cat((known, known.sqrt()), -1).cpu().double()
 
 
 def fit_risk(answers: Sequence[tuple[Tensor, Sequence[bool]]]) -> RiskFit:

@@ -16,7 +16,7 @@ from cacheblend_cli.kv.loader import KVLoader, LoadQueue, NothingToLoad, num_wor
 from cacheblend_cli.kv.pool import PagedSequence
 from cacheblend_cli.kv.source import KVReader, KVSource
 from cacheblend_cli.kv.stored_prompt import StoredPrompt
-from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, Transfer
+from cacheblend_cli.kv.transfer import CudaTransfer, HostTransfer, StagedTransfer, Transfer
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.prompt.plan import PromptPlan
 
@@ -109,4 +109,10 @@ def make_loader(decoder: Decoder, source: KVSource | None, sequence: PagedSequen
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    return CudaTransfer(device) if device.type == "cuda" else HostTransfer()
+    match device.type:
+        case "cuda":
+            return CudaTransfer(device)
+        case "cpu":
+            return HostTransfer()
+        case _:
+            return StagedTransfer(device)

@@ -44,8 +44,8 @@ def swap_in(pool: KVPool, swapped: SwappedKV, room: int = 0) -> PagedSequence:
 
 
 def to_host(part: Tensor) -> Tensor:
-    """A copy that is queued, in pinned memory; on a CPU the tensor itself."""
+    """A copy, on CUDA queued and in pinned memory; on a CPU the tensor itself."""
     if not part.is_cuda:
-        return part
+        return part.cpu()
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part, non_blocking=True)

@@ -89,6 +89,19 @@ class HostTransfer:
         return self._last - self._started, self._stall_s
 
 
+class StagedTransfer(HostTransfer):
+    """For a pool in the memory of a device without streams of its own (MPS): one worker copies to the device and writes there."""
+
+    most_workers = 1
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def send(self, layer: int, buffer: int, num_bytes: int, place: Callable[[Tensor], None]) -> None:
+        super().send(layer, buffer, num_bytes, lambda staged: place(staged.to(self._device, copy=True)))
+
+
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Copy and write streams, created once. PyTorch hands out the same 32 streams in turn, and work another thread queues on

@@ -32,6 +32,7 @@ from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import load_weights, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICES = "known: auto, cpu, cuda, cuda:N, mps"
 STORED_AS = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors
 
 
@@ -159,13 +160,18 @@ def resolve_model(name: str, say: Callable[[str], None] | None = None) -> Path:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Resolve a device name; `auto` takes CUDA if available. Returns CUDA devices with an index. Raises DeviceError, UsageError."""
+    """Resolve a device name; `auto` takes CUDA if available, never MPS, which is untried. Returns CUDA devices with an index.
+    Raises DeviceError, UsageError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"unknown device {name!r}", "known: auto, cpu, cuda, cuda:N") from error
+        raise UsageError(f"unknown device {name!r}", _DEVICES) from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"unsupported device {name!r}", _DEVICES)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError("this machine or this torch build has no MPS, Apple's GPU interface", "use --device cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("this machine or this torch build has no CUDA", "use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
