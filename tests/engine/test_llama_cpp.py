@@ -81,7 +81,7 @@ def engine_of(file: Path, decode_model: Path | None = None) -> tuple[Engine, lis
         decode_with="llama.cpp",
         decode_model=str(decode_model or ""),
     )
-    return Engine.load(config, None, said.append), said
+    return Engine.load(config, notice=said.append), said
 
 
 def ask(engine: Engine, count: int = 8, **sampling: object) -> tuple[list[int], list[float], list[str]]:
