@@ -328,9 +328,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"), BAD, ids=lambda v: " ".join(v)[:30] if isinstance(v, tuple) else None
-)
+@pytest.mark.parametrize(("arguments", "code"), BAD, ids=lambda v: " ".join(v)[:30] if isinstance(v, tuple) else None)
 def test_bad_input_gets_the_right_code(cli: Cli, stored: list[str], arguments: tuple[str, ...], code: int) -> None:
     if arguments[0] == "ask" and len(arguments) > 1 and "--chunks" not in arguments and "q" in arguments[1]:
         arguments = (arguments[0], arguments[1].replace("q", "alpha"), *arguments[2:])

@@ -1,0 +1,103 @@
+"""Blending: how stored KV is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Settings, of_settings
+
+MODES = ("blend", "full", "reuse")
+DEVIATIONS = ("v", "k", "kv")
+
+
+@dataclass(frozen=True)
+class BlendParams:
+    """How stored KV is used. mode: blend, full or reuse. ratio: share of the reusable, inexact tokens to recompute; (layer, ratio)
+    pairs in `checks` replace ratio and check_layer (gradual filtering). nucleus > 0: fewer tokens, when that share of the total
+    score is covered. probe_layers: first and last layer whose attention `query` and `draft` observe, None for the middle half.
+    draft_tokens: length of the answer that `draft` drafts. correction: of KV that is not recomputed, see blend/corrections.py, or
+    "none". max_risk: limit of the estimated risk of another answer than a full prefill's, see engine/gate.py; None for no limit.
+
+    Names of selectors and corrections, and layers, are checked against the model, see blend/policy.py: policy_of.
+    """
+
+    mode: str = "blend"
+    ratio: float = 0.15
+    selector: str = "query"
+    deviation: str = "k"
+    check_layer: int = 1
+    block: int = 1
+    seed: int = 0
+    checks: tuple[tuple[int, float], ...] = ()
+    nucleus: float = 0.0
+    probe_layers: tuple[int, int] | None = None
+    draft_tokens: int = 8
+    correction: str = "regression"
+    max_risk: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"unknown mode {self.mode!r}", f"known: {', '.join(MODES)}")
+        if self.deviation not in DEVIATIONS:
+            raise UsageError(f"unknown deviation {self.deviation!r}", f"known: {', '.join(DEVIATIONS)}")
+        for _, ratio in self.checks or ((self.check_layer, self.ratio),):
+            if not 0 <= ratio <= 1:
+                raise UsageError(f"--ratio {ratio} is not between 0 and 1", "0.15 recomputes 15 % of the tokens")
+        if not 0 <= self.nucleus <= 1:
+            raise UsageError(f"--nucleus {self.nucleus} is not between 0 and 1", "0 is off")
+        if self.max_risk is not None and not 0 <= self.max_risk <= 1:
+            raise UsageError(
+                f"--max-risk {self.max_risk:g} is not between 0 and 1", "0.1: one answer in ten may differ"
+            )
+        for name, count in (("block", self.block), ("draft-tokens", self.draft_tokens)):
+            if not 1 <= count < 2**63:
+                raise UsageError(f"--{name} {count} is not 1 or more, or too large", "see: cacheblend ask --help")
+        layers, ratios = [c[0] for c in self.checks], [c[1] for c in self.checks]
+        if layers != sorted(set(layers)) or ratios != sorted(ratios, reverse=True):
+            raise UsageError("check layers must rise and their ratios fall", "for example 1:0.3,4:0.15")
+
+    @classmethod
+    def of(cls, settings: Settings) -> BlendParams:
+        """Return the settings' blending; with --ratio auto, at the lower bound of the ratio. Raises UsageError."""
+        if settings.max_risk is not None and isinstance(settings.ratio, str):
+            raise UsageError("--max-risk is fitted for one ratio, and --ratio is auto", "give a number to --ratio")
+        return of_settings(
+            cls,
+            settings,
+            ratio=settings.ratio_floor if isinstance(settings.ratio, str) else settings.ratio,
+            seed=settings.seed or 0,
+            checks=parse_checks(settings.gradual),
+            probe_layers=parse_layers(settings.probe_layers),
+        )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the selector drafts some of the answer behind the prompt."""
+        return any(part.partition(":")[0] == "draft" for part in self.selector.split("+"))
+
+    def effective_ratio(self) -> float:
+        """Ratio of the last check, which holds in most layers."""
+        if self.mode == "full" or self.selector == "all":
+            return 1.0
+        if self.mode == "reuse" or self.selector == "none":
+            return 0.0
+        return self.checks[-1][1] if self.checks else self.ratio
+
+
+def parse_checks(text: str) -> tuple[tuple[int, float], ...]:
+    """Parse "1:0.3,4:0.15" into (layer, ratio) pairs; "" is none. Raises UsageError."""
+    try:
+        pairs = [part.split(":") for part in text.split(",") if text]
+        return tuple((int(layer), float(ratio)) for layer, ratio in pairs)
+    except ValueError:
+        raise UsageError(f"--gradual {text!r} is not LAYER:RATIO,...", "for example 1:0.3,4:0.15") from None
+
+
+def parse_layers(text: str) -> tuple[int, int] | None:
+    """Parse "2-4" into a first and a last layer, "3" into one; "" is None. Raises UsageError."""
+    try:
+        first, _, last = text.partition("-")
+        return (int(first), int(last or first)) if text else None
+    except ValueError:
+        raise UsageError(f"--probe-layers {text!r} is not FIRST-LAST", "for example 2-4") from None

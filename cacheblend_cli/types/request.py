@@ -1,0 +1,170 @@
+"""AskRequest: a question and all that its answer depends on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from msgspec import convert, to_builtins
+
+from cacheblend_cli.corpus.scopes import EVERYTHING, Scope
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Resolved, Settings, of_settings
+from cacheblend_cli.types.blend import BlendParams
+from cacheblend_cli.types.sampling import SamplingParams, model_sampled, sampling_of
+
+PLAIN = "{chunks}{question}"
+"""A prompt that does not mention documents."""
+
+
+@dataclass(frozen=True)
+class SearchParams:
+    """How to search for chunks. k: number of chunks. scope: documents to search. by: "words", "meaning", "both", or "auto": both if
+    there are embedding weights. embeddings: these weights, "" for the installed ones. min_score, expand, context, order: see
+    corpus/search.py: Lookup. query: text to search for, "" for the question. optional: answer without chunks if nothing is found.
+    """
+
+    k: int = 5
+    scope: Scope = EVERYTHING
+    by: str = "auto"
+    embeddings: str = ""
+    min_score: float = 0.0
+    expand: int = 0
+    context: str = "document"
+    order: str = "exact"
+    query: str = ""
+    optional: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, scope: Scope = EVERYTHING) -> SearchParams:
+        return of_settings(cls, settings, k=settings.top_k, by=settings.search, scope=scope)
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """A document that comes with a question. id: its name on the wire."""
+
+    text: str
+    title: str | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """How a request is run, and what its answer reports.
+
+    verify: compare with a full prefill. confirm: the answer is a full prefill's, after the blended one was streamed. auto: the
+    loading controller chooses the ratio, at least `BlendParams.ratio`, or a full prefill. save: store the KV of chunks that had to
+    be computed, if the store is open for writing. priority: lower runs first; among equals, in order of arrival. deadline_s:
+    seconds from submission after which the request ends with finish_reason "deadline". ids, explain, tokens: report token ids,
+    layers and the prompt's text, and each token of the chunks.
+    """
+
+    verify: bool = False
+    confirm: bool = False
+    auto: bool = False
+    save: bool = True
+    priority: int = 0
+    deadline_s: float | None = None
+    ids: bool = False
+    explain: bool = False
+    tokens: bool = False
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise UsageError(f"a deadline of {self.deadline_s:g} seconds has passed", "give a number above 0")
+
+
+@dataclass(frozen=True)
+class AskRequest:
+    """A question, and all that its answer depends on. The prompt has the chunks of its documents first, then those with these keys, then those
+    that are found.
+
+    salt: keeps the chunks of a tenant separate. history: earlier messages, of user and model in turn. documents: cut and collected
+    when they are first seen. tenant: owner of these documents. search: None to search for nothing. system: system prompt, None for
+    the engine's. prompt: the user's message with {chunks} and {question}, None for the engine's; PLAIN does not mention documents. raw: no chat template. day: date that the template prints, None
+    for the store's (see `Runtime.day`). model_sampling: fields of `sampling` that the model's generation_config.json decides.
+    """
+
+    question: str
+    keys: Sequence[bytes] = ()
+    blend: BlendParams = field(default_factory=BlendParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    salt: str = ""
+    history: tuple[str, ...] = ()
+    documents: tuple[TextDocument, ...] = ()
+    tenant: str = ""
+    search: SearchParams | None = None
+    system: str | None = None
+    prompt: str | None = None
+    raw: bool = False
+    day: date | None = None
+    model_sampling: tuple[str, ...] = ()
+    options: AskOptions = AskOptions()
+
+    def __post_init__(self) -> None:
+        if self.options.confirm and max(self.sampling.n, self.sampling.best_of) > 1:
+            raise UsageError("only one answer can be confirmed", "ask for one answer, or without --confirm")
+
+    @classmethod
+    def of(cls, resolved: Resolved, question: str, sampling: SamplingParams | None = None, **others: Any) -> AskRequest:
+        """Return a request by the settings. sampling: None for the settings'. others: further fields. Raises UsageError."""
+        settings = resolved.settings
+        options = replace(others.pop("options", AskOptions()), auto=settings.ratio == "auto")
+        return cls(
+            question,
+            blend=BlendParams.of(settings),
+            sampling=sampling_of(settings) if sampling is None else sampling,
+            options=options,
+            **{"salt": settings.salt, "model_sampling": model_sampled(resolved)} | others,
+        )
+
+    @property
+    def wire(self) -> dict[str, Any]:
+        """JSON form. A directory of embedding weights becomes an absolute path, since the engine may run in another directory."""
+        told: dict[str, Any] = to_builtins(self)
+        weights = self.search.embeddings if self.search else ""
+        if weights and Path(weights).expanduser().is_dir():
+            told["search"]["embeddings"] = os.path.abspath(Path(weights).expanduser())
+        return told
+
+    @classmethod
+    def from_wire(cls, told: dict[str, Any]) -> AskRequest:
+        return convert(told, cls)
+
+
+def ask_request(
+    resolved: Resolved,
+    question: str,
+    keys: Sequence[bytes] = (),
+    *,
+    documents: Sequence[str] = (),
+    search: int = 0,
+    history: Sequence[str] = (),
+    verify: bool = False,
+    **settings: Any,
+) -> AskRequest:
+    """Return a program's request. documents: texts to answer from. search: how many chunks to search for. history: earlier messages, of
+    user and model in turn. settings: override `resolved`. Raises UsageError."""
+    resolved = overridden(resolved, settings)
+    return AskRequest.of(
+        resolved,
+        question,
+        keys=keys,
+        history=tuple(history),
+        documents=tuple(TextDocument(text) for text in documents),
+        search=SearchParams.of(replace(resolved.settings, top_k=search)) if search else None,
+        prompt=None if documents or keys or search else PLAIN,
+        options=AskOptions(verify=verify),
+    )
+
+
+def overridden(resolved: Resolved, given: dict[str, Any]) -> Resolved:
+    """Return the settings with other values. Raises UsageError for an unknown setting."""
+    if unknown := given.keys() - resolved.origin.keys():
+        raise UsageError(f"unknown setting {min(unknown)!r}", f"known: {', '.join(resolved.origin)}")
+    return Resolved(replace(resolved.settings, **given), {**resolved.origin, **dict.fromkeys(given, "given")})

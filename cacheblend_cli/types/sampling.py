@@ -1,0 +1,116 @@
+"""Sampling: how tokens are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.settings import Resolved, Settings, of_settings
+
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+MOST = 1_000_000  # of what is added to logits, or divides them: in fp32 what is far above makes NaN of 0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off, and so do 1 and twice 0
+    the penalties (see `Penalties`), which greedy choices heed, too.
+
+    logprobs: how many alternatives to report a token (0: the chosen one only), None: none at all. reasoning_tokens: what
+    a model that reasons may say between think tags, beside max_tokens; None: its reasoning is a part of those. n: answers to
+    give, each with a seed of its own: seed, seed + 1 and so on. best_of: answers to make, of which the n likeliest by token are
+    given; 0: just n. stop_ids: tokens that end the answer as its end does. logit_bias: (token, what is added to its logit).
+    json_schema, regex: the form of the answer, which then has no reasoning before it. prompt_logprobs: as logprobs, of the
+    prompt's tokens, which is then computed in full, whatever is stored.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    reasoning_tokens: int | None = None
+    n: int = 1
+    best_of: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for ok, what in (
+            (self.max_tokens >= 1, "--max-tokens is at least 1"),
+            (self.temperature >= 0, "--temperature is 0 or more"),
+            (0 < self.top_p <= 1, "--top-p is above 0 and at most 1"),
+            (self.top_k >= 0, "--sample-top-k is 0 (off) or more"),
+            (0 <= self.min_p < 1, "--min-p is at least 0 and below 1"),
+            (self.repetition_penalty > 0, "--repetition-penalty is above 0; 1 is off"),
+            (self.reasoning_tokens is None or self.reasoning_tokens >= 0, "--reasoning-tokens is 0 or more"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "--logprobs is from 0 to 20"),
+            (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs is from 0 to 20"),
+            (all(self.stop), "a stop string is not empty"),
+            (len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} stop strings"),
+            (
+                all(len(s) <= MAX_STOP_CHARS for s in self.stop),
+                f"a stop string has at most {MAX_STOP_CHARS:,} characters",
+            ),
+            (self.json_schema is None or self.regex is None, "an answer has one form: --json-schema or --regex"),
+            (1 <= self.n <= 64, "n is from 1 to 64"),
+            (all(abs(x) < MOST for x in self._added), f"temperature and penalties are numbers below {MOST:,}"),
+            (all(bias < MOST for _, bias in self.logit_bias), f"a logit_bias is a number below {MOST:,}"),
+            (self.best_of == 0 or self.n <= self.best_of <= 64, "best_of is at least n and at most 64"),
+        ):
+            if not ok:
+                raise UsageError(what, "see cacheblend ask --help")
+
+    @property
+    def _added(self) -> tuple[float, ...]:
+        return self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
+    def has_form(self) -> bool:
+        return self.json_schema is not None or self.regex is not None
+
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of the chosen token and of the likeliest alternatives, before penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+MODEL_SAMPLED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "sample_top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+"""Field of SamplingParams that generation_config.json may decide -> its setting."""
+
+
+def model_sampled(resolved: Resolved) -> tuple[str, ...]:
+    """Return the fields that --model-sampling leaves to the model: those that no flag, variable or file sets."""
+    if not resolved.settings.model_sampling:
+        return ()
+    return tuple(name for name, setting in MODEL_SAMPLED.items() if resolved.origin[setting] == "default")
+
+
+def sampling_of(settings: Settings, **others: Any) -> SamplingParams:
+    """Return the settings' sampling. others: further fields. Raises UsageError."""
+    return of_settings(SamplingParams, settings, top_k=settings.sample_top_k, **others)

@@ -1,0 +1,23 @@
+"""No module imports itself through others, imports for type checking and inside functions included."""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+import grimp
+import pytest
+
+
+HOUSES = "engine collect blend kv prompt corpus model types evaluation".split()
+
+
+@pytest.mark.parametrize("package", ["cacheblend_cli", "cacheblend_store", "cacheblend_kernels"])
+def test_imports_have_no_cycle(package: str) -> None:
+    graph = grimp.build_graph(package)
+    houses = tuple(f"{package}.{name}." for name in HOUSES) if package == "cacheblend_cli" else (f"{package}.",)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules if name.startswith(houses)}
+    assert len(imports) > 10
+    try:
+        TopologicalSorter({name: found & imports.keys() for name, found in imports.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
