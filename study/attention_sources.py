@@ -46,6 +46,7 @@ class Looks(AttentionShares):
     def shares(self, skipped: int) -> list[float]:
         """Return the mean attention of each chunk's tokens, without the first `skipped` ones."""
         chunks = [(min(c.start + skipped, c.end - 1), c.end) for c in self._plan.chunks]
+        assert self._found is not None
         return [float(self._found[start:end].mean()) for start, end in chunks]
 
 

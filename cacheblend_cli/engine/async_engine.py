@@ -190,7 +190,7 @@ class AsyncEngine:
             state.cancelled = True
 
     def _snapshot(self) -> EngineStats:
-        scheduler, allocator = self._core.scheduler, self._core.blocks.pool.allocator
+        scheduler, allocator = self._core.scheduler, self._core.blocks.space.allocator
         return replace(
             self._core.counts,
             running=len(scheduler.those(Status.RUNNING)),

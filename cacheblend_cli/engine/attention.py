@@ -20,45 +20,54 @@ _DEEP = 12  # layers from which on two are watched
 
 
 class AttentionShares:
-    """Adds up what an answer's tokens attend to in the layer half way up, and in a deep model in the one three quarters up.
+    """Adds up what an answer's tokens attend to, at one step of EVERY: a hundredth of decoding with a model of 135 M
+    parameters."""
 
-    Only layers without a sliding window are watched, where there are any. It costs a product of a row with K in those
-    layers at one step of EVERY: a hundredth of decoding with a model of 135 M parameters.
-    """
-
-    def __init__(self, decoder: Decoder, plan: PromptPlan) -> None:
-        every = [layer.index for layer in decoder.layers]
-        wide = [i for i in every if decoder.layers[i].attention.sliding_window is None] or every
-        self._layers = sorted({wide[len(wide) // 2], *([wide[len(wide) * 3 // 4]] if len(wide) >= _DEEP else ())})
+    def __init__(self, plan: PromptPlan) -> None:
         self._plan, self._num_steps = plan, 0
-        self._found = torch.zeros(plan.num_tokens, device=decoder.device)
+        self._found: Tensor | None = None
 
-    def wants(self, layer: DecoderLayer) -> bool:
-        """Whether to `look` here. It is to be asked at every layer of every step."""
-        self._num_steps += layer.index == self._layers[0]
-        return layer.index in self._layers and self._num_steps % EVERY == 1
+    def is_due(self) -> bool:
+        """Whether this step is to be watched. Ask once a step."""
+        self._num_steps += 1
+        return self._num_steps % EVERY == 1
 
-    def look(self, layer: DecoderLayer, q: Tensor, sequence: PagedSequence, kv_len: int) -> None:
-        """q: of the answer's newest token, [num_heads, head_dim], which sees the positions 0:kv_len of the sequence."""
-        self._found += _weights(layer, q, sequence, kv_len)[: len(self._found)]
+    def add(self, weights: Tensor) -> None:
+        """weights: of the answer's newest token, [kv_len] fp32."""
+        weights = weights[: self._plan.num_tokens]
+        self._found = weights if self._found is None else self._found + weights
 
     def of_chunks(self) -> list[float] | None:
         """Of each chunk of the prompt, in order, its share of what was looked at in all of them; None before any step."""
+        if self._found is None:
+            return None
         looks = [float(self._found[chunk.start : chunk.end].sum()) for chunk in self._plan.chunks]
         total = sum(looks)
         return [look / total for look in looks] if total > 0 else None
 
 
 class Watch(Observer):
-    """Shows the steps of a decode, a row a sequence, to who wants to see them. Rows behind the last of them only fill up."""
+    """What the newest tokens of a decode attend to, a row a sequence, in the layer half way up, and in a deep model in the one
+    three quarters up: only in layers without a sliding window, where there are any.
 
-    def __init__(self, parts: Sequence[tuple[AttentionShares | None, PagedSequence]]) -> None:
-        self._parts = parts
+    sequences: None for those that are not watched. found: of each sequence [kv_len] fp32, None where it was not seen. Rows behind the
+    last sequence only fill up.
+    """
+
+    def __init__(self, decoder: Decoder, sequences: Sequence[PagedSequence | None]) -> None:
+        every = [layer.index for layer in decoder.layers]
+        wide = [i for i in every if decoder.layers[i].attention.sliding_window is None] or every
+        self._layers = {wide[len(wide) // 2], *([wide[len(wide) * 3 // 4]] if len(wide) >= _DEEP else ())}
+        self._sequences = sequences
+        self.found: list[Tensor | None] = [None] * len(sequences)
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
-        for row, (shares, sequence) in enumerate(self._parts):
-            if shares is not None and shares.wants(layer):
-                shares.look(layer, q[row], sequence, int(rows.positions[row]) + 1)
+        if layer.index not in self._layers:
+            return
+        for row, sequence in enumerate(self._sequences):
+            if sequence is not None:
+                weights, known = _weights(layer, q[row], sequence, int(rows.positions[row]) + 1), self.found[row]
+                self.found[row] = weights if known is None else known + weights
 
 
 def _weights(layer: DecoderLayer, q: Tensor, sequence: PagedSequence, kv_len: int) -> Tensor:

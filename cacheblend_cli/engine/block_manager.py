@@ -1,4 +1,4 @@
-"""Who gets blocks of the lasting pool, what is found in it, and what leaves it for a while."""
+"""Who gets blocks of the pool, and what is found in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cacheblend_cli.kv.block_allocator import Allocation
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance, PrefixCache
 from cacheblend_cli.prompt.plan import PromptPlan
 
@@ -26,26 +26,26 @@ class BlockManager:
 
     def __init__(
         self,
-        pool: KVPool,
+        space: BlockSpace,
         watermark: float = 0.02,
         hot: bool = True,
         reuse_repaired: bool = False,
         window: int | None = None,
     ) -> None:
         self._reuse_repaired, self._window = reuse_repaired, window
-        self.pool, self._hot, self._keeps = pool, PrefixCache(pool), hot
-        self._reserve = int(watermark * pool.allocator.num_blocks)
-        self._in_use = pool.allocator.num_used
-        self._total = pool.allocator.num_blocks - self._in_use
+        self.space, self._hot, self._keeps = space, PrefixCache(space), hot
+        self._reserve = int(watermark * space.allocator.num_blocks)
+        self._in_use = space.allocator.num_used
+        self._total = space.allocator.num_blocks - self._in_use
 
     @property
     def most_tokens(self) -> int:
         """Of a prompt and its answer, at most."""
-        return (self._total - self._reserve) * self.pool.block_size
+        return (self._total - self._reserve) * self.space.block_size
 
     def can_allocate(self, num_tokens: int, room: int, found: Found, behind: int = 1) -> Allocation:
         """Whether a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `room`, never."""
-        size = self.pool.blocks_for
+        size = self.space.blocks_for
         if size(num_tokens + room) > self._total - self._reserve:
             return Allocation.NEVER
         return Allocation.OK if self._taken(num_tokens + behind, found.hit) <= self._free else Allocation.LATER
@@ -53,12 +53,12 @@ class BlockManager:
     @property
     def _free(self) -> int:
         """Blocks that may be taken: all, where nobody has any."""
-        allocator = self.pool.allocator
+        allocator = self.space.allocator
         return allocator.num_free - (self._reserve if allocator.num_used > self._in_use else 0)
 
-    def can_append(self, sequences: Collection[tuple[PagedSequence, int]]) -> bool:
+    def can_append(self, sequences: Collection[tuple[BlockTable, int]]) -> bool:
         """Whether each of the (sequence, tokens it holds) can take one more token."""
-        size, allocator = self.pool.block_size, self.pool.allocator
+        size, allocator = self.space.block_size, self.space.allocator
         new = sum(kv_len == s.capacity or allocator.is_shared(s.blocks[kv_len // size]) for s, kv_len in sequences)
         return allocator.can_append(new)
 
@@ -67,12 +67,12 @@ class BlockManager:
         chunk are found. Else exact KV serves every prompt up to what this one blends, or all of it, and blended KV serves one of
         the same provenance, if all that is blended is there. behind: as for `can_allocate`."""
         found = self._find(plan, origin)
-        if self._taken(plan.num_tokens + behind, found.hit) <= self.pool.allocator.num_free:
+        if self._taken(plan.num_tokens + behind, found.hit) <= self.space.allocator.num_free:
             return found
         return Found(Hit(), origin)  # with a copy of a block that is used in part it may take one more than without
 
     def _find(self, plan: PromptPlan, origin: KVProvenance) -> Found:
-        token_ids, size = plan.token_ids, self.pool.block_size
+        token_ids, size = plan.token_ids, self.space.block_size
         if origin.slice_rows:
             num_tokens = origin.reusable(min(self._hot.find(token_ids, origin).num_tokens, plan.num_tokens - 1))
             while (
@@ -93,15 +93,15 @@ class BlockManager:
     def _taken(self, num_tokens: int, hit: Hit) -> int:
         """Blocks that are not free any more once a prompt of num_tokens begins with the hit: its own, those of the hit that
         nobody else uses, and while it is copied the one that is used in part."""
-        used, whole = self.pool.allocator.is_used, hit.num_tokens // self.pool.block_size
+        used, whole = self.space.allocator.is_used, hit.num_tokens // self.space.block_size
         part = sum(not used(block) for block in hit.blocks[whole:])
-        return self.pool.blocks_for(num_tokens) - sum(map(used, hit.blocks[:whole])) + part
+        return self.space.blocks_for(num_tokens) - sum(map(used, hit.blocks[:whole])) + part
 
-    def allocate(self, num_tokens: int, room: int, hit: Hit) -> PagedSequence:
+    def allocate(self, num_tokens: int, room: int, hit: Hit) -> BlockTable:
         """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
         return self._hot.take(hit, num_tokens, room)
 
-    def keep(self, sequence: PagedSequence, token_ids: list[int], origin: KVProvenance) -> None:
+    def keep(self, sequence: BlockTable, token_ids: list[int], origin: KVProvenance) -> None:
         """Keep the sequence's full blocks, whose KV is final, as a prefix cache."""
         if self._keeps:
             last = (
@@ -113,14 +113,14 @@ class BlockManager:
 
     def num_unseen(self, kv_len: int) -> int:
         """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
-        return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.pool.block_size
+        return 0 if self._window is None else max(0, kv_len - max(1, self._window - 1)) // self.space.block_size
 
     def can_swap_in(self, num_tokens: int, gone: int = 0, held: int = 0) -> bool:
         """Whether a sequence that holds so many tokens can go on. gone: blocks of it that are not wanted any more; held: those that
         were swapped out, which may be more than it needs: there was a draft behind its prompt."""
-        return max(self.pool.blocks_for(num_tokens + 1) - gone, held) <= self._free
+        return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:
         """Nobody holds a block: free + hot + used = total, and used are the spare ones. Raises AssertionError: our own bug."""
-        self.pool.allocator.check_integrity()
-        assert self.pool.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"
+        self.space.allocator.check_integrity()
+        assert self.space.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"

@@ -8,13 +8,13 @@ from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.clock import since_process_start
-from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence_output import Generation
 from cacheblend_cli.types import Answer, ChunkUse, Timing
 
 
-def answer_of(runtime: Runtime, done: Prefilled, generation: Generation, report: AutoReport | None) -> Answer:
+def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, report: AutoReport | None) -> Answer:
     """Return the answer, without the results of checks. done: the prompt, as it was run in the end."""
     request, plan, loader = done.request, done.plan, done.loader
     if generation.reasoning_cut:
@@ -59,7 +59,7 @@ def answer_of(runtime: Runtime, done: Prefilled, generation: Generation, report:
     )
 
 
-def _chunk_uses(done: Prefilled, attention: list[float] | None) -> list[ChunkUse]:
+def _chunk_uses(done: PrefillReport, attention: list[float] | None) -> list[ChunkUse]:
     """attention: of each chunk its share, where that is known."""
     positions, store, uses = done.result.chosen.tolist(), done.request.store, list[ChunkUse]()
     citations = None if store is None else Citations(store)

@@ -8,22 +8,19 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli.engine.fidelity import Divergence, divergence, log_distribution
-from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
-from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status
+from cacheblend_cli.engine.sequence import Outputs, RequestState, Sequence, Snapshot, Status
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
 from cacheblend_cli.types import AskOptions, Confirmation, SamplingParams, Verification
-
-Outputs = tuple[int, Callable[[Tensor], None]]
 
 
 def seeded(request: Request) -> Request:
@@ -43,12 +40,8 @@ class InternalRequest(RequestState, ABC):
         self.sequences = [Sequence(self, 0)]
         self.since = time.perf_counter()
 
-    def outputs(self) -> Outputs | None:
-        """Rows of the prompt whose logits are wanted, see `PrefillState`; called when the prefill begins."""
-        return None
-
     @abstractmethod
-    def prefilled(self, sequence: Sequence, done: Prefilled) -> None:
+    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
         """The prompt is prefilled: begin what follows. Completed sequences have the status FINISHED afterwards."""
 
     def conclude(self) -> None:
@@ -61,7 +54,7 @@ class Refine(InternalRequest):
     def __init__(self, runtime: Runtime, request: Request) -> None:
         super().__init__(runtime, None, replace(request, options=AskOptions()), 0)
 
-    def prefilled(self, sequence: Sequence, done: Prefilled) -> None:
+    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
         sequence.finish()
 
 
@@ -97,7 +90,7 @@ class Confirm(InternalRequest):
             self._goes_on = self._output.append(self._output.draw(row))
             self._same = generated[at] == self._draft.token_ids[at]
 
-    def prefilled(self, sequence: Sequence, done: Prefilled) -> None:
+    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
         self._full_ttft_s = done.prefill_s
         sequence.output, sequence.kv_len = self._output, self._num_prompt + len(self._output.out.token_ids) - 1
         if not self._goes_on:
@@ -132,7 +125,7 @@ class Verify(InternalRequest):
         super().__init__(runtime, parent, request, runtime.room(greedy))
         self._blended, self._full_ttft_s = blended, 0.0
 
-    def prefilled(self, sequence: Sequence, done: Prefilled) -> None:
+    def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:
         start = time.perf_counter()
         done.logits.argmax().item()  # the first token is there, on a GPU too
         self._full_ttft_s = done.prefill_s + time.perf_counter() - start

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import BlendPolicy, policy_of
-from cacheblend_cli.engine.prefill import Prefilled, prefill
+from cacheblend_cli.engine.prefill import Prefilled, PrefillReport, prefill
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.speeds import Pieces, SpeedFile, kv_share, measure_compute, measure_loading
@@ -50,7 +50,7 @@ class Controller:
         predicted_s, full_s = (other_s + e.prefill_s for e in (decision.chosen, decision.full))
         return AutoReport(decision, speeds, work, before_s, predicted_s, full_s)
 
-    def learn(self, report: AutoReport, done: Prefilled, prefill_s: float, rest_s: float | None = None) -> None:
+    def learn(self, report: AutoReport, done: PrefillReport, prefill_s: float, rest_s: float | None = None) -> None:
         """Compare what was predicted with what happened. rest_s: from the prefill's end to the first token, None when unknown.
 
         Nothing is learnt when a damaged chunk was computed instead of loaded: that was another workload.
@@ -105,7 +105,7 @@ def deciding(runtime: Runtime, request: Request) -> Pieces[tuple[Request, AutoRe
     return replace(request, blend=blend, started=started), report
 
 
-def learn_from(runtime: Runtime, report: AutoReport, done: Prefilled) -> None:
+def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> None:
     """What an answer teaches; the report has its ttft_s. On a GPU a prefill is done when its token is there."""
     assert report.ttft_s is not None
     after = report.ttft_s - report.before_s

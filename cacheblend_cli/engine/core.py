@@ -10,33 +10,30 @@ from itertools import groupby
 
 from torch import Tensor
 
-from cacheblend_cli.engine.attention import AttentionShares, Watch
+from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import deciding
-from cacheblend_cli.engine.decode import EagerRunner
 from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Limits, OnEvent, Started
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
 from cacheblend_cli.engine.pools import lasting_pool, pool_for
-from cacheblend_cli.engine.prefill import Prefilled, PrefillState
+from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.scheduler import Scheduler
-from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, provenance_of
+from cacheblend_cli.engine.sequence import RequestState, Sequence, Snapshot, Status, SwappedKV, provenance_of
 from cacheblend_cli.engine.sequence_output import NOBODY, Generation, SequenceOutput
 from cacheblend_cli.engine.speeds import Pieces
+from cacheblend_cli.engine.worker import DecodeInput, TableInput, Worker
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.kv.block_allocator import Allocation
-from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import finish
-from cacheblend_cli.kv.pool import upload
 from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.kv.swap import swap_out
 from cacheblend_cli.types import Answer
 
 _ALONE = Limits(max_sequences=128, hot=False)  # for one request: all of its answers at once
@@ -50,18 +47,20 @@ class EngineCore:
         self._runtime, self._emit = runtime, emit
         watermark = 0.02 if memory is None else 0.0
         memory, decoder = memory or lasting_pool(runtime, limits), runtime.decoder
-        self._runner = memory.runner
+        self.worker = Worker(decoder, memory)
         hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockManager(memory.pool, watermark, hot, limits.reuse_repaired, window)
-        size = memory.pool.block_size
+        self.blocks = BlockManager(self.worker, watermark, hot, limits.reuse_repaired, window)
+        size = self.worker.block_size
         self._slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
         self._same_slices = not (limits.refine or limits.reuse_repaired)
         self._measuring = deque[tuple[RequestState, Pieces[None]]]()  # not admitted yet
         self.counts = EngineStats()
         ahead = 1 if decoder.device.type == "cpu" else 0  # on a GPU prompts load one after another
-        self.scheduler = Scheduler(self.blocks, limits.max_sequences, ahead, self._begin, self._restart, self.counts)
+        self.scheduler = Scheduler(
+            self.blocks, self.worker, limits.max_sequences, ahead, self._begin, self._restart, self.counts
+        )
         self._states = self.scheduler.states
         self.refiner = Refiner(runtime, size) if limits.refine and hot else None
         if limits.refine and not hot:
@@ -163,12 +162,7 @@ class EngineCore:
         try:
             room = max(0, state.headroom - state.drafted)
             sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, room, found.hit)
-            outputs = state.outputs() if isinstance(state, InternalRequest) else None
-            hit = found.hit.num_tokens, state.provenance.is_exact
-            sequence.prefill = PrefillState(
-                self._runtime, state.to_prefill, sequence.paged, self._slice_rows, hit, outputs
-            )
-            sequence.prefill.__enter__()
+            sequence.load(self.worker, found.hit.num_tokens, self._slice_rows)
         except BadChunk as bad:
             self._restart(sequence, bad)
         except Exception as error:
@@ -184,10 +178,13 @@ class EngineCore:
         assert prefill is not None
         assert paged is not None
         try:
-            done = prefill.advance()
-            self.blocks.keep(paged, state.to_prefill.plan.token_ids[: prefill.num_filled], state.provenance)
-            if done is None:
+            out = self.worker.prefill(prefill.number)
+            self.blocks.keep(paged, state.to_prefill.plan.token_ids[: out.num_filled], state.provenance)
+            if out.result is None:
                 return
+            logprobs = tuple(state.prompt_logprobs.found) if state.prompt_logprobs else ()
+            hit = prefill.hit_tokens, state.provenance.is_exact
+            done = PrefillReport(state.to_prefill, out.result, out.loader, out.prefill_s, *hit, logprobs)
             sequence.stop_prefill()
             if isinstance(state, InternalRequest):
                 state.prefilled(sequence, done)
@@ -201,7 +198,7 @@ class EngineCore:
         except Exception as error:
             self._outputs.fail(state, error)
 
-    def _answers_begin(self, first: Sequence, done: Prefilled) -> None:
+    def _answers_begin(self, first: Sequence, done: PrefillReport) -> None:
         """Draw the first token of each answer; they share the prompt's blocks."""
         state = first.state
         plan, sampling = state.request.plan.with_hot(done.hot_tokens), state.request.sampling
@@ -220,7 +217,7 @@ class EngineCore:
             self._hand_over(first, state.request.connector)
             return
         if state.request.options.verify and state.blended is None:
-            state.blended = Snapshot(swap_out(first.paged.fork()), done.logits.clone())
+            state.blended = Snapshot(SwappedKV.of(self.worker, first.paged), done.logits.clone())
         begun = state.num_started
         state.num_started += self.scheduler.wave(state.num_answers - begun)
         wave = [
@@ -237,7 +234,7 @@ class EngineCore:
                 params, streams = replace(params, logprobs=sampling.logprobs or 0), NOBODY
             sequence.output = SequenceOutput(self._runtime, params, plan.token_ids, streams)
             sequence.kv_len = state.num_tokens
-            sequence.watch = AttentionShares(self._runtime.decoder, state.request.plan)
+            sequence.watch = AttentionShares(state.request.plan)
         if self._too_risky(first, done.logits):
             self._fall_back(first)
             return
@@ -247,9 +244,8 @@ class EngineCore:
         """Give the prompt's KV to the connector, and end the request with an answer of no tokens."""
         state = sequence.state
         assert sequence.paged is not None
-        connector.hand_over(
-            state.request.plan.token_ids, export(self._runtime.decoder, sequence.paged, state.num_tokens)
-        )
+        kv = self.worker.export_kv(TableInput.of(sequence.paged), state.num_tokens)
+        connector.hand_over(state.request.plan.token_ids, kv)
         sequence.generation = Generation(finish_reason="handed_over", first_token_at=time.perf_counter())
         sequence.finish()
         self._outputs.end(state)
@@ -272,11 +268,20 @@ class EngineCore:
 
     def _decode_together(self, sequences: list[Sequence]) -> None:
         parts = [(s, s.paged, s.output) for s in sequences if s.paged is not None and s.output is not None]
-        tokens = upload([output.out.token_ids[-1] for _, _, output in parts], self._runtime.decoder.device)
-        self._runner.begin([paged for _, paged, _ in parts], [s.kv_len for s, _, _ in parts], 1)
-        if isinstance(self._runner, EagerRunner):
-            self._runner.observer = Watch([(s.watch, paged) for s, paged, _ in parts])
-        self._draw([(s, output) for s, _, output in parts], self._runner.step(tokens))
+        for sequence, paged, _ in parts:
+            paged.ensure(sequence.kv_len + 1)
+            paged.make_writable(sequence.kv_len, sequence.kv_len + 1)
+        given = DecodeInput(
+            tuple(output.out.token_ids[-1] for _, _, output in parts),
+            tuple(s.kv_len for s, _, _ in parts),
+            tuple(TableInput.of(paged) for _, paged, _ in parts),
+            tuple(s.watch is not None and s.watch.is_due() for s, _, _ in parts),
+        )
+        out = self.worker.decode(given)
+        for (sequence, _, _), attention in zip(parts, out.attention, strict=True):
+            if attention is not None and sequence.watch is not None:
+                sequence.watch.add(attention)
+        self._draw([(s, output) for s, _, output in parts], out.logits)
         for sequence in sequences:
             self._give_back(sequence)
 
@@ -286,7 +291,7 @@ class EngineCore:
             return False
         from cacheblend_cli.engine.connectors.llama_choice import hand_over
 
-        return hand_over(self._runtime, sequence)
+        return hand_over(self._runtime, self.worker, sequence)
 
     def _decode_elsewhere(self, sequences: list[Sequence]) -> None:
         parts = [(s, s.handed, s.output) for s in sequences if s.handed is not None and s.output is not None]
@@ -319,7 +324,7 @@ class EngineCore:
         state.full = state.request.in_full().extended(sequence.output.out.token_ids)
         self._restart(sequence)
 
-    def _resume(self, sequence: Sequence, done: Prefilled) -> None:
+    def _resume(self, sequence: Sequence, done: PrefillReport) -> None:
         """The full prefill is done: draw the next token."""
         state = sequence.state
         assert state.gate is not None

@@ -10,20 +10,20 @@ from cacheblend_store import ChunkStore, StoreError
 from cacheblend_cli.collect.collector import Collector, PlannedChunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.chunk_inputs import chunk_of
-from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
 
 
-def has_holes(done: Prefilled) -> bool:
+def has_holes(done: PrefillReport) -> bool:
     """Whether the prompt had chunks to compute, and its store takes them."""
     store = done.request.store
     can_store = store is not None and store.writable and done.request.blend.mode != "full"
     return can_store and any(s.status == "computed" for s in done.plan.chunks)
 
 
-def store_holes(done: Prefilled) -> Iterator[None]:
+def store_holes(done: PrefillReport) -> Iterator[None]:
     """Collect and store the prompt's computed chunks, one launch or less between two values; a note says how it went.
 
     `has_holes` is true of the prompt."""
@@ -45,7 +45,7 @@ def store_holes(done: Prefilled) -> Iterator[None]:
         request.notes.append(f"{told} could not be stored: {error.message}")
 
 
-def _planned(done: Prefilled, store: ChunkStore) -> list[PlannedChunk]:
+def _planned(done: PrefillReport, store: ChunkStore) -> list[PlannedChunk]:
     """The computed chunks, each once. Text and place in the document come from the question, or from the record under the
     key that the question named, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}

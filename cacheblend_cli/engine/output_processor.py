@@ -16,7 +16,7 @@ from cacheblend_cli.engine.controller import learn_from
 from cacheblend_cli.engine.holes import has_holes, store_holes
 from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
-from cacheblend_cli.engine.prefill import Prefilled
+from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
@@ -211,6 +211,8 @@ class OutputProcessor:
         """Give back what the request holds."""
         if state in self._states:
             self._states.remove(state)
+        if state.blended is not None:
+            state.blended.kv.forget()
         for sequence in list(state.unfinished):
             sequence.finish()
 
@@ -225,7 +227,7 @@ def as_public_error(error: Exception) -> Exception:
     return wrapped
 
 
-def _conclude(runtime: Runtime, done: Prefilled, answer: Answer) -> None:
+def _conclude(runtime: Runtime, done: PrefillReport, answer: Answer) -> None:
     """Let the loading controller learn, and tell the store which chunks were used."""
     if answer.auto is not None and not done.hot_tokens:
         learn_from(runtime, answer.auto, done)

@@ -14,20 +14,14 @@ FREE_SHARE = 0.25  # of a CPU's free memory, for an engine that many ask at once
 
 
 def lasting_pool(runtime: Runtime, limits: Limits) -> DeviceMemory:
-    """The pool of an engine that many ask at once, and what decodes in it. On a GPU it is the runtime's own, as large as the
-    device has room for. On a CPU it is as large as the limits say, or as many whole contexts as there are
-    sequences, within a quarter of the memory that is free; nothing of it is taken before it is written to."""
-    decoder, block_size = runtime.decoder, runtime.config.block_size
-    memory = runtime.memory(limits.max_sequences)
-    if memory is not None:
-        return memory
-    tokens = limits.pool_tokens
+    """The pool of an engine that many ask at once, and what decodes in it. On a CPU it is as large as the limits say, or as many
+    whole contexts as there are sequences, within a quarter of the memory that is free; nothing of it is taken before it is
+    written to."""
+    decoder, tokens = runtime.decoder, limits.pool_tokens
     if tokens is None:
         fits = int(_free_bytes() * FREE_SHARE / bytes_per_token(decoder))
         tokens = max(decoder.spec.max_context, min(fits, limits.max_sequences * decoder.spec.max_context))
-    spare = -(-BatchRunner.SPARE // block_size)
-    pool = KVPool.of(decoder, -(-tokens // block_size) + spare, block_size)
-    return DeviceMemory(pool, BatchRunner(decoder, pool))
+    return pool_for(runtime, -(-tokens // runtime.config.block_size), limits.max_sequences)
 
 
 def _free_bytes() -> int:
@@ -38,9 +32,10 @@ def _free_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * page // 2
 
 
-def pool_for(runtime: Runtime, num_blocks: int) -> DeviceMemory:
-    """The pool for one request. On a GPU it is the runtime's own, on a CPU one of num_blocks blocks."""
-    memory, decoder, block_size = runtime.memory(), runtime.decoder, runtime.config.block_size
+def pool_for(runtime: Runtime, num_blocks: int, at_once: int = 1) -> DeviceMemory:
+    """A pool for as many requests at once. On a GPU it is the runtime's own, as large as the device has room for, on a CPU one of
+    num_blocks blocks."""
+    memory, decoder, block_size = runtime.memory(at_once), runtime.decoder, runtime.config.block_size
     if memory is not None:
         return memory
     pool = KVPool.of(decoder, num_blocks + -(-BatchRunner.SPARE // block_size), block_size)

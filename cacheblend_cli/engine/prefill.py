@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,22 +26,48 @@ from cacheblend_cli.kv.loader import KVLoader
 from cacheblend_cli.kv.loading import make_loader
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.rows import rows_of
-from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.model.decoder import DecoderLayer
+from cacheblend_cli.kv.source import BadChunk, KVSource
+from cacheblend_cli.model.decoder import Decoder, DecoderLayer
 from cacheblend_cli.prompt.plan import PromptPlan
-from cacheblend_cli.types import LayerReport, Status, TokenLogprob
+from cacheblend_cli.types import BlendParams, LayerReport, Status, TokenLogprob
 
 LOGIT_ROWS = 64  # whose logits are held at once: each is as long as the vocabulary
 
 
 @dataclass(frozen=True)
-class Prefilled:
-    """A prompt whose KV is in the pool. The caller releases the sequence. request: as it was run in the end. hot_tokens: leading
-    tokens whose KV came from the prefix cache; hot_exact: it was exact. prompt_logprobs: of every token but the first, where
-    requested."""
+class PrefillInput:
+    """A prompt to compute, as plain data.
+
+    number: names the prompt while it is computed. plan: its token ids, their positions, and where their KV comes from. blocks: of
+    its positions, in the pool. blend, lossless: how stored KV is repaired, and whether it is what was computed once. slice_rows:
+    positions of a slice. outputs_from: the position from which on every row's logits are wanted, None = the last row's only."""
+
+    number: int
+    plan: PromptPlan
+    blocks: tuple[int, ...]
+    blend: BlendParams
+    lossless: bool
+    slice_rows: int
+    outputs_from: int | None = None
+
+
+@dataclass(frozen=True)
+class PrefillOutput:
+    """What a step has computed. num_filled: leading positions whose KV is final. result, prefill_s (seconds of all steps): once
+    the prompt is done. loader: figures of loading, final then."""
+
+    num_filled: int
+    loader: KVLoader
+    result: PrefillResult | None = None
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """A prompt whose KV is in the pool. request: as it was run in the end. hot_tokens: leading tokens whose KV came from the
+    prefix cache; hot_exact: it was exact. prompt_logprobs: of every token but the first, where requested."""
 
     request: Request
-    sequence: PagedSequence
     result: PrefillResult
     loader: KVLoader
     prefill_s: float
@@ -54,10 +80,6 @@ class Prefilled:
         return self.request.plan.with_exact(self.hot_tokens) if self.hot_exact else self.request.plan
 
     @property
-    def pool(self) -> KVPool:
-        return self.sequence.pool
-
-    @property
     def logits(self) -> Tensor:
         """fp32 [vocab_size], after the prompt's last token."""
         return self.result.logits[-1]
@@ -67,6 +89,17 @@ class Prefilled:
         """Fresh token-layers over layers x reusable tokens; 1 for a full prefill, which reuses nothing."""
         reusable = self.plan.cached_tokens
         return self.result.fresh_token_layers / (len(self.result.layers) * reusable) if reusable else 1.0
+
+
+@dataclass(frozen=True)
+class Prefilled(PrefillReport):
+    """A prompt that was computed outside of the engine. The caller releases the sequence."""
+
+    sequence: PagedSequence = field(kw_only=True)
+
+    @property
+    def pool(self) -> KVPool:
+        return self.sequence.pool
 
 
 def prefill(
@@ -83,59 +116,67 @@ def prefill(
     prompt is computed in one slice.
     Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
+    decoder = runtime.decoder
     while True:
-        runtime.check_length(request.plan.num_tokens, room)
-        sequence = runtime.new_sequence(request.plan.num_tokens + room)
+        plan = request.plan
+        runtime.check_length(plan.num_tokens, room)
+        sequence = runtime.new_sequence(plan.num_tokens + room)
+        given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, runtime.slice_rows)
         try:
-            with PrefillState(runtime, request, sequence) as state:
-                if output_positions is not None:
-                    return state.whole(output_positions)
-                while (done := state.advance()) is None:
-                    pass
-                return done
+            with PrefillState(decoder, request.store, sequence, given) as state:
+                output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()
+                while output.result is None:
+                    output = state.advance()
+                return Prefilled(request, output.result, output.loader, output.prefill_s, sequence=sequence)
         except BadChunk as bad:
             sequence.release()
             request = request.without(bad.key, bad.reason)
         except torch.OutOfMemoryError as error:
             sequence.release()
-            raise out_of_memory(error, runtime.decoder.device, request.plan.num_tokens, runtime.memory()) from error
+            raise out_of_memory(error, decoder.device, plan.num_tokens, runtime.memory()) from error
         except BaseException:
             sequence.release()
             raise
 
 
-class PrefillState:
-    """A prompt on its way into a sequence's blocks, a slice at a time; its stored KV loads from `__enter__` to `__exit__`.
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens: called with the logits of its rows, in order, from position 0 on."""
 
-    slice_rows: positions of a slice, None for the runtime's. hit_tokens: leading positions whose KV the sequence holds already
-    (`PromptPlan.cut_for`); hit_exact: as a full prefill computes them. outputs_from: the position from which on every row's
-    logits are given to on_logits, fp32 [n, vocab_size], in order; without it only the last row has logits. Raises BadChunk, when
-    it is made or when it computes, for stored KV that cannot be used.
+    def __init__(self, token_ids: list[int], top: int) -> None:
+        self._token_ids, self._top, self.found = token_ids, top, list[TokenLogprob]()
+
+    def __call__(self, logits: Tensor) -> None:
+        """logits: of the rows behind those noted so far; the last row of the prompt predicts none of its tokens."""
+        begin = len(self.found) + 1
+        ids = torch.tensor(self._token_ids[begin : begin + len(logits)], device=logits.device)
+        if len(ids):
+            self.found += logprobs_of(logits[: len(ids)], ids, self._top)
+
+
+class PrefillState:
+    """A prompt on its way into a sequence's blocks, a step at a time; its stored KV loads from `__enter__` to `__exit__`.
+
+    on_logits: given the logits of the rows from `outputs_from` on, fp32 [n, vocab_size], in order. Raises BadChunk, when it is
+    made or when it computes, for stored KV that cannot be used.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
-        request: Request,
+        decoder: Decoder,
+        source: KVSource | None,
         sequence: PagedSequence,
-        slice_rows: int | None = None,
-        hit: tuple[int, bool] = (0, False),
-        outputs: tuple[int, Callable[[Tensor], None]] | None = None,
+        given: PrefillInput,
+        on_logits: Callable[[Tensor], None] = lambda logits: None,
     ) -> None:
-        """hit: (hit_tokens, hit_exact); outputs: (outputs_from, on_logits)."""
-        self.request, self.sequence, self._hit = request, sequence, hit
-        self._decoder, self._plan = runtime.decoder, request.plan.with_hot(hit[0]) if hit[0] else request.plan
-        tile = row_tile_of(runtime.decoder.device)
-        self._policy = policy_of(request.blend, runtime.model.spec.num_layers, request.lossless, tile)
-        self._loader = make_loader(runtime.decoder, request.store, sequence, self._plan)
-        slice_rows = slice_rows or runtime.slice_rows
-        self._slices = slices_of(self._plan, slice_rows)
-        self._step_rows = slice_rows * len(self._decoder.layers)  # rows x layers that a step computes
+        self._decoder, self._sequence, self._given, self._on_logits = decoder, sequence, given, on_logits
+        self._plan = given.plan
+        tile = row_tile_of(decoder.device)
+        self._policy = policy_of(given.blend, decoder.spec.num_layers, given.lossless, tile)
+        self._loader = make_loader(decoder, source, sequence, self._plan)
+        self._slices = slices_of(self._plan, given.slice_rows)
+        self._step_rows = given.slice_rows * len(decoder.layers)  # rows x layers that a step computes
         self._blending: Pass[PrefillResult] | None = None  # paused between two layers
-        self._done, self._prefill_s, self._logprobs = 0, 0.0, list[TokenLogprob]()
-        if outputs is None and request.sampling.prompt_logprobs is not None:
-            outputs = 0, self._note_logprobs
-        self._outputs = outputs
+        self._done, self._prefill_s = 0, 0.0
 
     def __enter__(self) -> PrefillState:
         self._loader.__enter__()
@@ -147,51 +188,43 @@ class PrefillState:
         self._blending = None
         self._loader.__exit__(*exc)
 
-    @property
-    def num_filled(self) -> int:
-        """Leading positions whose KV is final, as far as slices are done."""
-        return self._slices[self._done - 1].end if self._done else self._hit[0]
-
     @torch.inference_mode()
-    def whole(self, output_positions: Callable[[PromptPlan], Tensor] | None = None) -> Prefilled:
-        """Compute the prompt in one go. output_positions: where logits are wanted, the last by default."""
+    def whole(self, output_positions: Tensor) -> PrefillOutput:
+        """Compute the prompt in one go. output_positions: where logits are wanted."""
         start = time.perf_counter()
-        positions = output_positions(self._plan).to(self._decoder.device) if output_positions else None
-        return self._prefilled(finish(self._blend(self._plan, positions)), start)
+        return self._output(finish(self._blend(self._plan, output_positions.to(self._decoder.device))), start)
 
     @torch.inference_mode()
-    def advance(self) -> Prefilled | None:
-        """Compute the next slice, or some layers of what is blended. Returns None unless it was the last one."""
+    def advance(self) -> PrefillOutput:
+        """Compute the next slice, or some layers of what is blended."""
         start, piece = time.perf_counter(), self._slices[self._done]
+        result = self._next_layers(piece) if piece.blended else self._next_slice(piece)
+        return self._output(result, start)
+
+    def _next_slice(self, piece: Slice) -> PrefillResult | None:
         last = self._done == len(self._slices) - 1
-        if piece.blended:
-            if (result := self._next_layers(piece)) is None:
-                self._prefill_s += time.perf_counter() - start
-                return None
-            self._done += 1
-            return self._prefilled(result, start)
         positions = torch.tensor(piece.positions, device=self._decoder.device)
         token_ids, total = torch.tensor(self._plan.token_ids, device=positions.device), self._plan.num_tokens
-        first = len(positions) - last if self._outputs is None else bisect_left(piece.positions, self._outputs[0])
-        rows = rows_of(self._decoder, self.sequence, positions, piece.positions[-1] + 1, total)
+        outputs_from = self._given.outputs_from
+        first = len(positions) - last if outputs_from is None else bisect_left(piece.positions, outputs_from)
+        rows = rows_of(self._decoder, self._sequence, positions, piece.positions[-1] + 1, total)
         steps = _SliceSteps(
             self._loader, len(self._decoder.layers) - 1, torch.arange(first, len(positions), device=positions.device)
         )
         hidden = run_layers(self._decoder, rows, token_ids[positions], steps)
         self._done += 1
-        if hidden is not None and self._outputs is not None:  # each row once: logits are computed in place
+        if hidden is not None and outputs_from is not None:  # each row once: logits are computed in place
             end = len(positions) - first - last
             for at in range(0, end, LOGIT_ROWS):
-                self._outputs[1](hidden.logits(self._decoder, slice(at, min(at + LOGIT_ROWS, end))))
+                self._on_logits(hidden.logits(self._decoder, slice(at, min(at + LOGIT_ROWS, end))))
         if not last or hidden is None:
-            self._prefill_s += time.perf_counter() - start
             return None
         logits = hidden.logits(self._decoder, slice(-1, None))
-        if self._outputs is not None:
-            self._outputs[1](logits)
+        if outputs_from is not None:
+            self._on_logits(logits)
         count = sum(len(s.positions) for s in self._slices)
         layers = [LayerReport(layer.index, Status.AFTER_CHECK, count, 0) for layer in self._decoder.layers]
-        return self._prefilled(PrefillResult(logits, positions[:0], layers), start)
+        return PrefillResult(logits, positions[:0], layers)
 
     def _next_layers(self, piece: Slice) -> PrefillResult | None:
         """Compute as many layers of the blended slice as have the rows of a step, one at least. None unless it is done then."""
@@ -203,26 +236,20 @@ class PrefillState:
                 rows = next(self._blending)
                 left -= rows if left >= 2 * rows else left  # the next layer has as many rows
         except StopIteration as end:
-            self._blending = None
+            self._blending, self._done = None, self._done + 1
             result: PrefillResult = end.value
             return result
         return None
 
     def _blend(self, plan: PromptPlan, output_positions: Tensor | None) -> Pass[PrefillResult]:
-        prompt = Prompt(self._decoder, plan, self.sequence, self._loader)
+        prompt = Prompt(self._decoder, plan, self._sequence, self._loader)
         return blended_layers(prompt, self._policy, output_positions)
 
-    def _note_logprobs(self, logits: Tensor) -> None:
-        """logits: of the rows behind those noted so far; the last row of the prompt predicts none of its tokens."""
-        assert self.request.sampling.prompt_logprobs is not None
-        begin = len(self._logprobs) + 1
-        ids = torch.tensor(self._plan.token_ids[begin : begin + len(logits)], device=logits.device)
-        if len(ids):
-            self._logprobs += logprobs_of(logits[: len(ids)], ids, self.request.sampling.prompt_logprobs)
-
-    def _prefilled(self, result: PrefillResult, start: float) -> Prefilled:
-        seconds = self._prefill_s + time.perf_counter() - start
-        return Prefilled(self.request, self.sequence, result, self._loader, seconds, *self._hit, tuple(self._logprobs))
+    def _output(self, result: PrefillResult | None, start: float) -> PrefillOutput:
+        self._prefill_s += time.perf_counter() - start
+        hot = self._plan.segments[0].end if self._plan.segments[0].status == "hot" else 0
+        num_filled = self._slices[self._done - 1].end if self._done else hot
+        return PrefillOutput(num_filled, self._loader, result, self._prefill_s)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,19 @@ from operator import attrgetter
 from cacheblend_cli.engine.block_manager import BlockManager
 from cacheblend_cli.engine.jobs import EngineStats
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
+from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_allocator import Allocation
-from cacheblend_cli.kv.pool import PagedSequence
+from cacheblend_cli.kv.block_table import BlockTable
 
 
 @dataclass
 class Scheduler:
-    """begin: allocates a sequence's blocks, or fails its request. restart: queues its prompt again. ahead: prompts that load while
-    another is prefilled. counts: preemptions are counted there. states: requests that are not over, in turn."""
+    """worker: keeps what is swapped out. begin: allocates a sequence's blocks, or fails its request. restart: queues its prompt
+    again. ahead: prompts that load while another is prefilled. counts: preemptions are counted there. states: requests that are
+    not over, in turn."""
 
     blocks: BlockManager
+    worker: Worker
     max_sequences: int
     ahead: int
     begin: Callable[[Sequence], None]
@@ -46,7 +49,7 @@ class Scheduler:
         """Return the sequence whose prompt is prefilled in this step, or those that decode a token; none: nothing to do."""
         self._yield_background()
         while (swapped := self.those(Status.SWAPPED)) and self._may_return(swapped[0]):
-            swapped[0].swap_in(self.blocks.pool)
+            swapped[0].swap_in()
         while not swapped and (waiting := self._waiting()) and self._may_begin(waiting[0]):
             self.begin(waiting[0])
         running = self.those(Status.RUNNING)
@@ -78,7 +81,7 @@ class Scheduler:
         if sequence.prefilling:
             self.restart(sequence)
         else:
-            sequence.swap_out()
+            sequence.swap_out(self.worker)
 
     def _yield_background(self) -> None:
         if any(not state.background for state in self.states):
@@ -103,7 +106,7 @@ class Scheduler:
         return self.blocks.can_allocate(state.num_tokens, room, found, state.behind) is Allocation.OK
 
 
-def _growing(decoding: list[Sequence]) -> list[tuple[PagedSequence, int]]:
+def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:
     """Those whose next token's KV goes into blocks here, with the tokens they hold."""
     return [(s.paged, s.kv_len) for s in decoding if s.paged is not None and s.handed is None]
 

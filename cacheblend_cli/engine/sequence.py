@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.gate import Gate
 from cacheblend_cli.engine.jobs import Early, OnEvent
-from cacheblend_cli.engine.prefill import Prefilled, PrefillState
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.engine.worker import Worker
+from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
 from cacheblend_cli.kv.source import BadChunk
-from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
 from cacheblend_cli.types import Confirmation, Verification
 
 if TYPE_CHECKING:
@@ -34,6 +34,46 @@ class Status(Enum):
     RUNNING = "running"  # has blocks: its prompt is prefilled, or it decodes
     SWAPPED = "swapped"  # has begun, and gave its blocks up to others
     FINISHED = "finished"
+
+
+Outputs = tuple[int, Callable[[Tensor], None]]
+"""A position of a prompt, and what is given the logits of its rows from there on, fp32 [n, vocab_size], in order."""
+
+
+@dataclass(frozen=True)
+class RunningPrefill:
+    """A prompt that a worker computes under this number. hit_tokens: leading tokens whose KV came from the prefix cache."""
+
+    worker: Worker
+    number: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True)
+class SwappedKV:
+    """KV that a worker keeps on the host under this number, of num_blocks blocks. gone: blocks before these that the sequence had
+    given back."""
+
+    worker: Worker
+    number: int
+    num_blocks: int
+    gone: int
+
+    @classmethod
+    def of(cls, worker: Worker, table: BlockTable) -> SwappedKV:
+        """A copy of the table's KV."""
+        number, own = next(worker.numbers), table.owned
+        worker.swap_out(number, own)
+        return cls(worker, number, len(own), table.gone)
+
+    def restore(self) -> BlockTable:
+        """Blocks of its own that hold it; it is kept no longer. Raises DeviceError when the pool is too small."""
+        own = self.worker.allocator.allocate(self.num_blocks)
+        self.worker.swap_in(self.number, own)
+        return BlockTable(self.worker, [*own[:1] * self.gone, *own], self.gone)
+
+    def forget(self) -> None:
+        self.worker.forget(self.number)
 
 
 @dataclass(eq=False)
@@ -49,9 +89,9 @@ class Sequence:
     state: RequestState
     index: int
     status: Status = Status.WAITING
-    paged: PagedSequence | None = None
+    paged: BlockTable | None = None
     kv_len: int = 0
-    prefill: PrefillState | None = None
+    prefill: RunningPrefill | None = None
     output: SequenceOutput | None = None
     swapped: SwappedKV | None = None
     generation: Generation | None = None
@@ -88,20 +128,34 @@ class Sequence:
         """Blocks that were swapped out."""
         return 0 if self.swapped is None else self.swapped.num_blocks
 
-    def swap_out(self) -> None:
+    def swap_out(self, worker: Worker) -> None:
         """Move its KV from the pool to the host's memory until it is swapped in."""
         assert self.paged is not None
-        self.swapped, self.paged, self.status = swap_out(self.paged), None, Status.SWAPPED
+        self.swapped = SwappedKV.of(worker, self.paged)
+        self.paged.release()
+        self.paged, self.status = None, Status.SWAPPED
 
-    def swap_in(self, pool: KVPool) -> None:
+    def swap_in(self) -> None:
         """Move its KV back into blocks of its own. Raises DeviceError when the pool is too small."""
         assert self.swapped is not None
-        self.paged, self.swapped, self.status = swap_in(pool, self.swapped), None, Status.RUNNING
+        self.paged, self.swapped, self.status = self.swapped.restore(), None, Status.RUNNING
+
+    def load(self, worker: Worker, hit_tokens: int, slice_rows: int) -> None:
+        """Give its prompt to the worker, which begins to load stored KV. hit_tokens: of its blocks, from the prefix cache. Raises
+        BadChunk."""
+        assert self.paged is not None
+        request, number = self.state.to_prefill, next(worker.numbers)
+        plan = request.plan.with_hot(hit_tokens) if hit_tokens else request.plan
+        outputs_from, on_logits = self.state.outputs() or (None, lambda logits: None)
+        blocks, blend = tuple(self.paged.blocks), request.blend
+        self.prefill = RunningPrefill(worker, number, hit_tokens)
+        given = PrefillInput(number, plan, blocks, blend, request.lossless, slice_rows, outputs_from)
+        worker.begin(given, request.store, on_logits)
 
     def stop_prefill(self) -> None:
         """Load no more of its KV."""
         if self.prefill is not None:
-            self.prefill.__exit__(None, None, None)
+            self.prefill.worker.end(self.prefill.number)
         self.prefill = None
 
     def restart(self, bad: BadChunk | None = None) -> None:
@@ -116,6 +170,8 @@ class Sequence:
         self.stop_prefill()
         if self.paged is not None:
             self.paged.release()
+        if self.swapped is not None:
+            self.swapped.forget()
         if self.handed is not None:
             self.handed.release()
         self.paged, self.swapped, self.handed = None, None, None
@@ -141,7 +197,8 @@ class RequestState:
 
     After `admit`: request: as it is run now; report: the loading controller's decision; max_new_tokens: of an answer, with its
     reasoning; gate: watches over its risk. full: the prompt and the tokens so far, where a full prefill replaces blended KV.
-    provenance: of its KV. done: its prompt, prefilled. num_started: answers begun so far. blended: for --verify.
+    provenance: of its KV. prompt_logprobs: of its prompt's tokens, where requested. done: its prompt, prefilled. num_started:
+    answers begun so far. blended: for --verify.
     """
 
     request: Request
@@ -158,7 +215,8 @@ class RequestState:
     full: Request | None = None
     provenance: KVProvenance = field(init=False)
     sequences: list[Sequence] = field(default_factory=list)
-    done: Prefilled | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    done: PrefillReport | None = None
     num_started: int = 0
     blended: Snapshot | None = None
     verification: Verification | None = None
@@ -212,6 +270,14 @@ class RequestState:
     @property
     def unfinished(self) -> Iterator[Sequence]:
         return (s for s in self.sequences if s.status is not Status.FINISHED)
+
+    def outputs(self) -> Outputs | None:
+        """Rows of the prompt whose logits are wanted, None = the last one's only. Called when the prefill begins."""
+        top = self.request.sampling.prompt_logprobs
+        if top is None or self.full is not None:
+            return None
+        self.prompt_logprobs = PromptLogprobs(self.request.plan.token_ids, top)
+        return 0, self.prompt_logprobs
 
     def find(self, blocks: BlockManager) -> Found:
         """Look its prompt up in the prefix cache. Nothing is taken from there where the logits of all its tokens are wanted."""

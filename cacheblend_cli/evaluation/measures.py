@@ -173,7 +173,7 @@ def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0) -> P
         logits = forward(decoder, rows, token_ids[positions])
     none = torch.empty(0, dtype=torch.int64, device=decoder.device)
     result = PrefillResult(logits[-1:], none)
-    return Prefilled(request, sequence, result, NothingToLoad(), time.perf_counter() - start)
+    return Prefilled(request, result, NothingToLoad(), time.perf_counter() - start, sequence=sequence)
 
 
 def _text(runtime: Runtime, token_ids: Sequence[int]) -> str:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from cacheblend_cli.errors import DeviceError
 from cacheblend_cli.kv.block_allocator import BlockAllocator
+from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 from cacheblend_cli.model.decoder import Decoder, KVScales
 from cacheblend_cli.model.spec import ModelSpec
 
 
-class KVPool:
+class KVPool(BlockSpace):
     """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0.
 
     With scales the pool is of float8_e4m3fn, whatever dtype says. layers: what kernels take, one a layer.
@@ -85,9 +86,6 @@ class KVPool:
                 "ask with fewer chunks or a smaller --max-tokens, or raise --gpu-memory-utilization",
             )
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
 
 def _values(held: Tensor, scale: Tensor | None, slots: slice | Tensor) -> Tensor:
     every = held.flatten(0, 1)
@@ -100,31 +98,27 @@ def bytes_per_token(decoder: Decoder) -> float:
     return decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize if decoder.kv_scales is None else 1)
 
 
-class PagedSequence:
-    """The blocks of one sequence: position p lives in slot blocks[p // block_size] * block_size + p % block_size.
-
-    gone: how many of the first ones were given back, since no layer looks at their positions any more. Something stands in
-    their place that is somebody else's, and is neither read nor written."""
+class PagedSequence(BlockTable):
+    """A block table, and where its positions are on the pool's device: position p lives in slot
+    blocks[p // block_size] * block_size + p % block_size."""
 
     def __init__(self, pool: KVPool, blocks: list[int], gone: int = 0) -> None:
-        self.pool, self.blocks, self.gone = pool, blocks, gone
-        self._refresh()
+        self.pool = pool
+        super().__init__(pool, blocks, gone)
 
-    def _refresh(self) -> None:
-        self.block_table = upload(self.blocks, self.pool.device, torch.int32)
+    def _changed(self) -> None:
         own = self.owned
         first = own[0] if own else 0
         adjacent = first >= self.gone and own == list(range(first, first + len(own)))
         self.contiguous_slot = (first - self.gone) * self.pool.block_size if adjacent else -1
+        self._block_table: Tensor | None = None
 
     @property
-    def owned(self) -> list[int]:
-        """The blocks it has a reference to."""
-        return self.blocks[self.gone :]
-
-    @property
-    def capacity(self) -> int:
-        return len(self.blocks) * self.pool.block_size
+    def block_table(self) -> Tensor:
+        """[num_blocks] int32."""
+        if self._block_table is None:
+            self._block_table = upload(self.blocks, self.pool.device, torch.int32)
+        return self._block_table
 
     def slots(self, positions: Tensor) -> Tensor:
         """Slot mapping of positions [n] int64."""
@@ -140,45 +134,15 @@ class PagedSequence:
             return slice(first, first + num_tokens)
         return self.slots(torch.arange(num_tokens, device=self.pool.device))
 
+
+class SequenceView(PagedSequence):
+    """Blocks of somebody else, who grows and frees them, and shares none that is written to."""
+
     def ensure(self, num_tokens: int) -> None:
-        """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
-        missing = self.pool.blocks_for(num_tokens) - len(self.blocks)
-        if missing > 0:
-            last = self.blocks[-1] if self.blocks else None
-            self.blocks = self.blocks + self.pool.allocator.allocate(missing, behind=last)
-            self._refresh()
-
-    def fork(self) -> PagedSequence:
-        """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
-        self.pool.allocator.share(self.owned)
-        return PagedSequence(self.pool, list(self.blocks), self.gone)
-
-    def give_back(self, count: int) -> None:
-        """Its first `count` blocks, but not all, are others' from now on."""
-        self.pool.allocator.free(self.blocks[self.gone : count])
-        self.blocks[:count] = [self.blocks[count]] * count
-        self.gone = count
-        self._refresh()
+        assert num_tokens <= self.capacity
 
     def make_writable(self, start: int, end: int) -> None:
-        """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
-        allocator, size = self.pool.allocator, self.pool.block_size
-        indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
-        if not indexes:
-            return
-        fresh = allocator.allocate(len(indexes))
-        shared = [self.blocks[i] for i in indexes]
-        self.pool.copy_blocks(shared, fresh)
-        allocator.free(shared)
-        for i, block in zip(indexes, fresh, strict=True):
-            self.blocks[i] = block
-        self._refresh()
-
-    def release(self) -> None:
-        """Give the blocks back. The sequence is empty afterwards."""
-        self.pool.allocator.free(self.owned)
-        self.blocks, self.gone = [], 0
-        self._refresh()
+        return
 
 
 def upload(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

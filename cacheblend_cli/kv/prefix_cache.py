@@ -14,7 +14,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from cacheblend_cli.kv.pool import KVPool, PagedSequence
+from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class _Kept:
 class PrefixCache:
     """The index of a pool's kept blocks. It owns no reference: the allocator says when a block is given away."""
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool, self._size = pool, pool.block_size
+    def __init__(self, space: BlockSpace) -> None:
+        self._space, self._size = space, space.block_size
         self._block_of: dict[bytes, int] = {}
         self._kept: dict[int, _Kept] = {}
         self._behind: dict[bytes, set[int]] = {}  # parent -> blocks
@@ -95,7 +95,7 @@ class PrefixCache:
             parent = digest
         return Hit(tuple(blocks), len(blocks) * size)
 
-    def keep(self, sequence: PagedSequence, token_ids: Sequence[int], origin: KVProvenance) -> None:
+    def keep(self, sequence: BlockTable, token_ids: Sequence[int], origin: KVProvenance) -> None:
         """The sequence holds these tokens, and writes to its full blocks no more: keep those that are not kept yet."""
         parent, size = origin.root, self._size
         for i in range(len(token_ids) // size):
@@ -105,23 +105,23 @@ class PrefixCache:
                 behind = _digest(parent, (), how)
                 self._block_of[digest], self._kept[block] = block, _Kept(behind, digest, ids)
                 self._behind.setdefault(behind, set()).add(block)
-                self._pool.allocator.keep(block, self._forget)
+                self._space.allocator.keep(block, self._forget)
             parent = digest
 
-    def take(self, hit: Hit, num_tokens: int, room: int = 0) -> PagedSequence:
+    def take(self, hit: Hit, num_tokens: int, room: int = 0) -> BlockTable:
         """A sequence with room for num_tokens that begins with the hit: whole blocks are shared, one used in part is copied.
         room: tokens it may grow by. Raises DeviceError when the pool is too small."""
-        pool, whole = self._pool, hit.num_tokens // self._size
-        pool.allocator.share(hit.blocks)  # so that none of them is given away for those to come
+        space, whole = self._space, hit.num_tokens // self._size
+        space.allocator.share(hit.blocks)  # so that none of them is given away for those to come
         try:
-            fresh = pool.allocator.allocate(pool.blocks_for(num_tokens) - whole, room=pool.blocks_for(room))
+            fresh = space.allocator.allocate(space.blocks_for(num_tokens) - whole, room=space.blocks_for(room))
         except BaseException:
-            pool.allocator.free(hit.blocks)
+            space.allocator.free(hit.blocks)
             raise
-        sequence = PagedSequence(pool, [*hit.blocks[:whole], *fresh])
+        sequence = BlockTable(space, [*hit.blocks[:whole], *fresh])
         if part := hit.blocks[whole:]:
-            pool.copy_blocks(part, fresh[:1])
-            pool.allocator.free(part)
+            space.copy_blocks(part, fresh[:1])
+            space.allocator.free(part)
         return sequence
 
     def _in_part(self, parent: bytes, ids: tuple[int, ...]) -> tuple[int, int]:

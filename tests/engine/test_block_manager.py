@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.kv.block_allocator import Allocation
+from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.kv.pool import KVPool, PagedSequence
 from cacheblend_cli.kv.prefix_cache import Hit, KVProvenance
-from cacheblend_cli.kv.swap import SwappedKV, swap_in, swap_out
+from cacheblend_cli.kv.swap import swap_in, swap_out
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
 
 SIZE, BLOCKS, WINDOW = 4, 12, 10
@@ -35,8 +36,9 @@ class Held:
     ids: list[int]
     marks: list[float]
     origin: KVProvenance
-    paged: PagedSequence | None
-    swapped: SwappedKV | None = None
+    paged: BlockTable | None
+    swapped: list[torch.Tensor] | None = None
+    gone: int = 0
 
 
 def mark(ids: list[int], position: int, origin: KVProvenance) -> float:
@@ -52,6 +54,11 @@ class Machine(RuleBasedStateMachine):
         self.blocks = BlockManager(self.pool, watermark=0.1, window=WINDOW)
         self.held: list[Held] = []
 
+    def view(self, held: Held) -> PagedSequence:
+        """Where the positions are in the pool."""
+        assert held.paged is not None
+        return PagedSequence(self.pool, held.paged.blocks, held.paged.gone)
+
     def write(self, held: Held, start: int) -> None:
         """Positions from start on, to slots that nobody else reads."""
         assert held.paged is not None
@@ -60,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         touched = {held.paged.blocks[int(p) // SIZE] for p in positions}
         assert not touched & others, "a block with two writers"
         held.marks[start:] = [mark(held.ids, int(p), held.origin) for p in positions]
-        self.pool.layers[0].k.view(-1)[held.paged.slots(positions)] = torch.tensor(held.marks[start:])
+        self.pool.layers[0].k.view(-1)[self.view(held).slots(positions)] = torch.tensor(held.marks[start:])
 
     @rule(chunks=st.lists(st.integers(0, 2), max_size=3), suffix=st.lists(st.integers(0, 2), min_size=1, max_size=5),
           blend=st.booleans(), room=st.integers(1, 6))  # fmt: skip
@@ -74,7 +81,7 @@ class Machine(RuleBasedStateMachine):
             return
         held = Held(plan, plan.token_ids, [0.0] * plan.num_tokens, found.origin, None)
         held.paged = self.blocks.allocate(plan.num_tokens, room, found.hit)
-        slots = held.paged.slots(torch.arange(found.hit.num_tokens))
+        slots = self.view(held).slots(torch.arange(found.hit.num_tokens))
         held.marks[: found.hit.num_tokens] = self.pool.layers[0].k.view(-1)[slots].tolist()
         expected = [mark(held.ids, p, found.origin) for p in range(found.hit.num_tokens)]
         assert held.marks[: found.hit.num_tokens] == expected, "KV of another prompt, or blended taken for exact"
@@ -119,15 +126,19 @@ class Machine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.paged]))
         assert held.paged is not None
-        held.swapped, held.paged = swap_out(held.paged), None
+        held.swapped, held.gone = swap_out(self.pool, held.paged.owned), held.paged.gone
+        held.paged.release()
+        held.paged = None
 
     @precondition(lambda self: any(h.swapped for h in self.held))
     @rule(data=st.data())
     def swap_in(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from([h for h in self.held if h.swapped]))
         assert held.swapped is not None
-        if self.blocks.can_swap_in(len(held.ids), held.swapped.gone):
-            held.paged, held.swapped = swap_in(self.pool, held.swapped), None
+        if self.blocks.can_swap_in(len(held.ids), held.gone):
+            own = self.pool.allocator.allocate(len(held.swapped[0]))
+            swap_in(self.pool, own, held.swapped)
+            held.paged, held.swapped = BlockTable(self.pool, [*own[:1] * held.gone, *own], held.gone), None
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), finished=st.booleans())
@@ -147,7 +158,7 @@ class Machine(RuleBasedStateMachine):
         for held in self.held:
             if held.paged is not None:
                 seen = held.paged.gone * SIZE
-                slots = held.paged.slots(torch.arange(seen, len(held.ids)))
+                slots = self.view(held).slots(torch.arange(seen, len(held.ids)))
                 assert self.pool.layers[0].k.view(-1)[slots].tolist() == held.marks[seen:]
 
     def teardown(self) -> None:

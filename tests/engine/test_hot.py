@@ -135,11 +135,11 @@ def test_who_runs_shares_with_who_comes(house: House) -> None:
     first, _ = bench.arrive(question)
     while not first.events[1:]:
         bench.step()
-    used = bench.stepper.blocks.pool.allocator.num_used
+    used = bench.stepper.blocks.space.allocator.num_used
     second, _ = bench.arrive(question)
     while not second.events[1:]:
         bench.step()
-    assert bench.stepper.blocks.pool.allocator.num_used <= used + 4
+    assert bench.stepper.blocks.space.allocator.num_used <= used + 4
     bench.run()
     assert ids_of(first) == ids_of(second)
 

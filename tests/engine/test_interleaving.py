@@ -11,6 +11,7 @@ from houses import Bench, House, Listener, ids_of, open_house
 
 from cacheblend_cli.engine.controller import controller_of
 from cacheblend_cli.engine.jobs import Done, Limits, Started, Text
+from cacheblend_cli.engine.prefill import PrefillState
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import AskRequest, BlendParams
@@ -39,9 +40,15 @@ def asked(house: House, blend: BlendParams, **sampling: object) -> AskRequest:
     return replace(house.question("where does the harbor keeper with the parrot live?", **sampling), blend=blend)
 
 
-def paused(state: RequestState) -> bool:
+def prefill_of(bench: Bench, state: RequestState) -> PrefillState | None:
+    """What the worker has of the prompt while it is computed."""
+    running = state.sequences[0].prefill if state.sequences else None
+    return None if running is None else bench.stepper.worker._prefills[running.number]
+
+
+def paused(bench: Bench, state: RequestState) -> bool:
     """Whether the prompt is between two of its layers."""
-    prefill = state.sequences[0].prefill if state.sequences else None
+    prefill = prefill_of(bench, state)
     return prefill is not None and prefill._blending is not None
 
 
@@ -54,7 +61,7 @@ def until_paused(bench: Bench, state: RequestState, times: int = 2) -> None:
     while times:
         bench.step()
         assert state in bench.stepper.scheduler.states
-        times -= paused(state)
+        times -= paused(bench, state)
 
 
 @pytest.mark.parametrize("blend", BLENDS.values(), ids=BLENDS)
@@ -73,7 +80,7 @@ def test_a_stream_goes_on_between_the_layers_of_a_blend(house: House, blend: Ble
     counts = []  # tokens of the stream, each time that the blend has paused
     while not state.num_started:
         bench.step()
-        if paused(state):
+        if paused(bench, state):
             counts.append(tokens_of(bench, 0))
     assert counts[-1] - counts[0] >= LAYERS // 2, "its rows are several slices"
     assert max(b - a for a, b in pairwise(counts)) == 1, "a token for each group of layers"
@@ -99,7 +106,7 @@ def test_a_paused_blend_that_is_cancelled_gives_everything_back(house: House, na
         bench = Bench(house, LIMITS)
         listener, state = bench.arrive(asked(house, BLENDS[name]))
         until_paused(bench, state, times)
-        prefill = state.sequences[0].prefill
+        prefill = prefill_of(bench, state)
         assert prefill is not None
         state.cancelled = True
         bench.step()
@@ -114,7 +121,7 @@ def test_a_chunk_that_turns_bad_during_the_pause_is_computed(house: House) -> No
     bench = Bench(house, LIMITS)
     listener, state = bench.arrive(question)
     until_paused(bench, state)
-    prefill = state.sequences[0].prefill
+    prefill = prefill_of(bench, state)
     assert prefill is not None
 
     def wait(layer: int) -> None:

@@ -169,7 +169,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(house: House) -> None:
     [sequence] = bench.stepper.scheduler.those(Status.RUNNING)
     assert sequence.handed is not None
     bench.stepper.scheduler.preempt(sequence)
-    for layer in bench.stepper.blocks.pool.layers:  # what the pool has of generated tokens is nobody's
+    for layer in bench.stepper.worker._pool.layers:  # what the pool has of generated tokens is nobody's
         layer.k.fill_(float("nan"))
     bench.run()
     [answer] = listener.done().answers

@@ -87,14 +87,14 @@ def test_who_comes_waits_for_a_piece_at_most(house: House) -> None:
     bench, question = Bench(house, REFINE), house.question()
     answer_of(bench, question)
     bench.step()  # a piece
-    computed = bench.stepper.blocks.pool.allocator.num_hot
+    computed = bench.stepper.blocks.space.allocator.num_hot
     other = replace(house.question("who keeps a parrot?"), keys=house.keys[::-1])
     listener, _ = bench.arrive(other)
     bench.step()
     assert bench.stepper.scheduler.those(Status.RUNNING)  # its prompt is what the step was for
     bench.run()
     listener.done()
-    assert bench.stepper.blocks.pool.allocator.num_hot > computed
+    assert bench.stepper.blocks.space.allocator.num_hot > computed
     idle(bench)
     assert bench.stepper.counts.refined == 2
     assert {c.status for c in answer_of(bench, other).chunks} == {"exact"}
@@ -119,11 +119,11 @@ def test_a_confirmed_answer_leaves_exact_kv(house: House) -> None:
     bench, question = Bench(house, REFINE), house.question(max_tokens=20)
     first = answer_of(bench, question, confirm=True)
     assert first.confirmation is not None
-    before = bench.stepper.blocks.pool.allocator.num_hot
+    before = bench.stepper.blocks.space.allocator.num_hot
     then = answer_of(bench, replace(question, question="who?"))  # before there was time to refine
     assert {c.status for c in then.chunks} == {"exact"}
     assert then.generated_ids == exact(house, replace(question, question="who?"))
-    assert bench.stepper.blocks.pool.allocator.num_hot >= before
+    assert bench.stepper.blocks.space.allocator.num_hot >= before
     again = answer_of(bench, question)
     assert again.generated_ids == first.generated_ids
     plain = Bench(house, replace(REFINE, refine=False))

@@ -11,6 +11,7 @@ from houses import SAMPLING, Bench, House, ids_of, open_house
 
 from cacheblend_cli.engine.jobs import Failed, Limits
 from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
@@ -134,9 +135,9 @@ def test_what_was_drafted_behind_comes_back_with_its_blocks(house: House) -> Non
     bench.step()
     [sequence] = bench.stepper.scheduler.those(Status.RUNNING)
     bench.stepper.scheduler.preempt(sequence)
-    pool = bench.stepper.blocks.pool
-    fewest = pool.blocks_for(sequence.kv_len + 1)
-    others = pool.new_sequence((pool.allocator.num_free - fewest) * size)
+    space = bench.stepper.blocks.space
+    fewest = space.blocks_for(sequence.kv_len + 1)
+    others = BlockTable(space, space.allocator.allocate(space.allocator.num_free - fewest))
     bench.step()
     assert sequence.status is Status.SWAPPED
     others.release()

@@ -29,7 +29,7 @@ def most_used(bench: Bench) -> int:
     while bench.stepper.busy:
         bench.step()
         if all(not s.prefilling for s in bench.stepper.scheduler.those(Status.RUNNING)):
-            most = max(most, bench.stepper.blocks.pool.allocator.num_used - 1)
+            most = max(most, bench.stepper.blocks.space.allocator.num_used - 1)
     bench.stepper.blocks.check_idle()
     return most
 

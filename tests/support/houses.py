@@ -104,7 +104,7 @@ class Bench:
         scheduler = self.stepper.scheduler
         assert len(scheduler.those(Status.RUNNING)) + len(scheduler.those(Status.SWAPPED)) <= scheduler.max_sequences
         self.seen |= {s.status for state in scheduler.states for s in state.sequences}
-        self.stepper.blocks.pool.allocator.check_integrity()
+        self.stepper.blocks.space.allocator.check_integrity()
 
     def run(self) -> None:
         while self.stepper.busy:

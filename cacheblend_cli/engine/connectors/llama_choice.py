@@ -19,6 +19,7 @@ from cacheblend_cli.engine.connectors.llama_library import LlamaError, installed
 from cacheblend_cli.engine.pools import pool_for
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sequence import Sequence
+from cacheblend_cli.engine.worker import TableInput, Worker
 from cacheblend_cli.kv.export import export
 from cacheblend_cli.kv.forward import forward
 from cacheblend_cli.kv.pool import PagedSequence, upload
@@ -66,7 +67,7 @@ def llama_engine(runtime: Runtime) -> LlamaCpp | None:
     return wanted.engine
 
 
-def hand_over(runtime: Runtime, sequence: Sequence) -> bool:
+def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
     """Whether llama.cpp decodes this sequence, its KV being handed over before the first token there.
 
     Full prefills that check answers are decoded here: they are compared with what is stored, not with another engine."""
@@ -78,7 +79,7 @@ def hand_over(runtime: Runtime, sequence: Sequence) -> bool:
         assert sequence.output is not None
         generated = len(sequence.output.out.token_ids)
         room = max(1, state.max_new_tokens - generated + 1)
-        kv = export(runtime.decoder, paged, sequence.kv_len)
+        kv = worker.export_kv(TableInput.of(paged), sequence.kv_len)
         try:
             sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, room)
         except LlamaError as error:

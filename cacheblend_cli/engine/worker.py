@@ -1,0 +1,124 @@
+"""Worker: all that runs on a device, behind inputs that are plain data.
+
+An engine's core (`engine/core.py`) schedules, owns blocks and their tables, and chooses tokens. A worker owns weights, the pool's
+memory, the loader of stored KV, kernels and decode graphs. What goes in is token ids, positions, block tables, keys of stored KV and
+settings, so that workers on several devices can be given the same; what comes out is logits and figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_cli.engine.attention import Watch
+from cacheblend_cli.engine.decode import EagerRunner
+from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, PrefillState
+from cacheblend_cli.kv.block_table import BlockSpace, BlockTable
+from cacheblend_cli.kv.export import KVReader, export
+from cacheblend_cli.kv.pool import SequenceView, upload
+from cacheblend_cli.kv.source import KVSource
+from cacheblend_cli.kv.swap import swap_in, swap_out
+from cacheblend_cli.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class TableInput:
+    """The blocks of a sequence, position p in blocks[p // block_size]; the first `gone` of them are not its own any more."""
+
+    blocks: tuple[int, ...]
+    gone: int = 0
+
+    @classmethod
+    def of(cls, table: BlockTable) -> TableInput:
+        return cls(tuple(table.blocks), table.gone)
+
+
+@dataclass(frozen=True)
+class DecodeInput:
+    """One step of several sequences. Each holds kv_lens tokens in its table, which has room for one more, that nobody else
+    reads; token_ids: these new ones. watched: whether its attention is wanted."""
+
+    token_ids: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    tables: tuple[TableInput, ...]
+    watched: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """logits: fp32 [num_seqs, vocab_size], valid until the next step. attention: of each watched sequence, what its newest token
+    attends to in the layers that are watched, [kv_len + 1] fp32; None where it was not seen."""
+
+    logits: Tensor
+    attention: list[Tensor | None]
+
+
+class Worker(BlockSpace):
+    """memory: the pool, and what decodes in it. The pool's allocator is the core's to use."""
+
+    def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
+        self._decoder, self._pool, self._runner = decoder, memory.pool, memory.runner
+        self.block_size, self.allocator = memory.pool.block_size, memory.pool.allocator
+        self.numbers = itertools.count()  # names of what a worker keeps, for the core to take
+        self._prefills: dict[int, PrefillState] = {}
+        self._swapped: dict[int, list[Tensor]] = {}
+
+    def begin(
+        self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
+    ) -> None:
+        """Begin to load a prompt's stored KV. source: where this worker reads it. on_logits: given the logits that the prompt asks
+        for, fp32 [n, vocab_size], in order. Raises BadChunk."""
+        state = PrefillState(self._decoder, source, self._view(TableInput(given.blocks)), given, on_logits)
+        state.__enter__()
+        self._prefills[given.number] = state
+
+    def prefill(self, number: int) -> PrefillOutput:
+        """Compute the next step of a prompt. Raises BadChunk."""
+        return self._prefills[number].advance()
+
+    def end(self, number: int) -> None:
+        """Load and compute no more of a prompt, if there is one of that number."""
+        state = self._prefills.pop(number, None)
+        if state is not None:
+            state.__exit__(None, None, None)
+
+    def decode(self, given: DecodeInput) -> DecodeOutput:
+        """Compute the KV of a token of each sequence, and the logits after it."""
+        views = [self._view(table) for table in given.tables]
+        watch = Watch(self._decoder, [v if wanted else None for v, wanted in zip(views, given.watched, strict=True)])
+        self._runner.begin(views, given.kv_lens, 1)
+        if isinstance(self._runner, EagerRunner):
+            self._runner.observer = watch if any(given.watched) else None
+        logits = self._runner.step(upload(given.token_ids, self._decoder.device))
+        return DecodeOutput(logits, watch.found)
+
+    @torch.inference_mode()
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole blocks of every layer. None is in both."""
+        self._pool.copy_blocks(source, target)
+
+    @torch.inference_mode()
+    def swap_out(self, number: int, blocks: Sequence[int]) -> None:
+        """Copy the blocks' KV to the host, where it is kept under that number."""
+        self._swapped[number] = swap_out(self._pool, blocks)
+
+    @torch.inference_mode()
+    def swap_in(self, number: int, blocks: Sequence[int]) -> None:
+        """Write what is kept under the number to blocks, as many, and keep it no longer."""
+        swap_in(self._pool, blocks, self._swapped.pop(number))
+
+    def forget(self, number: int) -> None:
+        """Drop what is kept under the number, if anything is."""
+        self._swapped.pop(number, None)
+
+    def export_kv(self, table: TableInput, num_tokens: int) -> KVReader:
+        """A reader of the KV of a sequence's first num_tokens positions, valid while it holds its blocks."""
+        return export(self._decoder, self._view(table), num_tokens)
+
+    def _view(self, table: TableInput) -> SequenceView:
+        return SequenceView(self._pool, list(table.blocks), table.gone)

@@ -1,0 +1,86 @@
+"""Block tables: which blocks of a pool hold the positions of a sequence. On the host; no tensor is needed for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+from cacheblend_cli.kv.block_allocator import BlockAllocator
+
+
+class BlockSpace(ABC):
+    """Blocks that sequences share: of a pool here, or of one that a worker has."""
+
+    block_size: int
+    allocator: BlockAllocator
+
+    @abstractmethod
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole blocks of every layer. None is in both."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+class BlockTable:
+    """The blocks of one sequence, position p in blocks[p // block_size].
+
+    gone: how many of the first ones were given back, since no layer looks at their positions any more. Something stands in
+    their place that is somebody else's, and is neither read nor written."""
+
+    def __init__(self, space: BlockSpace, blocks: list[int], gone: int = 0) -> None:
+        self._space, self.blocks, self.gone = space, blocks, gone
+        self._changed()
+
+    def _changed(self) -> None:
+        """Called whenever the blocks are others."""
+
+    @property
+    def owned(self) -> list[int]:
+        """The blocks it has a reference to."""
+        return self.blocks[self.gone :]
+
+    @property
+    def capacity(self) -> int:
+        return len(self.blocks) * self._space.block_size
+
+    def ensure(self, num_tokens: int) -> None:
+        """Grow to hold num_tokens positions. Raises DeviceError when the pool is full."""
+        missing = self._space.blocks_for(num_tokens) - len(self.blocks)
+        if missing > 0:
+            last = self.blocks[-1] if self.blocks else None
+            self.blocks = self.blocks + self._space.allocator.allocate(missing, behind=last)
+            self._changed()
+
+    def fork(self) -> Self:
+        """A second owner of the same blocks; whoever writes first copies (`make_writable`)."""
+        self._space.allocator.share(self.owned)
+        return type(self)(self._space, list(self.blocks), self.gone)
+
+    def give_back(self, count: int) -> None:
+        """Its first `count` blocks, but not all, are others' from now on."""
+        self._space.allocator.free(self.blocks[self.gone : count])
+        self.blocks[:count] = [self.blocks[count]] * count
+        self.gone = count
+        self._changed()
+
+    def make_writable(self, start: int, end: int) -> None:
+        """Copy on write: the blocks of positions start:end belong to this sequence alone afterwards."""
+        allocator, size = self._space.allocator, self._space.block_size
+        indexes = [i for i in range(start // size, -(-end // size)) if allocator.is_shared(self.blocks[i])]
+        if not indexes:
+            return
+        fresh = allocator.allocate(len(indexes))
+        shared = [self.blocks[i] for i in indexes]
+        self._space.copy_blocks(shared, fresh)
+        allocator.free(shared)
+        for i, block in zip(indexes, fresh, strict=True):
+            self.blocks[i] = block
+        self._changed()
+
+    def release(self) -> None:
+        """Give the blocks back. The sequence is empty afterwards."""
+        self._space.allocator.free(self.owned)
+        self.blocks, self.gone = [], 0
+        self._changed()

@@ -1,0 +1,141 @@
+"""The worker's inputs are plain data: a second worker, sent the same as bytes, computes the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import torch
+from houses import Bench, House, open_house
+from torch import Tensor
+
+from cacheblend_cli.engine import core
+from cacheblend_cli.engine.decode import BatchRunner
+from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.memory import DeviceMemory
+from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, prefill
+from cacheblend_cli.engine.sequence import Status
+from cacheblend_cli.engine.worker import DecodeInput, DecodeOutput, TableInput, Worker
+from cacheblend_cli.kv.export import export
+from cacheblend_cli.kv.pool import KVPool
+from cacheblend_cli.kv.source import KVSource
+from cacheblend_cli.model.decoder import Decoder
+from cacheblend_cli.types import BlendParams
+
+T = TypeVar("T")
+
+
+def sent(value: T, kind: Any = None) -> T:
+    """The value as another process gets it."""
+    found: T = msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind or type(value))
+    assert found == value
+    return found
+
+
+class Leader(Worker):
+    """Sends all that it is told to a second worker with a pool of its own, and compares what both compute."""
+
+    def __init__(self, decoder: Decoder, memory: DeviceMemory) -> None:
+        super().__init__(decoder, memory)
+        pool = KVPool.of(decoder, memory.pool.allocator.num_blocks, memory.pool.block_size)
+        self.other = Worker(decoder, DeviceMemory(pool, BatchRunner(decoder, pool)))
+        self.calls: set[str] = set()
+
+    def begin(
+        self, given: PrefillInput, source: KVSource | None, on_logits: Callable[[Tensor], None] = lambda logits: None
+    ) -> None:
+        self.other.begin(sent(given), source)
+        super().begin(given, source, on_logits)
+
+    def prefill(self, number: int) -> PrefillOutput:
+        ours, theirs = super().prefill(number), self.other.prefill(sent(number))
+        assert (ours.num_filled, ours.result is None) == (theirs.num_filled, theirs.result is None)
+        if ours.result is not None and theirs.result is not None:
+            assert torch.equal(ours.result.logits, theirs.result.logits)
+            assert torch.equal(ours.result.chosen, theirs.result.chosen)
+        return ours
+
+    def end(self, number: int) -> None:
+        self.other.end(sent(number))
+        super().end(number)
+
+    def decode(self, given: DecodeInput) -> DecodeOutput:
+        ours, theirs = super().decode(given), self.other.decode(sent(given))
+        assert torch.equal(ours.logits, theirs.logits)
+        for own, other in zip(ours.attention, theirs.attention, strict=True):
+            assert (own is None) == (other is None)
+            assert own is None or other is None or torch.equal(own, other)
+        return ours
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self.calls.add("copy_blocks")
+        self.other.copy_blocks(sent([*source], list[int]), sent([*target], list[int]))
+        super().copy_blocks(source, target)
+
+    def swap_out(self, number: int, blocks: Sequence[int]) -> None:
+        self.other.swap_out(sent(number), sent([*blocks], list[int]))
+        super().swap_out(number, blocks)
+
+    def swap_in(self, number: int, blocks: Sequence[int]) -> None:
+        self.calls.add("swap_in")
+        self.other.swap_in(sent(number), sent([*blocks], list[int]))
+        super().swap_in(number, blocks)
+
+    def forget(self, number: int) -> None:
+        self.other.forget(sent(number))
+        super().forget(number)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("worker"), num_hidden_layers=3) as house:
+        yield house
+
+
+def test_a_second_worker_that_is_sent_the_same_computes_the_same(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "Worker", Leader)
+    rng = random.Random(5)
+    bench = Bench(house, Limits(max_sequences=5, max_rows=40, pool_tokens=16 * 20))
+    worker = bench.stepper.worker
+    assert isinstance(worker, Leader)
+    for number in range(14):
+        named = rng.sample(house.keys, rng.randint(0, 3))
+        blend = BlendParams(
+            mode=rng.choice(("blend", "full")), ratio=0.4, selector=rng.choice(("query", "hkvd", "draft"))
+        )
+        sampling = {"max_tokens": 6, "n": rng.choice((1, 3)), "seed": number, "temperature": rng.choice((0.0, 1.5))}
+        question = house.question("where does Mara work " * rng.randint(1, 3), **sampling)
+        bench.arrive(replace(question, keys=named, blend=blend), verify=number % 5 == 0)
+        bench.step()
+    _, leaving = bench.arrive(house.question(max_tokens=30), verify=True)
+    while not leaving.num_started:
+        bench.step()
+    leaving.cancelled = True
+    bench.run()
+    assert worker.calls == {"copy_blocks", "swap_in"}
+    assert Status.SWAPPED in bench.seen
+    for one in (worker, worker.other):
+        assert not one._prefills
+        assert not one._swapped, "KV is kept for nobody"
+
+
+def test_kv_of_a_sequence_is_exported(house: House) -> None:
+    question = replace(house.question(max_tokens=30), blend=BlendParams(mode="full"))
+    alone = prefill(house.engine.runtime, house.request(question))
+    expected = export(house.engine.runtime.decoder, alone.sequence, alone.plan.num_tokens)
+    bench = Bench(house, Limits(max_sequences=2, max_rows=40, pool_tokens=16 * 20))
+    _, state = bench.arrive(question)
+    while not state.num_started:
+        bench.step()
+    table = state.sequences[0].paged
+    assert table is not None
+    reader = bench.stepper.worker.export_kv(TableInput.of(table), state.num_tokens)
+    for found, layer in zip(reader, expected, strict=True):
+        torch.testing.assert_close(found.k, layer.k)
+        torch.testing.assert_close(found.v, layer.v)
+    state.cancelled = True
+    bench.run()
