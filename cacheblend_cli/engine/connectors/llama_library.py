@@ -25,6 +25,7 @@ PARAMS_BYTES = 1024  # of the largest struct that is passed by value; llama_cont
 N_CTX, N_BATCH, N_UBATCH, N_SEQ_MAX = range(4)  # uint32 at the beginning of llama_context_params
 CONTEXT_DEFAULTS = (512, 2048, 512, 1)
 CONTEXT_FLAGS = bytes((0, 1, 1, 1, 1, 0))  # embeddings, offload_kqv, no_perf, op_offload, swa_full, kv_unified
+LEAST_BATCH = 32  # tokens of a batch
 ROPE_NORM, ROPE_NEOX = 0, 2  # llama_rope_type: channel 2i turns with 2i + 1, or i with i + half
 
 
@@ -123,8 +124,11 @@ class Library:
             raise self.error(f"llama.cpp ({self.name}) does not load {file}")
         return model
 
-    def new_context(self, model: int, num_cells: int, num_sequences: int, num_threads: int) -> int:
-        """A context whose KV cells belong to all sequences together: f16 KV, flash attention where llama.cpp has it.
+    def new_context(
+        self, model: int, num_cells: int, num_sequences: int, num_threads: int, num_batch: int = LEAST_BATCH
+    ) -> int:
+        """A context whose KV cells belong to all sequences together: f16 KV, flash attention where llama.cpp has it. num_batch:
+        tokens that are computed at once, at least one for each sequence.
 
         Raises LlamaError where its parameters are laid out in an unknown way, or memory is short."""
         self._errors.clear()
@@ -134,7 +138,7 @@ class Library:
         if tuple(head) != CONTEXT_DEFAULTS or flags < 0:
             raise self.error(f"the parameters of {self.name} are laid out in an unknown way")
         head[N_CTX], head[N_SEQ_MAX] = num_cells, num_sequences
-        head[N_BATCH] = head[N_UBATCH] = max(num_sequences, 32)
+        head[N_BATCH] = head[N_UBATCH] = max(num_sequences, num_batch)
         params.raw[flags + len(CONTEXT_FLAGS) - 1] = 1  # kv_unified
         context: int | None = self.llama_init_from_model(model, params)
         if not context:
