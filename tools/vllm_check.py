@@ -244,6 +244,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     model = resolve_model(given.model).absolute()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the servers, too
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(model, given, Path(folder))
         try:

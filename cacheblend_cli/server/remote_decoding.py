@@ -84,10 +84,13 @@ class RemoteAsking(Asking):
         self._own: Asking | None = None
         self._submitted = time.perf_counter()
         self._events: AsyncIterator[Event] | None = None
+        self._reader: asyncio.Task[None] | None = None
         super().__init__(host, request.handed_to(self._file))
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        if self._reader is not None:
+            self._reader.cancel()
         if self._own is not None:
             self._own.__exit__(*error)
         self._file.remove()
@@ -138,11 +141,14 @@ class RemoteAsking(Asking):
         }
         ended = False
         early: Early | None = None
-        ids = self._decoder.token_ids(body)
+        arrived = asyncio.Queue[list[int] | Exception | None]()
+        self._reader = asyncio.create_task(self._read(body, arrived))
         try:
             while not ended:
-                more = self._host.unless_ended(asyncio.ensure_future(anext(ids, None)))
+                more = self._host.unless_ended(asyncio.ensure_future(arrived.get()))
                 step = await asyncio.wait_for(more, self._left_s())
+                if isinstance(step, Exception):
+                    raise step
                 if step is None:
                     output.out.finish_reason = "stop" if len(output.out.token_ids) < output.max_tokens else "length"
                     break
@@ -156,7 +162,7 @@ class RemoteAsking(Asking):
         except TimeoutError:
             early = "deadline"
         finally:
-            await ids.aclose()  # type: ignore[attr-defined]
+            self._reader.cancel()
         if not output.out.token_ids:
             if early is None:
                 raise Unreachable("it ended without a token")
@@ -182,6 +188,15 @@ class RemoteAsking(Asking):
             timing=timing,
         )
         yield Done([answer], early)
+
+    async def _read(self, body: dict[str, Any], arrived: asyncio.Queue[list[int] | Exception | None]) -> None:
+        """Queue the completion's ids, and None or the error at the end. Cancelling this ends vLLM's request."""
+        try:
+            async for ids in self._decoder.token_ids(body):
+                arrived.put_nowait(ids)
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
 
     def _left_s(self) -> float | None:
         limit_s = self._request.options.deadline_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,13 +66,14 @@ def file(tmp_path: Path, kv: KVReader) -> HandOverFile:
     return made
 
 
-def connector_of(directory: Path, groups: list[list[int]]) -> Any:
+def connector_of(directory: Path, groups: list[list[int]], layers: dict[str, Layer] | None = None) -> Any:
     """groups: numbers of the layers of each KV cache group."""
     from cacheblend_vllm.connector import CacheBlendConnector
 
     extra = {"directory": str(directory)}
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.float32),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
         kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda name, default: extra.get(name, default)),
     )
     specs = [
@@ -87,10 +89,20 @@ def connector_of(directory: Path, groups: list[list[int]]) -> Any:
 def schedule(connector: Any, asked: Any, computed: int, block_ids: tuple[list[int], ...]) -> int:
     """A scheduler's step with the request; the worker gets its metadata."""
     count, later = connector.get_num_new_matched_tokens(asked, computed)
-    assert later is False
+    assert later is (count > 0)
     connector.update_state_after_alloc(asked, SimpleNamespace(get_block_ids=lambda: block_ids), count)
     connector.bind_connector_metadata(connector.build_connector_meta(None))
     return count
+
+
+def loads(connector: Any) -> bool:
+    """The worker's step: whether what was begun has been loaded."""
+    connector.start_load_kv(None)
+    wait([reading for _, reading in connector._fetching.values()])
+    results = connector.get_transfer_results(set())
+    assert results.finished_recving == {"r"}, "also where it failed"
+    connector.update_connector_output(results)
+    return not results.failed_recving
 
 
 def layers_of(decoder: Decoder, heads: int = 2) -> dict[str, Layer]:
@@ -102,22 +114,32 @@ def test_a_prompt_is_written_to_its_blocks(
     monkeypatch: Any, file: HandOverFile, kv: KVReader, decoder: Decoder, tmp_path: Path
 ) -> None:
     fake_vllm.install(monkeypatch)
-    connector, layers = connector_of(tmp_path / "d", [[0, 1, 2, 3]]), layers_of(decoder)
+    layers = layers_of(decoder)
+    connector = connector_of(tmp_path / "d", [[0, 1, 2, 3]], layers)
     assert schedule(connector, request(file.params), BLOCK, ([7, 2, 5],)) == N - 1 - BLOCK, "the last token is computed"
-    file.remove()  # a reader that began keeps what it reads; this one did not
-    connector.start_load_kv(SimpleNamespace(no_compile_layers=layers))
-    assert connector.get_block_ids_with_load_errors() == {2, 5}, "blocks to compute, without those it had"
-    assert connector.get_block_ids_with_load_errors() == set()
-    again = HandOverDirectory(tmp_path / "d").new()
-    again.hand_over(IDS, kv)
-    assert schedule(connector, request(again.params), BLOCK, ([7, 2, 5],)) == N - 1 - BLOCK
-    connector.start_load_kv(SimpleNamespace(no_compile_layers=layers))
-    assert connector.get_block_ids_with_load_errors() == set()
+    assert loads(connector)
     for theirs, ours in zip(layers.values(), kv, strict=True):
         for held, own in zip(theirs.kv_cache, (ours.k.float(), ours.v.float()), strict=True):
             assert torch.equal(held[2 * BLOCK : 3 * BLOCK], own[BLOCK : 2 * BLOCK])
             assert torch.equal(held[5 * BLOCK : 5 * BLOCK + N - 1 - 2 * BLOCK], own[2 * BLOCK : N - 1])
             assert not held[7 * BLOCK :].any(), "blocks that vLLM has already are not written"
+
+
+def test_a_hand_over_that_is_gone_is_not_tried_again(
+    monkeypatch: Any, file: HandOverFile, decoder: Decoder, tmp_path: Path
+) -> None:
+    fake_vllm.install(monkeypatch)
+    connector, asked = connector_of(tmp_path / "d", [[0, 1, 2, 3]], layers_of(decoder)), request(file.params)
+    assert schedule(connector, asked, 0, ([1, 2, 3],)) == N - 1
+    [path] = (tmp_path / "d").iterdir()
+    held = path.read_bytes()
+    file.remove()
+    assert not loads(connector)
+    path.write_bytes(held)
+    assert schedule(connector, asked, 0, ([1, 2, 3],)) == 0
+    connector.request_finished(asked, [])
+    assert schedule(connector, asked, 0, ([1, 2, 3],)) == N - 1
+    assert loads(connector)
 
 
 def test_a_preempted_request_is_loaded_again_with_its_last_token(
@@ -134,9 +156,10 @@ def test_blocks_behind_a_window_are_left_out(
     monkeypatch: Any, file: HandOverFile, kv: KVReader, decoder: Decoder, tmp_path: Path
 ) -> None:
     fake_vllm.install(monkeypatch)
-    connector, layers = connector_of(tmp_path / "d", [[0, 2], [1, 3]]), layers_of(decoder)
+    layers = layers_of(decoder)
+    connector = connector_of(tmp_path / "d", [[0, 2], [1, 3]], layers)
     schedule(connector, request(file.params), 0, ([1, 2, 3], [0, 0, 4]))
-    connector.start_load_kv(SimpleNamespace(no_compile_layers=layers | {"model.layers.0.mlp": Layer(2, 1)}))
+    assert loads(connector)
     held = layers["model.layers.1.self_attn.attn"].kv_cache[0]
     assert not held[: 4 * BLOCK].any()
     assert torch.equal(held[4 * BLOCK : 4 * BLOCK + 7], kv.layer(1).k[2 * BLOCK : N - 1].float())
@@ -148,9 +171,10 @@ def test_each_rank_takes_its_heads(
     monkeypatch: Any, file: HandOverFile, kv: KVReader, decoder: Decoder, tmp_path: Path, rank: int, world: int, heads: int, first: int
 ) -> None:  # fmt: skip
     fake_vllm.install(monkeypatch, rank, world)
-    connector, layers = connector_of(tmp_path / "d", [[0, 1, 2, 3]]), layers_of(decoder, heads)
+    layers = layers_of(decoder, heads)
+    connector = connector_of(tmp_path / "d", [[0, 1, 2, 3]], layers)
     schedule(connector, request(file.params), 0, ([1, 2, 3],))
-    connector.start_load_kv(SimpleNamespace(no_compile_layers=layers))
+    assert loads(connector)
     held = layers["model.layers.0.self_attn.attn"].kv_cache[1]
     assert torch.equal(held[BLOCK : BLOCK + 5], kv.layer(0).v[:5, first : first + 1].float())
 
@@ -170,8 +194,7 @@ def test_what_is_not_this_prompts_is_not_taken(monkeypatch: Any, file: HandOverF
     assert connector.get_num_new_matched_tokens(request(file.params, [*IDS[:-1], 3]), 0) == (0, False)
     lied = request({"cacheblend": {**own, "digest": fake_digest([3] * N)}}, [3] * N)
     assert schedule(connector, lied, 0, ([1, 2, 3],)) == N - 1
-    connector.start_load_kv(SimpleNamespace(no_compile_layers={}))
-    assert connector.get_block_ids_with_load_errors() == {1, 2, 3}, "the file is of another prompt"
+    assert not loads(connector), "the file is of another prompt"
 
 
 def fake_digest(ids: list[int]) -> str:
@@ -182,14 +205,14 @@ def fake_digest(ids: list[int]) -> str:
 
 def test_a_cut_file_is_computed(monkeypatch: Any, file: HandOverFile, decoder: Decoder, tmp_path: Path) -> None:
     fake_vllm.install(monkeypatch)
-    connector, layers = connector_of(tmp_path / "d", [[0, 1, 2, 3]]), layers_of(decoder)
+    connector = connector_of(tmp_path / "d", [[0, 1, 2, 3]], layers_of(decoder))
     [path] = (tmp_path / "d").iterdir()
     for size in (path.stat().st_size - 100, 900, 6):
         with path.open("r+b") as cut:
             cut.truncate(size)
         schedule(connector, request(file.params), 0, ([1, 2, 3],))
-        connector.start_load_kv(SimpleNamespace(no_compile_layers=layers))
-        assert connector.get_block_ids_with_load_errors() == {1, 2, 3}
+        assert not loads(connector)
+        connector.request_finished(request(file.params), [])
 
 
 def test_no_room_for_the_file(monkeypatch: Any, tmp_path: Path, kv: KVReader) -> None:

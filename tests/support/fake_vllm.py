@@ -33,18 +33,26 @@ class KVConnectorBase_V1:
         return self._metadata
 
 
+@dataclass
+class KVConnectorTransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
 def install(monkeypatch: Any, rank: int = 0, world: int = 1) -> None:
     """Make `vllm` and `cacheblend_vllm` importable."""
     parts = BASE.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
     base, parallel = sys.modules[BASE], sys.modules["vllm.distributed"]
-    for name, made in (
-        ("KVConnectorBase_V1", KVConnectorBase_V1),
-        ("KVConnectorMetadata", object),
-        ("SupportsHMA", type("SupportsHMA", (), {})),
+    for made in (
+        KVConnectorBase_V1,
+        KVConnectorTransferResults,
+        type("KVConnectorMetadata", (), {}),
+        type("SupportsHMA", (), {}),
     ):
-        setattr(base, name, made)
+        setattr(base, made.__name__, made)
     parallel.get_tensor_model_parallel_rank = lambda: rank  # type: ignore[attr-defined]
     parallel.get_tensor_model_parallel_world_size = lambda: world  # type: ignore[attr-defined]
     monkeypatch.syspath_prepend(str(PACKAGE))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +18,22 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
-from cacheblend_vllm.handover import HandOver, KVFile, Place
+from cacheblend_vllm.handover import HandOver, Place
 
 logger = logging.getLogger("vllm.cacheblend")
 _LAYER = re.compile(r"\.layers?\.(\d+)\.")
+_THREADS = 4  # that read hand-overs, one each
 
 
 @dataclass(frozen=True)
 class Load:
     """Positions start to end of a hand-over, and vLLM's blocks of the request, a list for each KV cache group."""
 
+    request_id: str
     hand_over: HandOver
     start: int
     end: int
@@ -39,17 +42,27 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """What the worker loads before its next step."""
+    """What the worker begins to load in a step."""
 
     loads: list[Load] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """K and V of one attention layer for slots [n] of the paged cache: [n, num_kv_heads, head_dim], heads of this rank."""
+
+    layer: Any
+    k: Tensor
+    v: Tensor
+    slots: Tensor
 
 
 class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
     """Requests whose kv_transfer_params name a hand-over start with its KV. Every other request is left alone.
 
-    Scheduler: says how many tokens can be loaded, again after a preemption. Worker: writes them into the paged cache before
-    the step, by the attention implementation's own update, so that the layout is vLLM's business. A hand-over that cannot be
-    read is reported block by block: with kv_load_failure_policy "recompute" vLLM computes them.
+    Scheduler: says how many tokens can be loaded, again after a preemption. Worker: reads in threads of its own while others
+    decode, and writes between two steps, by the attention implementation's own update, so that the layout is vLLM's business.
+    A request whose hand-over cannot be read is reported: with kv_load_failure_policy "recompute" vLLM computes its prompt.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -57,36 +70,47 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.get_from_extra_config
         self._place = Place(extra("directory", None), extra("url", None))
         self._dtype: torch.dtype = vllm_config.model_config.dtype
-        self._groups = [(set(g.layer_names), g.kv_cache_spec.block_size) for g in kv_cache_config.kv_cache_groups]
+        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._groups = [(g.layer_names, g.kv_cache_spec.block_size) for g in kv_cache_config.kv_cache_groups]
         self._found: dict[str, tuple[HandOver, int]] = {}
         self._loads: list[Load] = []
-        self._failed: set[int] = set()
+        self._failed: set[str] = set()
+        self._threads = ThreadPoolExecutor(_THREADS, "cacheblend-load")
+        self._fetching: dict[str, tuple[Load, Future[list[Fetched]]]] = {}
 
     # scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         hand_over = HandOver.of(request.kv_transfer_params)
-        if hand_over is None or not hand_over.is_of(request.prompt_token_ids) or not self._place.has(hand_over.id):
+        if hand_over is None or request.request_id in self._failed:
+            return 0, False
+        if not hand_over.is_of(request.prompt_token_ids) or not self._place.has(hand_over.id):
             return 0, False
         # the last token is always computed: its logits are wanted. After a preemption the answer so far follows the prompt
         end = min(hand_over.num_tokens, request.num_tokens - 1)
         if end <= num_computed_tokens:
             return 0, False
         self._found[request.request_id] = hand_over, num_computed_tokens
-        return end - num_computed_tokens, False
+        return end - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         found = self._found.pop(request.request_id, None)
         if found is not None and num_external_tokens > 0:
             hand_over, start = found
-            self._loads.append(Load(hand_over, start, start + num_external_tokens, blocks.get_block_ids()))
+            end = start + num_external_tokens
+            self._loads.append(Load(request.request_id, hand_over, start, end, blocks.get_block_ids()))
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         loads, self._loads = Loads(self._loads), []
         return loads
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Requests that failed are not tried again: they are computed."""
+        self._failed |= connector_output.failed_recving or set()
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._found.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -98,22 +122,28 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._get_connector_metadata().loads:
-            try:
-                self._load(load, forward_context.no_compile_layers)
-            except Exception as error:
-                logger.warning(
-                    "hand-over %s cannot be loaded: %s: %s", load.hand_over.id[:8], type(error).__name__, error
-                )
-                self._failed.update(self._blocks(load))
-            else:
-                logger.info("hand-over %s: %d tokens loaded", load.hand_over.id[:8], load.end - load.start)
+            self._fetching[load.request_id] = load, self._threads.submit(self._fetch, load)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Write what has been read since the last step."""
+        results = KVConnectorTransferResults()
+        for request_id, (load, reading) in list(self._fetching.items()):
+            if not reading.done():
+                continue
+            del self._fetching[request_id]
+            results.finished_recving.add(request_id)
+            name = load.hand_over.id[:8]
+            try:
+                for fetched in reading.result():
+                    self._write(fetched)
+                logger.info("hand-over %s: %d tokens loaded", name, load.end - load.start)
+            except Exception as error:
+                logger.warning("hand-over %s cannot be loaded: %s: %s", name, type(error).__name__, error)
+                results.failed_recving.add(request_id)
+        return results
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers are loaded before the step."""
+        """A request runs after it is loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing is handed back."""
@@ -121,37 +151,38 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing is handed back."""
 
-    def _load(self, load: Load, layers: dict[str, Any]) -> None:
-        file, slots = self._place.open(load.hand_over), [self._slots(load, group) for group in range(len(self._groups))]
-        for name, layer in layers.items():
-            group = next((i for i, (names, _) in enumerate(self._groups) if name in names), None)
-            number = _LAYER.search(f".{name}")
-            if group is None or number is None:
-                continue
-            rows, slot_mapping = slots[group]
-            if len(rows):
-                _write(layer, file, int(number[1]), (load.start, load.end), rows, slot_mapping, self._dtype)
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, load: Load) -> list[Fetched]:
+        """Read what this rank's layers keep. Raises OSError or HandOverError."""
+        file, fetched = self._place.open(load.hand_over), list[Fetched]()
+        for group, (names, _) in enumerate(self._groups):
+            positions, slots = self._slots(load, group)
+            for name in names if len(positions) else ():
+                number, layer = _LAYER.search(f".{name}"), self._layers[name]
+                if number is None:
+                    raise LookupError(f"{name} is not a layer of a decoder")
+                first, last = int(positions[0]), int(positions[-1])
+                k, v = (
+                    heads_of_rank(x, layer.num_kv_heads)[positions - first]
+                    for x in file.read(int(number[1]), first, last + 1)
+                )
+                fetched.append(Fetched(layer, k, v, slots))
+        return fetched
 
     def _slots(self, load: Load, group: int) -> tuple[Tensor, Tensor]:
-        """Which rows of the load the group keeps, and their slots: blocks behind a sliding window are vLLM's null block, 0."""
+        """Positions that the group keeps, and their slots. Blocks behind a sliding window are vLLM's null block, 0."""
         block_size = self._groups[group][1]
         positions = torch.arange(load.start, load.end)
         blocks = torch.tensor(load.block_ids[group])[positions // block_size]
-        rows = blocks.nonzero()[:, 0]
-        return rows, blocks[rows] * block_size + positions[rows] % block_size
+        kept = blocks != 0
+        return positions[kept], (blocks * block_size + positions % block_size)[kept]
 
-    def _blocks(self, load: Load) -> Iterable[int]:
-        for (_, block_size), ids in zip(self._groups, load.block_ids, strict=True):
-            yield from (i for i in ids[load.start // block_size : -(-load.end // block_size)] if i)
-
-
-def _write(
-    layer: Any, file: KVFile, number: int, span: Sequence[int], rows: Tensor, slots: Tensor, dtype: torch.dtype
-) -> None:
-    """Write one layer's rows of a span of positions to the slots."""
-    cache = layer.kv_cache
-    k, v = (heads_of_rank(x, layer.num_kv_heads)[rows].to(cache.device, dtype) for x in file.read(number, *span))
-    layer.impl.do_kv_cache_update(layer, k.contiguous(), v.contiguous(), cache, slots.to(cache.device))
+    def _write(self, fetched: Fetched) -> None:
+        layer, cache = fetched.layer, fetched.layer.kv_cache
+        k, v = (x.to(cache.device, self._dtype).contiguous() for x in (fetched.k, fetched.v))
+        layer.impl.do_kv_cache_update(layer, k, v, cache, fetched.slots.to(cache.device))
 
 
 def heads_of_rank(heads: Tensor, count: int) -> Tensor:
@@ -162,5 +193,5 @@ def heads_of_rank(heads: Tensor, count: int) -> Tensor:
         return heads
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-    first = get_tensor_model_parallel_rank() * max(total, 1) // get_tensor_model_parallel_world_size()
+    first = get_tensor_model_parallel_rank() * total // get_tensor_model_parallel_world_size()
     return heads[:, first : first + count]
