@@ -10,9 +10,9 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 
-def place(kind: str, *told: object) -> Path:
+def place(kind: str, *identity: object) -> Path:
     """Where what is known of all that `told` says is kept. Nothing need be there."""
-    return user_cache_path("cacheblend") / kind / hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+    return user_cache_path("cacheblend") / kind / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
 def recall(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Who answers: a running engine, or one in this process, which is loaded for the first question."""
+"""Answer questions by a running engine, or by one in this process, which is loaded for the first question."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LocalEngine:
 
 @dataclass(frozen=True)
 class Answered:
-    """A question of several, and what came of it: an answer or a plan, or an error."""
+    """A question of several, and its answer, plan or error."""
 
     asked: Asked
     found: Result | AskPlan | None = None
@@ -123,8 +123,7 @@ class Answering:
         return _in_order(asked, lambda item: lambda streams: self.plan(item), 1)
 
     def answers(self, asked: Sequence[Asked], concurrency: int) -> Iterator[Answered]:
-        """So many at a time, in order, as soon as all before them are there. What a running engine leaves when it ends is
-        answered here."""
+        """Yield the answers in order, `concurrency` questions at a time. If a running engine ends, the rest is answered here."""
         left = deque(asked)
         if (warm := self._warm()) is not None:
             try:
@@ -170,7 +169,7 @@ class Answering:
 
 
 def _in_order(asked: Sequence[Asked], begin: Callable[[Asked], Callable[[None], Any]], most: int) -> Iterator[Answered]:
-    """What comes of the questions, `most` of which have begun and are not told yet."""
+    """Yield the results in order, with at most `most` questions running."""
     running: deque[tuple[Asked, Callable[[None], Any] | Exception]] = deque()
 
     def answered() -> Answered:

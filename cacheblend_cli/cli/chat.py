@@ -1,4 +1,4 @@
-"""cacheblend chat: questions that know what was said before."""
+"""cacheblend chat: a conversation over stored chunks."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Conversation:
     turns: list[tuple[str, str]] = field(default_factory=list)
     last: Any = None
 
-    def said(self, question: str, text: str, answer: Any) -> None:
+    def add(self, question: str, text: str, answer: Any) -> None:
         self.turns.append((question, text))
         self.last = answer
 
     @property
     def history(self) -> list[str]:
-        """What was said in turn, as a question goes behind it."""
+        """Messages of user and model in turn."""
         return [text for turn in self.turns for text in turn]
 
 
@@ -65,7 +65,7 @@ def chat(
     local: options.Local = False,
     quiet: options.NoMessages = False,
 ) -> None:
-    """Ask in turns: every question goes behind what was said before, over the chunks that suit it.
+    """Hold a conversation: each question follows the earlier turns, over the chunks that suit it.
 
     Questions are read from the terminal, or a line each from a pipe. /help says what else can be typed.
     """
@@ -98,7 +98,7 @@ def chat(
                     raise
                 output.text("")
                 output.note("interrupted; this turn is forgotten")
-            except Exception as error:  # told as `ask` tells it; the conversation goes on
+            except Exception as error:  # reported as by `ask`; the conversation goes on
                 failed = report(error, output)
                 if failed == ExitCode.INTERNAL:
                     raise typer.Exit(failed) from error
@@ -117,11 +117,11 @@ def _turn(line: str, talk: Conversation, answering: Answering, output: Output) -
     if cut := cut_note(result.answer):
         output.note(cut)
     output.note(summary_line(result.answer, f"{waited:.1f} s after the question") + result.by)
-    talk.said(line, result.answer.text, result.answer)
+    talk.add(line, result.answer.text, result.answer)
 
 
 def _answered(question: str, talk: Conversation, answering: Answering, streams: Streams, output: Output) -> Result:
-    """What was said first is forgotten where all of it is too long."""
+    """Answer a turn. If the conversation is too long, its first turn is dropped."""
     named = talk.named
     while True:
         try:
@@ -169,7 +169,7 @@ def _piped() -> Iterator[str]:
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UsageError("stdin is no UTF-8", "convert it: iconv -t utf-8") from error
+            raise UsageError("stdin is not UTF-8", "convert it: iconv -t utf-8") from error
 
 
 def _reader() -> Callable[[], str]:
@@ -203,8 +203,8 @@ def _do(line: str, talk: Conversation, answering: Answering, output: Output) -> 
     command, _, argument = line.partition(" ")
     match command:
         case "/help":
-            for name, told in COMMANDS.items():
-                output.text(f"{name:<9} {told}")
+            for name, help_text in COMMANDS.items():
+                output.text(f"{name:<9} {help_text}")
         case "/docs":
             from cacheblend_cli.corpus.places import shown
             from cacheblend_cli.corpus.search import searchable
@@ -213,7 +213,7 @@ def _do(line: str, talk: Conversation, answering: Answering, output: Output) -> 
                 output.line(shown(name))
         case "/forget":
             talk.turns, talk.last = [], None
-            output.note("what was said is forgotten")
+            output.note("the conversation is forgotten")
         case "/save":
             _save(argument.strip(), talk, output)
         case "/sources" | "/why":

@@ -109,6 +109,6 @@ class PassedOver:
         if not files:
             return
         counts = Counter(file.group for file in files)
-        told = ", ".join(f"{count:,} {group}" for group, count in counts.most_common())
+        groups = ", ".join(f"{count:,} {group}" for group, count in counts.most_common())
         named = "" if self._verbose else "; -v names them"
-        self._output.note(f"passed over {len(files):,}: {told}{named}")
+        self._output.note(f"passed over {len(files):,}: {groups}{named}")

@@ -90,13 +90,13 @@ def serve(
         from cacheblend_cli.server.background import stop_all
 
         for pid in stop_all(settings, grace):
-            _told({"pid": pid, "stopped": True}, f"the engine of process {pid} has ended", output, json=json)
+            _show({"pid": pid, "stopped": True}, f"the engine of process {pid} has ended", output, json=json)
         return
     if status:
         from cacheblend_cli.server.background import running
 
-        for told in running(settings):
-            _told(told, _status_line(told), output, json=json)
+        for reply in running(settings):
+            _show(reply, _status_line(reply), output, json=json)
         return
     _check_installed()
     if decode_url is not None and background:
@@ -104,8 +104,8 @@ def serve(
     if background:
         from cacheblend_cli.server.background import start
 
-        told = start(settings, 3600.0 if idle_exit is None else idle_exit)
-        _told(told, _status_line(told), output, json=json)
+        reply = start(settings, 3600.0 if idle_exit is None else idle_exit)
+        _show(reply, _status_line(reply), output, json=json)
         return
     from cacheblend_cli.server.tenants import Keyring, read_keys
 
@@ -196,15 +196,15 @@ def _check_installed() -> None:
         raise UsageError(f"serve needs {', '.join(missing)}, which are not installed", install_hint("serve"))
 
 
-def _told(record: dict[str, Any], line: str, output: Output, *, json: bool) -> None:
+def _show(record: dict[str, Any], line: str, output: Output, *, json: bool) -> None:
     if json:
         output.json(record)
     else:
         output.text(line)
 
 
-def _status_line(told: dict[str, Any]) -> str:
+def _status_line(reply: dict[str, Any]) -> str:
     return (
-        f"process {told['pid']}: {told['model']} at {told['url']}, up {told['up_s']:.0f} s, idle {told['idle_s']:.0f} s; "
-        f"{told['running']} running, {told['waiting']} waiting, {told['finished']} finished"
+        f"process {reply['pid']}: {reply['model']} at {reply['url']}, up {reply['up_s']:.0f} s, idle {reply['idle_s']:.0f} s; "
+        f"{reply['running']} running, {reply['waiting']} waiting, {reply['finished']} finished"
     )

@@ -235,9 +235,9 @@ def prune(
             output.text(name)
     else:
         would = "would be " if dry_run else ""
-        said = [f"{len(removed)} chunks {would}removed"] if removed or not evicted else []
-        said += [f"the KV of {len(evicted)} chunks {would}freed"] if evicted else []
-        output.note(f"{', '.join(said)}: {format_size(report.bytes)}")
+        done_words = [f"{len(removed)} chunks {would}removed"] if removed or not evicted else []
+        done_words += [f"the KV of {len(evicted)} chunks {would}freed"] if evicted else []
+        output.note(f"{', '.join(done_words)}: {format_size(report.bytes)}")
 
 
 @options.with_settings("store", "lock_timeout")

@@ -26,8 +26,8 @@ def document_record(
 ) -> DocumentRecord:
     """Return the record of a document that was cut and collected with these settings."""
     places = tuple(DocumentChunk(p.key, p.chunk.index, p.chunk.start, p.chunk.end, p.chunk.locator) for p in chunks)
-    told = record_settings(collection, settings)
-    return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), told, settings.context)
+    kept = record_settings(collection, settings)
+    return DocumentRecord(document.source, collection.id, document.digest, places, time.time(), kept, settings.context)
 
 
 def record_settings(collection: Collection, settings: CollectSettings) -> dict[str, Any]:

@@ -124,9 +124,10 @@ def _pooling(path: Path) -> str:
     if isinstance(config.get("pooling_mode"), str):
         modes = [config["pooling_mode"]]
     if len(modes) != 1 or modes[0] not in _MODES.values() or config.get("include_prompt") is False:
-        told = ", ".join(modes) if config.get("include_prompt") is not False else "tokens without the prompt's"
+        described = ", ".join(modes) if config.get("include_prompt") is not False else "tokens without the prompt's"
         raise NotFoundError(
-            f"{path} has unsupported pooling: {told or 'none'}", f"known, one at a time: {', '.join(_MODES.values())}"
+            f"{path} has unsupported pooling: {described or 'none'}",
+            f"known, one at a time: {', '.join(_MODES.values())}",
         )
     return modes[0]
 

@@ -55,8 +55,8 @@ def unwanted(file: Path, selection: Selection) -> NoDocument | None:
     """Return the reason not to open a file that the user did not name, or None."""
     if not selection.include and converter_of(file.name) is None:
         suffix = file.suffix.lower()
-        told = f"{suffix or 'a name without a suffix'} is not read; name the file, or --include it"
-        return NoDocument(told, suffix or "without a suffix", by_rule=True)
+        why = f"{suffix or 'a name without a suffix'} is not read; name the file, or --include it"
+        return NoDocument(why, suffix or "without a suffix", by_rule=True)
     return too_large(file, selection.max_file_size)
 
 

@@ -43,9 +43,11 @@ class Gate:
         token = float(self._fit.of_tokens(signals_of(logits[None]))[0])
         risk = 1 - (1 - self.found.estimate) * (1 - token)
         above = risk > self.found.limit
-        said = self.found.tokens
+        num_tokens = self.found.tokens
         self.found = (
-            replace(self.found, full_prefill_at=said) if above else replace(self.found, estimate=risk, tokens=said + 1)
+            replace(self.found, full_prefill_at=num_tokens)
+            if above
+            else replace(self.found, estimate=risk, tokens=num_tokens + 1)
         )
         return above
 

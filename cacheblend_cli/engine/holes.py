@@ -30,7 +30,7 @@ def store_holes(done: PrefillReport) -> Iterator[None]:
     request, store = done.request, done.request.store
     assert store is not None, "has_holes says so"
     count = len({s.key for s in done.plan.chunks if s.status == "computed"})
-    told = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
+    what = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
         keep_date(store, request.collection)
         keep_wording(store, request.collection)
@@ -40,9 +40,9 @@ def store_holes(done: PrefillReport) -> Iterator[None]:
         for own, kv in zip(planned, collector.collect(planned), strict=True):
             collector.put(own, kv)
             yield
-        request.notes.append(f"stored {told}")
+        request.notes.append(f"stored {what}")
     except (StoreError, DeviceError) as error:  # the answer is there, and stands without
-        request.notes.append(f"{told} could not be stored: {error.message}")
+        request.notes.append(f"{what} could not be stored: {error.message}")
 
 
 def _planned(done: PrefillReport, store: ChunkStore) -> list[PlannedChunk]:

@@ -195,8 +195,8 @@ class OutputProcessor:
             return
         self.remove(state)
         if isinstance(error, torch.OutOfMemoryError):
-            told = out_of_memory(error, self._runtime.decoder.device, state.num_tokens, self._runtime.memory())
-            told.__cause__, error = error, told
+            known = out_of_memory(error, self._runtime.decoder.device, state.num_tokens, self._runtime.memory())
+            known.__cause__, error = error, known
         self.failed(state, error)
 
     def failed(self, state: RequestState, error: Exception) -> None:

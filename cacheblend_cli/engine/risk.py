@@ -95,10 +95,10 @@ class RiskFile:
         """Of the collection's model and codec, what chunks were collected behind, and how they are blended: all of that but the
         seed and the limit."""
         policy = {name: value for name, value in asdict(blend).items() if name not in ("seed", "max_risk")}
-        told = json.dumps(
+        identity = json.dumps(
             [FORMAT, collection.model.fingerprint, collection.codec, sorted(contexts), policy], sort_keys=True
         )
-        name = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         return cls(user_data_path("cacheblend") / "risk" / f"{name}.json")
 
     def read(self) -> RiskFit | None:

@@ -123,10 +123,10 @@ class Penalties:
             self._in_prompt = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
             self._in_prompt[torch.tensor(self._prompt_ids, dtype=torch.int64, device=logits.device)] = True
             self._counts = torch.zeros_like(logits)
-        said, factor = self._counts > 0, self._params.repetition_penalty
+        generated, factor = self._counts > 0, self._params.repetition_penalty
         weaker = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where(said | self._in_prompt, weaker, logits)
-        return logits - self._params.frequency_penalty * self._counts - self._params.presence_penalty * said
+        logits = torch.where(generated | self._in_prompt, weaker, logits)
+        return logits - self._params.frequency_penalty * self._counts - self._params.presence_penalty * generated
 
     def note(self, token: Tensor) -> None:
         """token: [1] int64, drawn from the logits last penalised."""

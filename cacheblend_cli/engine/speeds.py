@@ -68,8 +68,8 @@ class SpeedFile:
         if decoder.device.type == "cuda":
             device.append(torch.cuda.get_device_name(decoder.device))
         pool = "auto" if decoder.kv_scales is None else "float8"
-        told = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
-        return cls(user_cache.place("speeds", *told))
+        identity = [FORMAT, model.fingerprint, decoder.kernels.name, codec, pool, torch.get_num_threads(), *device]
+        return cls(user_cache.place("speeds", *identity))
 
     def read(self) -> Speeds | None:
         try:

@@ -41,8 +41,8 @@ class Sample:
     @property
     def digest(self) -> str:
         """Digest of everything but the tags, 128 bits in hex."""
-        told = [self.question, self.answers, [(c.text, c.title, c.before) for c in self.contexts]]
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+        identity = [self.question, self.answers, [(c.text, c.title, c.before) for c in self.contexts]]
+        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
 
 def pages(titles: Sequence[str], texts: Sequence[str]) -> tuple[Context, ...]:

@@ -49,12 +49,12 @@ class Setting:
 
     def digest(self, run: dict[str, Any]) -> str:
         """Return a 64-bit digest of the setting within a run (model, dtype, answer length). The label distinguishes variants only."""
-        told: dict[str, Any] = {"context": self.context, "blend": asdict(self.blend), "run": run}
+        identity: dict[str, Any] = {"context": self.context, "blend": asdict(self.blend), "run": run}
         if self.is_full:  # independent of blending options
-            told = {"full": True, "run": run}
+            identity = {"full": True, "run": run}
         if self.prefill is not None:
-            told["label"] = self.label
-        return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+            identity["label"] = self.label
+        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 FULL = Setting("full prefill", BlendParams(mode="full"))
@@ -85,8 +85,8 @@ def grid(
             fixed = selector in ("all", "none")
             for ratio in dict.fromkeys(ratios):
                 least, way = (blend.ratio, auto) if isinstance(ratio, str) else (ratio, None)
-                told = ratio if isinstance(ratio, str) else f"{ratio:g}"
-                name = (selector if fixed else f"{selector} {told}") + suffix
+                identity = ratio if isinstance(ratio, str) else f"{ratio:g}"
+                name = (selector if fixed else f"{selector} {identity}") + suffix
                 if name not in {s.label for s in settings} and not (way and fixed):
                     config = replace(blend, mode="blend", selector=selector, ratio=least)
                     settings.append(Setting(name, config, context, way, auto=way is not None))

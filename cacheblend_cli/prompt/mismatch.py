@@ -114,8 +114,8 @@ def _model_differences(model: LoadedModel, stored: str) -> list[_Difference]:
         if model_fingerprint(model.spec, model.path, dtype, lora, weights) == stored:
             found = [] if name == ours else [_Difference(f"in {name}", f"in {ours}", f"--dtype {name}")]
             if weights != model.weight_dtype:
-                said = {"auto": "as they are"}
-                then, now = (f"with weights {said.get(w, f'in {w}')}" for w in (weights, model.weight_dtype))
+                dtype_words = {"auto": "as they are"}
+                then, now = (f"with weights {dtype_words.get(w, f'in {w}')}" for w in (weights, model.weight_dtype))
                 found.append(_Difference(then, now, f"--weight-dtype {weights}"))
             if lora != model.lora_digest:
                 found.append(_Difference("without an adapter", "with one", "no --lora"))

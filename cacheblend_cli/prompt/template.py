@@ -91,16 +91,18 @@ class PromptTemplate:
         if decoded == rendered:
             return []
         whole = self.tokenizer.decode(self.tokenizer.encode_template(rendered), skip_special_tokens=False)
-        told = []
+        differences_found = []
         if whole != rendered:
             read, written = _first_difference(whole, rendered)
-            told.append(f"the tokenizer reads {read!r} where {written!r} is written, also when nothing is cut")
+            differences_found.append(
+                f"the tokenizer reads {read!r} where {written!r} is written, also when nothing is cut"
+            )
         if decoded != whole:
             read, written = _first_difference(decoded, whole)
-            told.append(
+            differences_found.append(
                 f"the prompt reads {read!r} where it is cut into chunks, and {written!r} when it is encoded as a whole"
             )
-        return told
+        return differences_found
 
 
 def _first_difference(a: str, b: str) -> tuple[str, str]:

@@ -68,8 +68,8 @@ class Wording:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        told: dict[str, Any] = to_builtins(self)
-        return told
+        record: dict[str, Any] = to_builtins(self)
+        return record
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Wording:

@@ -137,9 +137,9 @@ async def _chat(request: Request, host: ServerState) -> Response:
     _check_model(host, body)
     _check_priority(request, body)
     of = with_passages(host, body, body.messages)
-    said = read_messages(of.messages)
+    turns = read_messages(of.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    wanted = Wanted(body, tenant_of(request), said.question, sampling, said.history, said.system, found=of.alone)
+    wanted = Wanted(body, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone)
     return await answered(
         request, host, replace(_reply(host, body, chat=True), passages=of.passages), [wanted], _streamed(body)
     )
@@ -188,15 +188,15 @@ async def _no_route(request: Request, error: Exception) -> Response:
     routes = [f"{method} {r.path.replace(':path', '')}" for r in own for method in r.methods or () if method != "HEAD"]
     what = "no such route" if error.status_code == 404 else f"{request.method} is not allowed here"
     code = "unknown_route" if error.status_code == 404 else "method_not_allowed"
-    told = ApiError(error.status_code, f"{what}; the routes are {', '.join(routes)}", code=code)
-    told.headers.update(error.headers or {})
-    return told.response(request.url.path)
+    refusal = ApiError(error.status_code, f"{what}; the routes are {', '.join(routes)}", code=code)
+    refusal.headers.update(error.headers or {})
+    return refusal.response(request.url.path)
 
 
 def _check_model(host: ServerState, body: AskBody) -> None:
     if body.model not in (None, "", host.model, "cacheblend"):
-        told = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
-        raise ApiError(404, told, param="model", code="model_not_found")
+        refusal = f"the model {body.model[:80]!r} is not here; this server has {host.model}"
+        raise ApiError(404, refusal, param="model", code="model_not_found")
 
 
 def _check_priority(request: Request, body: AskBody) -> None:

@@ -45,12 +45,12 @@ def _started(path: Path, log: Path, idle_exit_s: float, arguments: Sequence[str]
         )
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        if (told := ask_status(path)) is not None:
-            return told
+        if (reply := ask_status(path)) is not None:
+            return reply
         if process.poll() is not None:
-            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            told = dict(line.partition(": ")[::2] for line in reversed(said))  # the first of each kind
-            error = CacheBlendError(told.get("error", "the engine ended at once"), told.get("hint", f"see {log}"))
+            log_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reply = dict(line.partition(": ")[::2] for line in reversed(log_lines))  # the first of each kind
+            error = CacheBlendError(reply.get("error", "the engine ended at once"), reply.get("hint", f"see {log}"))
             with suppress(ValueError):  # killed by a signal
                 error.exit_code = ExitCode(process.returncode)
             raise error
@@ -73,7 +73,7 @@ def ask_status(path: Path) -> dict[str, Any] | None:
 
 def running(settings: Settings) -> list[dict[str, Any]]:
     """What every engine over the store tells of itself. Raises NotFoundError when none runs."""
-    found = [told for path in sockets_of(settings) if (told := ask_status(path)) is not None]
+    found = [reply for path in sockets_of(settings) if (reply := ask_status(path)) is not None]
     if not found:
         raise NotFoundError(f"no engine runs over {settings.store_path}", "start one: cacheblend serve --background")
     return found
@@ -86,9 +86,9 @@ def stop_all(settings: Settings, grace_s: float) -> list[int]:
     not end in that time and a margin.
     """
     ended = []
-    for told in running(settings):
-        pid, deadline = told["pid"], time.monotonic() + grace_s + _END_S
-        connection = Connection.to(Path(told["socket"]), _REPLY_S)
+    for reply in running(settings):
+        pid, deadline = reply["pid"], time.monotonic() + grace_s + _END_S
+        connection = Connection.to(Path(reply["socket"]), _REPLY_S)
         if connection is not None:
             with connection, suppress(CacheBlendError):  # one that does not reply may end all the same
                 list(connection.request("stop"))

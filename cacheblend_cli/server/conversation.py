@@ -24,7 +24,7 @@ class Conversation:
 
 def read_messages(messages: Sequence[Message]) -> Conversation:
     """Join consecutive messages of one role. Raises ApiError for a conversation that cannot be rendered."""
-    said: list[tuple[str, str]] = []
+    messages_read: list[tuple[str, str]] = []
     for i, message in enumerate(messages):
         place = f"messages.{i}"
         role = _ROLES.get(message.role)
@@ -32,8 +32,8 @@ def read_messages(messages: Sequence[Message]) -> Conversation:
             raise bad(f"{place}.role is {message.role[:80]!r}; known: {', '.join(_ROLES)}", f"{place}.role")
         if message.calls_tools:
             raise bad("tools are not supported", f"{place}.tool_calls")
-        said.append((role, _text(message.content, f"{place}.content")))
-    turns = [(role, "\n\n".join(text for _, text in run)) for role, run in groupby(said, key=itemgetter(0))]
+        messages_read.append((role, _text(message.content, f"{place}.content")))
+    turns = [(role, "\n\n".join(text for _, text in run)) for role, run in groupby(messages_read, key=itemgetter(0))]
     system = turns.pop(0)[1] if turns[0][0] == "system" else None
     if any(role == "system" for role, _ in turns):
         raise bad("a system message must come before all others", "messages")

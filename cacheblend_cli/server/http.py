@@ -67,11 +67,11 @@ def tenant_of(request: Request) -> Tenant:
 
 def logged(error: Exception, host: ServerState) -> ApiError:
     """The error as the API reports it; the server's own faults are logged."""
-    told = as_api_error(error)
-    if told.status >= 500 and not isinstance(error, ApiError):
-        logger.error("a request failed: %s", getattr(error, "message", error), exc_info=told.status == 500)
-    told.message = host.public(told.message)
-    return told
+    api_error = as_api_error(error)
+    if api_error.status >= 500 and not isinstance(error, ApiError):
+        logger.error("a request failed: %s", getattr(error, "message", error), exc_info=api_error.status == 500)
+    api_error.message = host.public(api_error.message)
+    return api_error
 
 
 async def events(host: ServerState, records: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

@@ -107,7 +107,7 @@ class Api:
         await self._ready()
         try:
             reply = await self._client.request(method, path, json=body)
-            told = reply.json()
+            reply_body = reply.json()
         except httpx2.TransportError as error:
             raise CacheBlendError(
                 f"the engine cannot be reached: {error or type(error).__name__}", "check that cacheblend serve runs"
@@ -118,9 +118,9 @@ class Api:
                 "check that the URL is that of cacheblend serve",
             ) from error
         if reply.is_success:
-            found: dict[str, Any] = told
+            found: dict[str, Any] = reply_body
             return found
-        detail = told.get("error") if isinstance(told, dict) else None
+        detail = reply_body.get("error") if isinstance(reply_body, dict) else None
         message = detail["message"] if isinstance(detail, dict) else f"HTTP {reply.status_code}"
         hint = "give the server's API key in CACHEBLEND_API_KEY" if reply.status_code == 401 else None
         raise (NotFoundError if reply.status_code == 404 else CacheBlendError)(message, hint)

@@ -79,10 +79,10 @@ class _Stats(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
-        for name, told in _GAUGES.items():
-            yield GaugeMetricFamily(f"cacheblend_{name}", told, value=getattr(stats, name))
-        for name, told in _COUNTERS.items():
-            yield CounterMetricFamily(f"cacheblend_{name}", told, value=getattr(stats, name))
+        for name, help_text in _GAUGES.items():
+            yield GaugeMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
+        for name, help_text in _COUNTERS.items():
+            yield CounterMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
         yield CounterMetricFamily("cacheblend_stall_seconds", "Waited for KV to load", value=stats.stall_s)
         blocks = GaugeMetricFamily("cacheblend_blocks", "Blocks of the KV pool by state", labels=["state"])
         for state in ("free", "used", "hot"):

@@ -119,22 +119,22 @@ def _described(route: str, operation: Operation, schema_of: dict[str, Any]) -> d
     if operation.streams:
         replies["200"]["content"][operation.streams] = {"schema": {"type": "string"}}
     refusal = OllamaError if OLLAMA in route else ErrorReply
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {**replies, "default": {"description": "Error", "content": content(refusal)}},
     }
     for name in ("id", "name"):
         if f"{{{name}}}" in route:
             schema = {"type": "string", "minLength": 1, "maxLength": 256}
-            told["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+            described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     if operation.session:
         named = {
             "description": "Requests with the same value are answered by the same replica",
             "schema": {"type": "string"},
         }
-        told["parameters"] = [{"name": SESSION, "in": "header", **named}]
+        described["parameters"] = [{"name": SESSION, "in": "header", **named}]
         replies["200"]["headers"] = {SESSION: named}
     if operation.body is not None:
         files: dict[str, Any] = {"application/octet-stream": {}} if operation.bytes_too else {}
-        told["requestBody"] = {"required": True, "content": content(operation.body) | files}
-    return told
+        described["requestBody"] = {"required": True, "content": content(operation.body) | files}
+    return described

@@ -21,16 +21,16 @@ _ELSEWHERE = "set XDG_RUNTIME_DIR to a directory of your own"
 
 def socket_of(settings: Settings) -> Path:
     """The socket of an engine of this version over the settings' store, with their model and the rest that an engine has."""
-    told = {name: getattr(settings, name) for name in grouped("prompt", "model", "machine", "memory")}
+    identity = {name: getattr(settings, name) for name in grouped("prompt", "model", "machine", "memory")}
     lora = os.path.realpath(Path(settings.lora).expanduser()) if settings.lora else ""
-    told |= {
+    identity |= {
         "model": _model(settings.model),
         "lora": lora,
         "decode_model": _model(settings.decode_model) if settings.decode_model else "",
         "prompt": _content(settings.prompt),
         "version": [__version__, PROTOCOL],
     }
-    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=6).hexdigest()
     return folder_of(settings) / f"{_NAME}{digest}.sock"
 
 

@@ -61,10 +61,10 @@ class Reply:
         offsets: Counter[int] = Counter()
 
         def logprobs(index: int) -> dict[str, Any] | None:
-            told = self._logprobs(tokens.pop(index, []), offsets[index])
-            if told and not self.chat:
-                offsets[index] += sum(map(len, told["tokens"]))
-            return told
+            reported = self._logprobs(tokens.pop(index, []), offsets[index])
+            if reported and not self.chat:
+                offsets[index] += sum(map(len, reported["tokens"]))
+            return reported
 
         async for event in events:
             if isinstance(event, Token):
@@ -92,7 +92,7 @@ class Reply:
     def blend(self, done: Done, prepared: Prepared) -> dict[str, Any]:
         """What became of the chunks, and how long it took."""
         answer = done.answers[0]
-        told = answer.to_dict(explain=self.explain)
+        reported = answer.to_dict(explain=self.explain)
         chunks: list[dict[str, Any]] = [
             {
                 "id": c.id, "document": of.document, "title": of.title, "tokens": c.tokens, "status": c.status,
@@ -103,17 +103,19 @@ class Reply:
         if self.explain:
             for record, chunk in zip(chunks, answer.chunks, strict=True):
                 record["pieces"] = self._pieces(answer, chunk)
-        timing = {name: value for name, value in told["timing"].items() if name not in ("process_s", "model_load_s")}
+        timing = {
+            name: value for name, value in reported["timing"].items() if name not in ("process_s", "model_load_s")
+        }
         names = (
             "mode", "selector", "ratio", "prompt_tokens", "cached_tokens", "exact_tokens", "recomputed_tokens",
             "recompute_fraction", "kv_bytes_loaded",
         )  # fmt: skip
         rest: dict[str, Any] = {
-            name: told[name] for name in ("hot_tokens", "verify", "risk", "layers", "auto") if name in told
+            name: reported[name] for name in ("hot_tokens", "verify", "risk", "layers", "auto") if name in reported
         }
         return {
-            **{name: told[name] for name in names},
-            "notes": [self.public(note) for note in told["notes"]],
+            **{name: reported[name] for name in names},
+            "notes": [self.public(note) for note in reported["notes"]],
             "chunks": chunks,
             "timing": timing,
             "ended": done.ended,
@@ -141,19 +143,19 @@ class Reply:
     def _chunk(
         self, index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
-        said: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+        generated: dict[str, Any] = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **generated, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head(self._streamed), "choices": [choice]}
 
     def _choice(self, index: int, answer: Answer, before: str) -> dict[str, Any]:
         """before: what stands before the text."""
-        said: dict[str, Any] = {"text": before + answer.text}
+        generated: dict[str, Any] = {"text": before + answer.text}
         if self.chat:
             reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-            said = {"message": {"role": "assistant", "content": answer.text, **reasoning}}
-        told, first = [*answer.prompt_logprobs, *answer.logprobs], answer.prompt_ids[:1] if self.echo else []
-        logprobs = self._logprobs(told, first=first)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason(answer)}
+            generated = {"message": {"role": "assistant", "content": answer.text, **reasoning}}
+        reported, first = [*answer.prompt_logprobs, *answer.logprobs], answer.prompt_ids[:1] if self.echo else []
+        logprobs = self._logprobs(reported, first=first)
+        return {"index": index, **generated, "logprobs": logprobs, "finish_reason": finish_reason(answer)}
 
     def _logprobs(
         self, of: Sequence[TokenLogprob], offset: int = 0, first: Sequence[int] = ()
@@ -196,11 +198,11 @@ def finish_reason(answer: Answer) -> str:
 def usage(prompts: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:
     """prompts: an answer of every prompt."""
     asked = sum(a.prompt_tokens for a in prompts)
-    said = sum(len(a.generated_ids) for a in answers)
+    generated = sum(len(a.generated_ids) for a in answers)
     return {
         "prompt_tokens": asked,
-        "completion_tokens": said,
-        "total_tokens": asked + said,
+        "completion_tokens": generated,
+        "total_tokens": asked + generated,
         "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)},
     }

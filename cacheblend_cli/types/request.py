@@ -126,15 +126,15 @@ class AskRequest:
     @property
     def wire(self) -> dict[str, Any]:
         """JSON form. A directory of embedding weights becomes an absolute path, since the engine may run in another directory."""
-        told: dict[str, Any] = to_builtins(self)
+        record: dict[str, Any] = to_builtins(self)
         weights = self.search.embeddings if self.search else ""
         if weights and Path(weights).expanduser().is_dir():
-            told["search"]["embeddings"] = os.path.abspath(Path(weights).expanduser())
-        return told
+            record["search"]["embeddings"] = os.path.abspath(Path(weights).expanduser())
+        return record
 
     @classmethod
-    def from_wire(cls, told: dict[str, Any]) -> AskRequest:
-        return convert(told, cls)
+    def from_wire(cls, record: dict[str, Any]) -> AskRequest:
+        return convert(record, cls)
 
 
 def ask_request(

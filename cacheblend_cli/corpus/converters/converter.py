@@ -54,8 +54,8 @@ def parsing(package: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        told = f"needs {package}: {install_hint('documents')}"
-        raise NoDocument(told, "needing the documents extra", unread=True) from None
+        missing = f"needs {package}: {install_hint('documents')}"
+        raise NoDocument(missing, "needing the documents extra", unread=True) from None
     except NoDocument:
         raise
     except Exception as error:

@@ -38,8 +38,10 @@ def generic_spec(config: dict[str, Any]) -> ModelSpec | None:
             read = CONFIG_MAPPING[model_type].from_dict(config)
             values = read.to_dict()
     except (TypeError, ValueError, AttributeError, LookupError, StrictDataclassError) as error:
-        told = " ".join(str(error).split())
-        raise UsageError(f"transformers cannot read config.json of model_type {model_type!r}: {told}", AGAIN) from error
+        detail = " ".join(str(error).split())
+        raise UsageError(
+            f"transformers cannot read config.json of model_type {model_type!r}: {detail}", AGAIN
+        ) from error
     if config.get("quantization_config"):
         raise not_generic(model_type, "its weights are quantised")
     if read.get_text_config() is not read:

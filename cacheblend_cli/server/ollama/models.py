@@ -165,8 +165,8 @@ def _shown(host: ServerState, model: Listed) -> dict[str, Any]:
         capabilities=["completion", "thinking"] if runtime.template.may_reason else ["completion"],
         modified_at=model.modified_at,
     )
-    told: dict[str, Any] = to_builtins(shown)
-    return told
+    record: dict[str, Any] = to_builtins(shown)
+    return record
 
 
 def _shown_embedding(host: ServerState, model: Listed, own: embedding.Embedder) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def _shown_embedding(host: ServerState, model: Listed, own: embedding.Embedder) 
         "embedding.context_length": own.most_tokens,
     }
     shown = Shown(f"FROM {model.name}", "", "", model.details, info, ["embedding"], model.modified_at)
-    told: dict[str, Any] = to_builtins(shown)
-    return told
+    record: dict[str, Any] = to_builtins(shown)
+    return record
 
 
 def _count(parameters: int) -> str:

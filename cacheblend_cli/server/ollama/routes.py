@@ -80,8 +80,10 @@ async def _answered(request: Request, host: ServerState, body: AnswerBody, messa
             wanted = Wanted(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
         else:
             of = with_passages(host, ask, messages)
-            said = read_messages(of.messages)
-            wanted = Wanted(ask, tenant_of(request), said.question, sampling, said.history, said.system, found=of.alone)
+            turns = read_messages(of.messages)
+            wanted = Wanted(
+                ask, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone
+            )
             written = replace(written, passages=of.passages)
         reply = OllamaReply(is_chat, body.model, written)
         return await answered(request, host, reply, [wanted], line_stream if ask.stream else None)
@@ -100,12 +102,12 @@ def _sampling(host: ServerState, body: AnswerBody, ask: AskBody) -> SamplingPara
 
 def _named(error: Exception) -> Exception:
     """The error with the options of Ollama's API in the place of /v1's fields; an internal one as it is."""
-    told = as_api_error(error)
-    if told.status >= 500:
+    api_error = as_api_error(error)
+    if api_error.status >= 500:
         return error
-    told.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], told.message)
-    told.param = _OPTIONS.get(told.param or "", told.param)
-    return told
+    api_error.message = _OPTION.sub(lambda found: _OPTIONS[found[0]], api_error.message)
+    api_error.param = _OPTIONS.get(api_error.param or "", api_error.param)
+    return api_error
 
 
 ROUTES = {
