@@ -192,7 +192,7 @@ def one_by_one(mode: str, bench: Bench, seconds: float) -> list[Case]:
     return [figures(answers, time.perf_counter() - started) | {"clients": 1}]
 
 
-def closed(mode: str, clients: int, hot: bool, bench: Bench, seconds: float) -> list[Case]:
+def closed(mode: str, clients: int, caching: bool, bench: Bench, seconds: float) -> list[Case]:
     """Run a number of clients, each asking again when answered."""
     asked = iter(bench.asked(mode, bench.fitting(seconds, mode, clients)))
 
@@ -200,7 +200,7 @@ def closed(mode: str, clients: int, hot: bool, bench: Bench, seconds: float) -> 
         for _, question in list(zip(range(clients), asked, strict=False)):
             ask(question, lambda: next(asked, None))
 
-    return [served(bench, bench.limits(hot=hot), clients_ask) | {"clients": clients}]
+    return [served(bench, bench.limits(enable_prefix_caching=caching), clients_ask) | {"clients": clients}]
 
 
 def poisson(load: float, bench: Bench, seconds: float) -> list[Case]:
@@ -255,7 +255,7 @@ def served(bench: Bench, limits: Limits, load: Callable[[Ask], None]) -> Case:
     return figures(answers, seconds) | {
         "latency_s": statistics.median(waited),
         "scheduling_share": stats.scheduling_s / stats.step_s,
-        "hot_share": stats.hot / sum(a.prompt_tokens for a in answers),
+        "prefix_cache_share": stats.prefix_cached / sum(a.prompt_tokens for a in answers),
         "stats": asdict(stats),
     }
 
@@ -286,9 +286,15 @@ def repeated(bench: Bench, seconds: float) -> list[Case]:
         reuse.append(bench.engine.run_alone(bench.store, replace(short, blend=MODES["reuse"]), AskOptions(save=False)))
     service.close()
     ttft = [statistics.median(a.timing.ttft_s for a in answers) for answers in (again, reuse)]
-    hot = statistics.median(a.hot_tokens / a.prompt_tokens for a in again)
+    cached = statistics.median(a.prefix_cache_tokens / a.prompt_tokens for a in again)
     return [
-        {"requests": count, "ttft_s": ttft[0], "reuse_ttft_s": ttft[1], "ratio": ttft[0] / ttft[1], "hot_share": hot}
+        {
+            "requests": count,
+            "ttft_s": ttft[0],
+            "reuse_ttft_s": ttft[1],
+            "ratio": ttft[0] / ttft[1],
+            "prefix_cache_share": cached,
+        }
     ]
 
 
@@ -327,8 +333,8 @@ PARTS: dict[str, tuple[Part, float]] = {
     "full, one by one": (partial(one_by_one, "full"), 25),
     **{f"blend {n}": (partial(closed, "blend", n, True), s) for n, s in ((1, 15), (4, 20), (8, 25), (16, 50))},
     **{f"full {n}": (partial(closed, "full", n, True), s) for n, s in ((1, 20), (4, 30), (8, 50), (16, 110))},
-    "blend 16, nothing hot": (partial(closed, "blend", 16, False), 35),
-    "full 8, nothing hot": (partial(closed, "full", 8, False), 40),
+    "blend 16, no prefix cache": (partial(closed, "blend", 16, False), 35),
+    "full 8, no prefix cache": (partial(closed, "full", 8, False), 40),
     **{f"Poisson {load:g}": (partial(poisson, load), 25) for load in (0.5, 0.8, 1.0)},
     "repeated composition": (repeated, 15),
     "decode": (decode, 40),

@@ -7,7 +7,7 @@ from typing import Any
 
 FORMS = {
     "requests": "d", "rate": ".2f", "requests_per_s": ".3f", "tokens_per_s": ".1f", "ttft_s": ".2f", "ttft_p95_s": ".2f",
-    "scheduling_share": ".2%", "hot_share": ".0%",
+    "scheduling_share": ".2%", "prefix_cache_share": ".0%",
 }  # fmt: skip
 RATIOS = {
     "decode": "tokens/s of eight sequences over one, target: 3",

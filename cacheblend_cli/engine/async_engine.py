@@ -195,9 +195,9 @@ class AsyncEngine:
             self._core.counts,
             running=len(scheduler.those(Status.RUNNING)),
             swapped=len(scheduler.those(Status.SWAPPED)),
-            blocks_free=allocator.num_free - allocator.num_hot,
+            blocks_free=allocator.num_free - allocator.num_cached,
             blocks_used=allocator.num_used,
-            blocks_hot=allocator.num_hot,
+            blocks_cached=allocator.num_cached,
         )
 
 

@@ -13,7 +13,7 @@ from cacheblend_cli.prompt.plan import PromptPlan
 
 @dataclass(frozen=True)
 class Found:
-    """What of a prompt is hot, and how all of its KV comes to be when that is used."""
+    """Blocks of a prompt in the prefix cache, and the provenance of its KV if they are used."""
 
     hit: Hit
     origin: KVProvenance
@@ -21,19 +21,19 @@ class Found:
 
 class BlockManager:
     """watermark: share of the pool that a prompt leaves free, for answers that grow. in_use: blocks that are nobody's, but used,
-    such as the spare one that decoding fills its batches with. hot, reuse_repaired: see `Limits`. window: positions that a layer
+    such as the spare one that decoding fills its batches with. enable_prefix_caching, reuse_repaired: see `Limits`. window: positions that a layer
     looks back at most, None where one of them looks at all."""
 
     def __init__(
         self,
         space: BlockSpace,
         watermark: float = 0.02,
-        hot: bool = True,
+        enable_prefix_caching: bool = True,
         reuse_repaired: bool = False,
         window: int | None = None,
     ) -> None:
         self._reuse_repaired, self._window = reuse_repaired, window
-        self.space, self._hot, self._keeps = space, PrefixCache(space), hot
+        self.space, self._prefix_cache, self._keeps = space, PrefixCache(space), enable_prefix_caching
         self._reserve = int(watermark * space.allocator.num_blocks)
         self._in_use = space.allocator.num_used
         self._total = space.allocator.num_blocks - self._in_use
@@ -74,18 +74,20 @@ class BlockManager:
     def _find(self, plan: PromptPlan, origin: KVProvenance) -> Found:
         token_ids, size = plan.token_ids, self.space.block_size
         if origin.slice_rows:
-            num_tokens = origin.reusable(min(self._hot.find(token_ids, origin).num_tokens, plan.num_tokens - 1))
+            num_tokens = origin.reusable(
+                min(self._prefix_cache.find(token_ids, origin).num_tokens, plan.num_tokens - 1)
+            )
             while (
                 num_tokens and plan.cut_for(num_tokens) != num_tokens
             ):  # it ends within a chunk that is loaded as a whole
                 num_tokens -= origin.slice_rows
-            return Found(self._hot.find(token_ids[:num_tokens], origin).cut(num_tokens, size), origin)
+            return Found(self._prefix_cache.find(token_ids[:num_tokens], origin).cut(num_tokens, size), origin)
         repaired = max((s.end for s in plan.segments if s.status == "blended"), default=0)
         exact = origin.in_full
-        hit = self._hot.find(token_ids, exact)
+        hit = self._prefix_cache.find(token_ids, exact)
         if hit.num_tokens >= repaired:
             return Found(hit.cut(plan.cut_for(hit.num_tokens), size), exact)
-        blended = self._hot.find(token_ids, origin)
+        blended = self._prefix_cache.find(token_ids, origin)
         if blended.num_tokens >= repaired:
             return Found(blended.cut(plan.cut_for(blended.num_tokens), size), origin)
         return Found(hit.cut(plan.cut_for(min(hit.num_tokens, origin.exact_until)), size), origin)
@@ -99,7 +101,7 @@ class BlockManager:
 
     def allocate(self, num_tokens: int, room: int, hit: Hit) -> BlockTable:
         """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
-        return self._hot.take(hit, num_tokens, room)
+        return self._prefix_cache.take(hit, num_tokens, room)
 
     def keep(self, sequence: BlockTable, token_ids: list[int], origin: KVProvenance) -> None:
         """Keep the sequence's full blocks, whose KV is final, as a prefix cache."""
@@ -109,7 +111,7 @@ class BlockManager:
                 if self._reuse_repaired or not origin.blended
                 else min(len(token_ids), origin.exact_until)
             )
-            self._hot.keep(sequence, token_ids[: origin.reusable(last)], origin)
+            self._prefix_cache.keep(sequence, token_ids[: origin.reusable(last)], origin)
 
     def num_unseen(self, kv_len: int) -> int:
         """The first blocks of a sequence of kv_len tokens that none of its next tokens looks at, in any layer."""
@@ -121,6 +123,6 @@ class BlockManager:
         return max(self.space.blocks_for(num_tokens + 1) - gone, held) <= self._free
 
     def check_idle(self) -> None:
-        """Nobody holds a block: free + hot + used = total, and used are the spare ones. Raises AssertionError: our own bug."""
+        """Nobody holds a block: free + cached + used = total, and used are the spare ones. Raises AssertionError: our own bug."""
         self.space.allocator.check_integrity()
         assert self.space.allocator.num_used == self._in_use, "blocks are used, and nobody holds them"

@@ -34,7 +34,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         prompt_tokens=plan.num_tokens,
         cached_tokens=plan.cached_tokens,
         exact_tokens=plan.exact_tokens,
-        hot_tokens=done.hot_tokens,
+        prefix_cache_tokens=done.prefix_cache_tokens,
         recomputed_tokens=len(done.result.chosen),
         recompute_fraction=done.recompute_fraction,
         chunks=_chunk_uses(done, generation.attention),

@@ -36,7 +36,7 @@ from cacheblend_cli.kv.prefix_cache import Hit
 from cacheblend_cli.kv.source import BadChunk
 from cacheblend_cli.types import Answer
 
-_ALONE = Limits(max_sequences=128, hot=False)  # for one request: all of its answers at once
+_ALONE = Limits(max_sequences=128, enable_prefix_caching=False)  # for one request: all of its answers at once
 
 
 class EngineCore:
@@ -48,10 +48,10 @@ class EngineCore:
         watermark = 0.02 if memory is None else 0.0
         memory, decoder = memory or lasting_pool(runtime, limits), runtime.decoder
         self.worker = Worker(decoder, memory)
-        hot = limits.hot and decoder.rope.switches_at is None  # else KV is that of a length
+        caches = limits.enable_prefix_caching and decoder.rope.switches_at is None  # else KV is that of a length
         windows = [layer.attention.sliding_window for layer in decoder.layers]
         window = None if None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockManager(self.worker, watermark, hot, limits.reuse_repaired, window)
+        self.blocks = BlockManager(self.worker, watermark, caches, limits.reuse_repaired, window)
         size = self.worker.block_size
         self._slice_rows = -(-(limits.max_rows or runtime.slice_rows) // size) * size
         self._same_slices = not (limits.refine or limits.reuse_repaired)
@@ -62,8 +62,8 @@ class EngineCore:
             self.blocks, self.worker, limits.max_sequences, ahead, self._begin, self._restart, self.counts
         )
         self._states = self.scheduler.states
-        self.refiner = Refiner(runtime, size) if limits.refine and hot else None
-        if limits.refine and not hot:
+        self.refiner = Refiner(runtime, size) if limits.refine and caches else None
+        if limits.refine and not caches:
             runtime.say("--refine does nothing here: no KV is kept as a prefix cache")
         self._outputs = OutputProcessor(runtime, self._states, self._queue, self.counts, self.refiner, emit)
 
@@ -201,17 +201,17 @@ class EngineCore:
     def _answers_begin(self, first: Sequence, done: PrefillReport) -> None:
         """Draw the first token of each answer; they share the prompt's blocks."""
         state = first.state
-        plan, sampling = state.request.plan.with_hot(done.hot_tokens), state.request.sampling
+        plan, sampling = state.request.plan.with_prefix_cache(done.prefix_cache_tokens), state.request.sampling
         assert first.paged is not None
         state.done = done
-        if done.hot_tokens > state.provenance.exact_until:
+        if done.prefix_cache_tokens > state.provenance.exact_until:
             state.request.notes.append(
                 "the chunks' KV is reused as it was repaired for another question (--reuse-repaired)"
             )
         self.counts.computed += plan.fresh_tokens
         self.counts.reused += plan.exact_tokens + plan.inexact_tokens
         self.counts.repaired += len(done.result.chosen)
-        self.counts.hot += done.hot_tokens
+        self.counts.prefix_cached += done.prefix_cache_tokens
         self.counts.stall_s += done.loader.stall_s
         if state.request.connector is not None:
             self._hand_over(first, state.request.connector)

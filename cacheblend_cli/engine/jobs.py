@@ -72,14 +72,14 @@ OnEvent = Callable[[Event], None]
 class Limits:
     """max_waiting: queued requests before more are refused. max_sequences: answers decoded at once; one request gets at most half of
     them. max_rows: tokens of a full prefill that one step computes. pool_tokens: positions of the KV pool, None = what memory
-    allows. hot: keep KV as a prefix cache. reuse_repaired: keep blended KV too, whose repaired tokens were chosen for another
+    allows. enable_prefix_caching: keep KV as a prefix cache. reuse_repaired: keep blended KV too, whose repaired tokens were chosen for another
     question over the same chunks. refine: compute the exact KV of blended prompts while the engine is idle."""
 
     max_waiting: int = 256
     max_sequences: int = 16
     max_rows: int | None = None
     pool_tokens: int | None = None
-    hot: bool = True
+    enable_prefix_caching: bool = True
     reuse_repaired: bool = False
     refine: bool = False
 
@@ -95,7 +95,7 @@ class EngineStats:
     """Requests and sequences by state; the pool's blocks by state; what was done since the service began, which the engine counts.
 
     computed: tokens of prompts whose KV was computed; reused: taken from the store; repaired: of these, computed again;
-    hot: found in the pool. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
+    prefix_cached: found in the prefix cache. refined: prompts whose exact KV was computed while nobody asked. stall_s: waited for KV to load.
     step_s, scheduling_s: seconds of all steps, and of deciding what they do."""
 
     waiting: int = 0
@@ -103,7 +103,7 @@ class EngineStats:
     swapped: int = 0
     blocks_free: int = 0
     blocks_used: int = 0
-    blocks_hot: int = 0
+    blocks_cached: int = 0
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -111,7 +111,7 @@ class EngineStats:
     computed: int = 0
     reused: int = 0
     repaired: int = 0
-    hot: int = 0
+    prefix_cached: int = 0
     preempted: int = 0
     refined: int = 0
     stall_s: float = 0.0

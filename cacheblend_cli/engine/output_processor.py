@@ -13,9 +13,9 @@ from cacheblend_store import StoreError
 from cacheblend_cli.engine.build_answer import answer_of
 from cacheblend_cli.engine.checks import Confirm, InternalRequest, Refine, Verify
 from cacheblend_cli.engine.controller import learn_from
-from cacheblend_cli.engine.holes import has_holes, store_holes
 from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
+from cacheblend_cli.engine.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.prefill import PrefillReport
 from cacheblend_cli.engine.refine import Refiner
 from cacheblend_cli.engine.runtime import Runtime
@@ -105,7 +105,7 @@ class OutputProcessor:
         assert draft is not None
         assert state.done is not None
         if state.request.options.confirm and state.confirmation is None:
-            if state.done.plan.cached_tokens or state.done.hot_tokens:
+            if state.done.plan.cached_tokens or state.done.prefix_cache_tokens:
                 self._queue(Confirm(self._runtime, state, draft))
                 return
             state.confirmation = Confirmation(True, None, draft.text, 0.0, 0.0)  # a full prefill
@@ -134,8 +134,8 @@ class OutputProcessor:
         self.remove(state)
         if early is None and state.request.connector is not None:
             self._emit(state, HandedOver(answers[0]))
-        if early is None and state.request.options.save and state.done is not None and has_holes(state.done):
-            self._storing.append((state, answers, store_holes(state.done)))
+        if early is None and state.request.options.save and state.done is not None and has_missing(state.done):
+            self._storing.append((state, answers, store_missing(state.done)))
         else:
             self._over(state, answers, early)
 
@@ -229,7 +229,7 @@ def as_public_error(error: Exception) -> Exception:
 
 def _conclude(runtime: Runtime, done: PrefillReport, answer: Answer) -> None:
     """Let the loading controller learn, and tell the store which chunks were used."""
-    if answer.auto is not None and not done.hot_tokens:
+    if answer.auto is not None and not done.prefix_cache_tokens:
         learn_from(runtime, answer.auto, done)
     request, store = done.request, done.request.store
     if store is not None and request.blend.mode != "full":  # before missing chunks are stored, which may need room

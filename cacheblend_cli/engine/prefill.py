@@ -64,20 +64,20 @@ class PrefillOutput:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """A prompt whose KV is in the pool. request: as it was run in the end. hot_tokens: leading tokens whose KV came from the
-    prefix cache; hot_exact: it was exact. prompt_logprobs: of every token but the first, where requested."""
+    """A prompt whose KV is in the pool. request: as it was run in the end. prefix_cache_tokens: leading tokens whose KV came from the
+    prefix cache; prefix_cache_exact: it was exact. prompt_logprobs: of every token but the first, where requested."""
 
     request: Request
     result: PrefillResult
     loader: KVLoader
     prefill_s: float
-    hot_tokens: int = 0
-    hot_exact: bool = False
+    prefix_cache_tokens: int = 0
+    prefix_cache_exact: bool = False
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def plan(self) -> PromptPlan:
-        return self.request.plan.with_exact(self.hot_tokens) if self.hot_exact else self.request.plan
+        return self.request.plan.with_exact(self.prefix_cache_tokens) if self.prefix_cache_exact else self.request.plan
 
     @property
     def logits(self) -> Tensor:
@@ -247,8 +247,8 @@ class PrefillState:
 
     def _output(self, result: PrefillResult | None, start: float) -> PrefillOutput:
         self._prefill_s += time.perf_counter() - start
-        hot = self._plan.segments[0].end if self._plan.segments[0].status == "hot" else 0
-        num_filled = self._slices[self._done - 1].end if self._done else hot
+        cached = self._plan.segments[0].end if self._plan.segments[0].status == "prefix_cached" else 0
+        num_filled = self._slices[self._done - 1].end if self._done else cached
         return PrefillOutput(num_filled, self._loader, result, self._prefill_s)
 
 

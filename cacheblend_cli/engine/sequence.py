@@ -145,7 +145,7 @@ class Sequence:
         BadChunk."""
         assert self.paged is not None
         request, number = self.state.to_prefill, next(worker.numbers)
-        plan = request.plan.with_hot(hit_tokens) if hit_tokens else request.plan
+        plan = request.plan.with_prefix_cache(hit_tokens) if hit_tokens else request.plan
         outputs_from, on_logits = self.state.outputs() or (None, lambda logits: None)
         blocks, blend = tuple(self.paged.blocks), request.blend
         self.prefill = RunningPrefill(worker, number, hit_tokens)

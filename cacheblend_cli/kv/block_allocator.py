@@ -1,11 +1,11 @@
 """Blocks of the paged KV cache: who owns which, counted by references.
 
-Ranges and owners: a block is in one of three places, and free + hot + used = total.
+Ranges and owners: a block is in one of three places, and free + cached + used = total.
 
 | place   | owners | what it holds                                                          |
 |---------|--------|------------------------------------------------------------------------|
 | `_free` | none   | nothing                                                                |
-| `_hot`  | none   | KV that somebody may want again; taken, least recently used first, when no block is free |
+| `_cached`  | none   | KV that somebody may want again; taken, least recently used first, when no block is free |
 | `_refs` | 1 or more | KV of sequences; block tables own one reference to each of their blocks |
 """
 
@@ -34,17 +34,17 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))  # sorted
         self._refs: dict[int, int] = {}
-        self._hot: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._forget: dict[int, Callable[[int], None]] = {}  # of blocks whose KV somebody may want again
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: hot ones too."""
-        return len(self._free) + len(self._hot)
+        """Blocks that can be had: cached ones too."""
+        return len(self._free) + len(self._cached)
 
     @property
-    def num_hot(self) -> int:
-        return len(self._hot)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -74,10 +74,10 @@ class BlockAllocator:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner of each block, which has one or is hot."""
+        """One more owner of each block, which has one or is cached."""
         for block in blocks:
-            if block in self._hot:
-                del self._hot[block]
+            if block in self._cached:
+                del self._cached[block]
             self._refs[block] = self._refs.get(block, 0) + 1
 
     def is_shared(self, block: int) -> bool:
@@ -98,20 +98,20 @@ class BlockAllocator:
             if self._refs[block] == 0:
                 del self._refs[block]
                 if block in self._forget:
-                    self._hot[block] = None
+                    self._cached[block] = None
                 else:
                     bisect.insort(self._free, block)
 
     def check_integrity(self) -> None:
-        """free + hot + used = total, no block in two places, no block lost. Raises AssertionError: it is our own bug."""
-        assert len(self._free) + len(self._hot) + len(self._refs) == self.num_blocks
-        assert set(self._free) | set(self._hot) | set(self._refs) == set(range(self.num_blocks))
+        """free + cached + used = total, no block in two places, no block lost. Raises AssertionError: it is our own bug."""
+        assert len(self._free) + len(self._cached) + len(self._refs) == self.num_blocks
+        assert set(self._free) | set(self._cached) | set(self._refs) == set(range(self.num_blocks))
         assert self._free == sorted(self._free)
         assert all(count > 0 for count in self._refs.values())
-        assert set(self._hot) <= self._forget.keys() <= set(self._hot) | set(self._refs)
+        assert set(self._cached) <= self._forget.keys() <= set(self._cached) | set(self._refs)
 
     def _evict(self) -> None:
-        block, _ = self._hot.popitem(last=False)
+        block, _ = self._cached.popitem(last=False)
         self._forget.pop(block)(block)
         bisect.insort(self._free, block)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 SegmentKind = Literal["prefix", "chunk", "suffix"]
-SegmentStatus = Literal["exact", "blended", "computed", "hot"]
+SegmentStatus = Literal["exact", "blended", "computed", "prefix_cached"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ChunkInput:
 class Segment:
     """A run of the prompt, positions start:end.
 
-    status: "exact" (stored KV, correct here), "blended" (stored KV, needs repair), "computed" (fresh), "hot" (already in the
+    status: "exact" (stored KV, correct here), "blended" (stored KV, needs repair), "computed" (fresh), "prefix_cached" (already in the
     pool). codec: as in ChunkInput.
     """
 
@@ -104,23 +104,26 @@ class PromptPlan:
 
     def filled_until(self, position: int) -> PromptPlan:
         """Return the plan with computed segments before the position in the pool."""
-        parts = (replace(s, status="hot") if s.status == "computed" and s.end <= position else s for s in self.segments)
+        parts = (
+            replace(s, status="prefix_cached") if s.status == "computed" and s.end <= position else s
+            for s in self.segments
+        )
         return PromptPlan(tuple(parts))
 
     def cut_for(self, num_tokens: int) -> int:
-        """Return how many of the first num_tokens can be hot: stored KV is loaded by segment, and the last token is always
+        """Return how many of the first num_tokens can come from the prefix cache: stored KV is loaded by segment, and the last token is always
         computed for its logits."""
         num_tokens = min(num_tokens, self.num_tokens - 1)
         at = next((s for s in self.segments if s.start < num_tokens < s.end), None)
         return at.start if at is not None and at.cached else num_tokens
 
-    def with_hot(self, num_tokens: int) -> PromptPlan:
+    def with_prefix_cache(self, num_tokens: int) -> PromptPlan:
         """Return the plan with its first tokens, as many as `cut_for` allows, in the pool."""
         parts: list[Segment] = []
         for s in self.segments:
             own = min(max(num_tokens - s.start, 0), len(s.token_ids))
             if own:
-                parts.append(replace(s, token_ids=s.token_ids[:own], status="hot"))
+                parts.append(replace(s, token_ids=s.token_ids[:own], status="prefix_cached"))
             if own < len(s.token_ids) or not s.token_ids:
                 parts.append(replace(s, start=s.start + own, token_ids=s.token_ids[own:]))
         return PromptPlan(tuple(parts))

@@ -26,7 +26,7 @@ _COUNTERS = {
     "computed": "Tokens of prompts whose KV was computed",
     "reused": "Tokens of prompts whose KV was stored",
     "repaired": "Tokens of prompts whose stored KV was computed again",
-    "hot": "Tokens of prompts whose KV was in the pool",
+    "prefix_cached": "Tokens of prompts whose KV was in the prefix cache",
     "preempted": "Answers that had to give up their blocks",
     "refined": "Prompts whose exact KV was computed while nobody asked",
 }
@@ -85,10 +85,10 @@ class _Stats(Collector):
             yield CounterMetricFamily(f"cacheblend_{name}", help_text, value=getattr(stats, name))
         yield CounterMetricFamily("cacheblend_stall_seconds", "Waited for KV to load", value=stats.stall_s)
         blocks = GaugeMetricFamily("cacheblend_blocks", "Blocks of the KV pool by state", labels=["state"])
-        for state in ("free", "used", "hot"):
+        for state in ("free", "used", "cached"):
             blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
         yield blocks
-        blocks_all = stats.blocks_free + stats.blocks_used + stats.blocks_hot
+        blocks_all = stats.blocks_free + stats.blocks_used + stats.blocks_cached
         usage = GaugeMetricFamily(
             "cacheblend_pool_usage_ratio", "Share of the KV pool's blocks that running answers hold, 0 to 1"
         )

@@ -111,7 +111,9 @@ class Reply:
             "recompute_fraction", "kv_bytes_loaded",
         )  # fmt: skip
         rest: dict[str, Any] = {
-            name: reported[name] for name in ("hot_tokens", "verify", "risk", "layers", "auto") if name in reported
+            name: reported[name]
+            for name in ("prefix_cache_tokens", "verify", "risk", "layers", "auto")
+            if name in reported
         }
         return {
             **{name: reported[name] for name in names},

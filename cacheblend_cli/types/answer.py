@@ -118,7 +118,7 @@ class Risk:
 @dataclass
 class Answer:
     """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for people.
-    layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. hot_tokens: those at the beginning
+    layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning
     of the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on,
     where they were asked for. chosen: positions of the prompt whose stored KV was computed again."""
 
@@ -148,7 +148,7 @@ class Answer:
     risk: Risk | None = None
     reasoning: str = ""
     reasoning_tokens: int = 0
-    hot_tokens: int = 0
+    prefix_cache_tokens: int = 0
     chosen: list[int] = field(default_factory=list)
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
@@ -179,8 +179,8 @@ class Answer:
             "kv_bytes_loaded": self.kv_bytes_loaded,
             "notes": self.notes,
         }
-        if self.hot_tokens:
-            out["hot_tokens"] = self.hot_tokens
+        if self.prefix_cache_tokens:
+            out["prefix_cache_tokens"] = self.prefix_cache_tokens
         if self.reasoning:
             out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.auto:

@@ -187,7 +187,7 @@ def test_a_prompt_waits_for_room_or_never_fits() -> None:
 
 
 def test_a_block_used_in_part_needs_room_for_its_copy() -> None:
-    """A prompt as large as the pool may begin, though what is hot of it cannot be copied."""
+    """A prompt as large as the pool may begin, though its cached blocks cannot be copied."""
     blocks = BlockManager(OneLayerPool(), watermark=0.0)
     first = plan_prompt([], [], [1] * (BLOCKS * SIZE - 4))
     sequence = blocks.allocate(first.num_tokens, 0, Hit())

@@ -87,7 +87,7 @@ def test_side_by_side_as_alone(house: House, fit: RiskFit, pool_tokens: int) -> 
     limits = [None, 0.0, 0.25, 1.0]
     questions = [asked(house, text, limits[n % 4]) for n, text in enumerate(QUESTIONS * 2)]
     alone = [ask(house, question) for question in questions]
-    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, hot=False))
+    service = AsyncEngine(house.engine.runtime, Limits(pool_tokens=pool_tokens, enable_prefix_caching=False))
     try:
         told = [Listener() for _ in questions]
         for question, listener in zip(questions, told, strict=True):

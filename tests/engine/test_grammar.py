@@ -36,7 +36,7 @@ def test_an_answer_is_of_its_schema(house: House, seed: int) -> None:
     assert set(found) == {"name", "age"}
     assert 0 <= found["age"] <= 99
     assert alone.finish_reason == "stop"
-    bench = Bench(house, Limits(hot=False))
+    bench = Bench(house, Limits(enable_prefix_caching=False))
     listeners = [bench.arrive(q)[0] for q in (house.question(), house.question(**form), house.question(seed=5))]
     bench.run()
     assert ids_of(listeners[1]) == [alone.generated_ids]

@@ -18,7 +18,7 @@ from cacheblend_cli.types import AskRequest, BlendParams
 
 LAYERS = 6
 LIMITS = Limits(
-    max_sequences=4, max_rows=16, pool_tokens=16 * 80, hot=False
+    max_sequences=4, max_rows=16, pool_tokens=16 * 80, enable_prefix_caching=False
 )  # a slice of 16 rows; a blend has many more
 BLENDS = {
     "query": BlendParams(ratio=0.4),

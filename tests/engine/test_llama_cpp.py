@@ -35,7 +35,7 @@ from cacheblend_cli.model.named import smollm2_file
 from cacheblend_cli.types import AskRequest, BlendParams, Risk, SamplingParams
 
 MODULES = ("xllamacpp", "llama_cpp")
-TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
+TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, enable_prefix_caching=False)
 FAMILIES = {family.name: family for family in gguf_families.FAMILIES}
 LOGPROB = 0.15  # of KV rounded to float16, and products in another order
 

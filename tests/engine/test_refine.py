@@ -42,7 +42,7 @@ def idle(bench: Bench) -> int:
 
 
 def exact(house: House, question: AskRequest) -> list[int]:
-    return Bench(house, Limits(hot=False)).ask(replace(question, blend=FULL))[0]
+    return Bench(house, Limits(enable_prefix_caching=False)).ask(replace(question, blend=FULL))[0]
 
 
 def test_what_is_asked_again_is_exact(house: House) -> None:
@@ -56,7 +56,7 @@ def test_what_is_asked_again_is_exact(house: House) -> None:
         then = answer_of(bench, other)
         assert {c.status for c in then.chunks} == {"exact"}
         assert then.exact_tokens == then.cached_tokens == sum(c.tokens for c in then.chunks)
-        assert then.hot_tokens >= then.chunks[-1].start + then.chunks[-1].tokens
+        assert then.prefix_cache_tokens >= then.chunks[-1].start + then.chunks[-1].tokens
         assert (then.recomputed_tokens, then.kv_bytes_loaded) == (0, 0)
         assert then.generated_ids == exact(house, other)
     assert idle(bench) == 0  # there is nothing left to refine
@@ -80,21 +80,21 @@ def test_what_is_exact_is_not_computed_again(house: House) -> None:
     answer_of(bench, replace(house.question(), blend=FULL))
     answer_of(bench, replace(house.question(), keys=house.keys[:1]))
     assert not bench.stepper.may_refine
-    assert not Bench(house, replace(REFINE, hot=False)).stepper.may_refine
+    assert not Bench(house, replace(REFINE, enable_prefix_caching=False)).stepper.may_refine
 
 
 def test_who_comes_waits_for_a_piece_at_most(house: House) -> None:
     bench, question = Bench(house, REFINE), house.question()
     answer_of(bench, question)
     bench.step()  # a piece
-    computed = bench.stepper.blocks.space.allocator.num_hot
+    computed = bench.stepper.blocks.space.allocator.num_cached
     other = replace(house.question("who keeps a parrot?"), keys=house.keys[::-1])
     listener, _ = bench.arrive(other)
     bench.step()
     assert bench.stepper.scheduler.those(Status.RUNNING)  # its prompt is what the step was for
     bench.run()
     listener.done()
-    assert bench.stepper.blocks.space.allocator.num_hot > computed
+    assert bench.stepper.blocks.space.allocator.num_cached > computed
     idle(bench)
     assert bench.stepper.counts.refined == 2
     assert {c.status for c in answer_of(bench, other).chunks} == {"exact"}
@@ -119,11 +119,11 @@ def test_a_confirmed_answer_leaves_exact_kv(house: House) -> None:
     bench, question = Bench(house, REFINE), house.question(max_tokens=20)
     first = answer_of(bench, question, confirm=True)
     assert first.confirmation is not None
-    before = bench.stepper.blocks.space.allocator.num_hot
+    before = bench.stepper.blocks.space.allocator.num_cached
     then = answer_of(bench, replace(question, question="who?"))  # before there was time to refine
     assert {c.status for c in then.chunks} == {"exact"}
     assert then.generated_ids == exact(house, replace(question, question="who?"))
-    assert bench.stepper.blocks.space.allocator.num_hot >= before
+    assert bench.stepper.blocks.space.allocator.num_cached >= before
     again = answer_of(bench, question)
     assert again.generated_ids == first.generated_ids
     plain = Bench(house, replace(REFINE, refine=False))

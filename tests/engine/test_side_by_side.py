@@ -15,7 +15,7 @@ from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 WORDS = "where does Mara work who keeps a parrot at home near the harbor what is it about".split()
-TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, hot=False)
+TINY = Limits(max_sequences=6, max_rows=40, pool_tokens=16 * 20, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_of_every_family(family: str, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_side_by_side_is_as_ask_alone(house: House) -> None:
-    bench = Bench(house, Limits(hot=False))
+    bench = Bench(house, Limits(enable_prefix_caching=False))
     question = house.question()
     alone = house.engine.run_alone(house.store, question)
     listeners = [bench.arrive(question)[0] for _ in range(5)]
@@ -107,7 +107,7 @@ def test_side_by_side_is_as_ask_alone(house: House) -> None:
 
 def test_a_draft_is_as_long_as_for_one_who_asks_alone(house: House) -> None:
     """Wherever in a block the prompt ends, though an engine gives a prompt no more blocks than it fills."""
-    bench = Bench(house, Limits(hot=False))
+    bench = Bench(house, Limits(enable_prefix_caching=False))
     ends = set()
     for count in range(1, 40):
         question = house.question("a" * count, max_tokens=9)
@@ -150,7 +150,7 @@ def test_blocks_of_one_token_are_nobody_elses(tmp_path_factory: pytest.TempPathF
     with open_house(tmp_path_factory.mktemp("one"), block_size=1, num_hidden_layers=2) as house:
         question = house.question(logprobs=0)
         alone = house.engine.run_alone(house.store, question)
-        bench = Bench(house, Limits(hot=False, pool_tokens=1024))
+        bench = Bench(house, Limits(enable_prefix_caching=False, pool_tokens=1024))
         listener, _ = bench.arrive(question)
         bench.run()
         [answer] = listener.done().answers
@@ -172,7 +172,7 @@ def test_a_long_prompt_is_prefilled_between_the_tokens_of_others(house: House) -
     assert pieces > 10
     assert sum(between) >= pieces // 3  # a token of text is not said at every step
     bench.run()
-    whole = Bench(house, Limits(max_rows=4096, hot=False)).ask(long)
+    whole = Bench(house, Limits(max_rows=4096, enable_prefix_caching=False)).ask(long)
     assert ids_of(listener) == whole
 
 
@@ -188,7 +188,7 @@ def test_what_can_never_fit_is_refused_with_what_would(house: House) -> None:
 def test_a_bad_chunk_is_computed(house: House, tmp_path_factory: pytest.TempPathFactory) -> None:
     with open_house(tmp_path_factory.mktemp("bad")) as other:
         question = other.question()
-        bench = Bench(other, Limits(hot=False))
+        bench = Bench(other, Limits(enable_prefix_caching=False))
         plain = bench.ask(replace(question, blend=BlendParams(mode="full")))
         listener, _ = bench.arrive(replace(question, blend=BlendParams(ratio=1.0)))
         other.store.evict_chunks(other.keys[:1])
@@ -199,7 +199,7 @@ def test_a_bad_chunk_is_computed(house: House, tmp_path_factory: pytest.TempPath
 
 
 def test_the_best_of_several_is_given(house: House) -> None:
-    bench = Bench(house, Limits(hot=False))
+    bench = Bench(house, Limits(enable_prefix_caching=False))
     sampling = replace(SAMPLING, temperature=2.0, seed=3, logprobs=0)
     listener, _ = bench.arrive(replace(house.question(), sampling=replace(sampling, n=4)))
     bench.run()
@@ -211,7 +211,7 @@ def test_the_best_of_several_is_given(house: House) -> None:
 
 
 def test_a_stop_token_ends_an_answer(house: House) -> None:
-    bench = Bench(house, Limits(hot=False))
+    bench = Bench(house, Limits(enable_prefix_caching=False))
     [ids] = bench.ask(house.question())
     [short] = bench.ask(house.question(stop_ids=(ids[2],)))
     assert short == ids[: ids.index(ids[2]) + 1]
@@ -221,8 +221,8 @@ def test_many_answers_to_one_question_leave_places_for_others(house: House) -> N
     """They are made in waves of at most half the places, with the same seeds as at once."""
     sampling = SamplingParams(max_tokens=4, temperature=2.0, seed=3, n=9, ignore_eos=True)
     question = replace(house.question(), sampling=sampling)
-    at_once = Bench(house, Limits(max_sequences=32, hot=False)).ask(question)
-    bench = Bench(house, Limits(max_sequences=4, hot=False))
+    at_once = Bench(house, Limits(max_sequences=32, enable_prefix_caching=False)).ask(question)
+    bench = Bench(house, Limits(max_sequences=4, enable_prefix_caching=False))
     many, _ = bench.arrive(question)
     one, _ = bench.arrive(house.question(max_tokens=2))
     while not one.last.done():

@@ -13,7 +13,7 @@ from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.types import BlendParams
 
 WINDOW, SIZE = 24, 16
-LIMITS = Limits(pool_tokens=4096, hot=False)
+LIMITS = Limits(pool_tokens=4096, enable_prefix_caching=False)
 FULL = BlendParams(mode="full")
 
 
@@ -73,12 +73,15 @@ def test_preempted_behind_the_window(house: House) -> None:
 
 
 def test_what_was_left_behind_stays_hot(house: House) -> None:
-    bench, question = Bench(house, replace(LIMITS, hot=True)), replace(house.question(max_tokens=70), blend=FULL)
+    bench, question = (
+        Bench(house, replace(LIMITS, enable_prefix_caching=True)),
+        replace(house.question(max_tokens=70), blend=FULL),
+    )
     first = bench.ask(question)
     listener, _ = bench.arrive(question)
     bench.run()
     [answer] = listener.done().answers
-    assert answer.hot_tokens > 4 * WINDOW
+    assert answer.prefix_cache_tokens > 4 * WINDOW
     assert [answer.generated_ids] == first
 
 

@@ -199,5 +199,5 @@ def test_metrics_count(server: Any) -> None:
     assert float(lines['cacheblend_chunks_total{status="exact"}']) == 1
     assert float(lines['cacheblend_chunks_total{status="computed"}']) == 1
     assert float(lines["cacheblend_ttft_seconds_count"]) == 2
-    assert float(lines["cacheblend_kv_loaded_bytes_total"]) + float(lines["cacheblend_hot_total"]) > 0
+    assert float(lines["cacheblend_kv_loaded_bytes_total"]) + float(lines["cacheblend_prefix_cached_total"]) > 0
     assert float(lines['cacheblend_requests_total{route="/v1/chat/completions",status="200"}']) == 2

@@ -52,7 +52,7 @@ def test_the_same_answer_and_json(cli: Cli, server: Any, flags: list[str], monke
         warm, cold = cli(*ASK, "--json", *flags), cli(*ASK, "--json", "--local", *flags)
         assert (warm.code, cold.code) == (0, 0), warm.err + cold.err
         ours, theirs = json.loads(warm.out), json.loads(cold.out)
-        assert [name for name in ours if name != "hot_tokens"] == list(theirs)
+        assert [name for name in ours if name != "prefix_cache_tokens"] == list(theirs)
         for name in ("answer", "finish_reason", "prompt_tokens", "prompt_ids", "generated_ids", "notes"):
             assert ours.get(name) == theirs.get(name)
         for chunks in (ours["chunks"], theirs["chunks"]):  # what is in the engine's pool already is not computed again

@@ -81,7 +81,7 @@ function computation(blend) {
   figure("Prompt", plural(blend.prompt_tokens, "token"));
   figure("From the store", plural(blend.cached_tokens, "token"));
   figure("Recomputed", plural(blend.recomputed_tokens, "token"));
-  if (blend.hot_tokens) figure("Still in the pool", plural(blend.hot_tokens, "token"));
+  if (blend.prefix_cache_tokens) figure("Still in the pool", plural(blend.prefix_cache_tokens, "token"));
   figure("Mode", blend.mode === "blend" ? `blend at ${blend.ratio}` : blend.mode);
   if (blend.verify) {
     const { full_ttft_s, kl, answer_top1, answer_tokens } = blend.verify;

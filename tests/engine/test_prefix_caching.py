@@ -22,7 +22,7 @@ LONG = "where does Mara work and who keeps a parrot at home? " * 12
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("hot"), num_hidden_layers=2) as house:
+    with open_house(tmp_path_factory.mktemp("prefix"), num_hidden_layers=2) as house:
         yield house
 
 
@@ -34,17 +34,17 @@ def answer_of(bench: Bench, question: AskRequest) -> Answer:
 
 
 def cold(house: House, question: AskRequest) -> Answer:
-    return answer_of(Bench(house, replace(ROOMY, hot=False)), question)
+    return answer_of(Bench(house, replace(ROOMY, enable_prefix_caching=False)), question)
 
 
 def test_a_prompt_that_was_asked_before_computes_its_end(house: House) -> None:
     bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
     first, again = answer_of(bench, question), answer_of(bench, question)
-    assert first.hot_tokens == 0
-    assert first.prompt_tokens - 16 <= again.hot_tokens < first.prompt_tokens
+    assert first.prefix_cache_tokens == 0
+    assert first.prompt_tokens - 16 <= again.prefix_cache_tokens < first.prompt_tokens
     assert again.generated_ids == first.generated_ids == cold(house, question).generated_ids
-    assert "hot_tokens" not in first.to_dict()
-    assert again.to_dict()["hot_tokens"] == again.hot_tokens
+    assert "prefix_cache_tokens" not in first.to_dict()
+    assert again.to_dict()["prefix_cache_tokens"] == again.prefix_cache_tokens
 
 
 def test_the_next_turn_of_a_chat_computes_what_is_new(house: House) -> None:
@@ -52,7 +52,7 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(house: House) -> None:
     first = answer_of(bench, question)
     turn = replace(question, history=(question.question, first.text), question="and who keeps a parrot?")
     then = answer_of(bench, turn)
-    assert then.hot_tokens > first.prompt_tokens - 16
+    assert then.prefix_cache_tokens > first.prompt_tokens - 16
     assert then.generated_ids == cold(house, turn).generated_ids
 
 
@@ -61,7 +61,7 @@ def test_another_question_over_the_same_blended_chunks_repairs_nothing(house: Ho
     first = answer_of(bench, replace(house.question(), blend=BLEND))
     then = answer_of(bench, other)
     before = first.prompt_tokens - len(house.engine.runtime.template.suffix_ids("where does Mara work?"))
-    assert then.hot_tokens >= before - 1
+    assert then.prefix_cache_tokens >= before - 1
     assert (then.recomputed_tokens, then.kv_bytes_loaded) == (0, 0)
     assert then.cached_tokens == first.cached_tokens
     assert [c.status for c in then.chunks] == [c.status for c in first.chunks]
@@ -72,7 +72,7 @@ def test_where_the_choice_does_not_depend_on_the_question_the_answer_is_the_same
     answer_of(bench, replace(house.question(), blend=blend))
     other = replace(house.question("who keeps a parrot?"), blend=blend)
     then = answer_of(bench, other)
-    assert then.hot_tokens > 0
+    assert then.prefix_cache_tokens > 0
     assert then.generated_ids == cold(house, other).generated_ids
 
 
@@ -94,7 +94,7 @@ def test_blended_kv_is_for_its_like_alone(house: House, change: object) -> None:
     other = change(question)  # type: ignore[operator]
     then, alone = answer_of(bench, other), cold(house, other)
     exact = first.prompt_tokens - sum(c.tokens for c in first.chunks[1:])  # prefix, first chunk and suffix
-    assert then.hot_tokens < exact
+    assert then.prefix_cache_tokens < exact
     assert then.generated_ids == alone.generated_ids
     assert then.recomputed_tokens == alone.recomputed_tokens
 
@@ -103,7 +103,7 @@ def test_exact_kv_serves_a_prompt_that_would_be_blended(house: House) -> None:
     bench, question = Bench(house, ROOMY), replace(house.question(), blend=BLEND)
     full = answer_of(bench, replace(question, blend=FULL))
     then = answer_of(bench, question)
-    assert then.prompt_tokens - 16 <= then.hot_tokens < then.prompt_tokens
+    assert then.prompt_tokens - 16 <= then.prefix_cache_tokens < then.prompt_tokens
     assert then.generated_ids == full.generated_ids
     third = answer_of(bench, replace(house.question("who keeps a parrot?"), blend=FULL))  # still exact, so for all
     assert third.generated_ids == cold(house, replace(house.question("who keeps a parrot?"), blend=FULL)).generated_ids
@@ -112,8 +112,8 @@ def test_exact_kv_serves_a_prompt_that_would_be_blended(house: House) -> None:
 def test_tenants_share_nothing(house: House) -> None:
     bench, question = Bench(house, ROOMY), AskRequest("Mara works in Bergen " * 20, [], FULL, SAMPLING)
     answer_of(bench, question)
-    assert answer_of(bench, replace(question, salt="b")).hot_tokens == 0
-    assert answer_of(bench, question).hot_tokens > 0
+    assert answer_of(bench, replace(question, salt="b")).prefix_cache_tokens == 0
+    assert answer_of(bench, question).prefix_cache_tokens > 0
 
 
 def test_what_is_hot_makes_room(house: House) -> None:
@@ -124,8 +124,8 @@ def test_what_is_hot_makes_room(house: House) -> None:
         for i, name in enumerate(("Mara", "Jonas", "she", "Mara", "the lead", "Jonas") * 3)
     ]  # fmt: skip
     found = [answer_of(bench, question) for question in questions]
-    assert any(a.hot_tokens for a in found)
-    assert not all(a.hot_tokens for a in found)
+    assert any(a.prefix_cache_tokens for a in found)
+    assert not all(a.prefix_cache_tokens for a in found)
     assert [a.generated_ids for a in found] == [cold(house, q).generated_ids for q in questions]
 
 
@@ -155,11 +155,11 @@ def test_a_verified_answer_leaves_hot_kv_as_it_was(house: House) -> None:
 
 
 def test_a_chunk_that_is_hot_in_part_is_one_chunk(house: House) -> None:
-    """Where what is hot ends within a chunk that is computed, the answer tells of it once."""
+    """A prefix-cache hit that ends within a computed chunk is reported once."""
     bench, question = Bench(house, ROOMY), replace(house.question(), blend=FULL)
     answer_of(bench, replace(question, keys=[*house.keys[:2], house.keys[3]]))
     then = answer_of(bench, question)
-    assert house.engine.run_alone(house.store, question).prompt_tokens > then.hot_tokens > 16
+    assert house.engine.run_alone(house.store, question).prompt_tokens > then.prefix_cache_tokens > 16
     assert [c.tokens for c in then.chunks] == [c.tokens for c in cold(house, question).chunks]
 
 
@@ -181,7 +181,7 @@ def test_first_again_alone_and_together_are_the_same_to_the_bit(house: House, dt
     for found in (first, again, batch[: len(asked)], batch[len(asked) :]):
         assert [a.generated_ids for a in found] == [a.generated_ids for a in alone]
         assert [a.logprobs for a in found] == [a.logprobs for a in alone]
-    assert {a.hot_tokens for a in again} == {0, 256}
+    assert {a.prefix_cache_tokens for a in again} == {0, 256}
 
 
 def test_a_verified_answer_beside_a_gate_is_of_its_blended_kv(house: House) -> None:

@@ -16,19 +16,19 @@ from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
 
 
-def has_holes(done: PrefillReport) -> bool:
+def has_missing(done: PrefillReport) -> bool:
     """Whether the prompt had chunks to compute, and its store takes them."""
     store = done.request.store
     can_store = store is not None and store.writable and done.request.blend.mode != "full"
     return can_store and any(s.status == "computed" for s in done.plan.chunks)
 
 
-def store_holes(done: PrefillReport) -> Iterator[None]:
+def store_missing(done: PrefillReport) -> Iterator[None]:
     """Collect and store the prompt's computed chunks, one launch or less between two values; a note says how it went.
 
-    `has_holes` is true of the prompt."""
+    `has_missing` is true of the prompt."""
     request, store = done.request, done.request.store
-    assert store is not None, "has_holes says so"
+    assert store is not None, "has_missing says so"
     count = len({s.key for s in done.plan.chunks if s.status == "computed"})
     what = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
