@@ -58,7 +58,8 @@ class Workload:
     kv_bytes: to load, all layers. kv_share: the share of K and V in a row's work per layer. check_layer: 0 for a selector
     that needs none. layer0_exact: stored K and V of layer 0 are exact. probe_layers: the first layers, which the fresh
     rows pass through before tokens are chosen; draft_tokens: rows that then pass through all of them, one by one.
-    corrected: KV that is not recomputed is corrected.
+    corrected: KV that is not recomputed is corrected. tier_bytes: part of kv_bytes that a shared tier has, at the speed
+    tier_bytes_per_s, tier_latency_s after it is asked for.
     """
 
     num_layers: int
@@ -74,6 +75,9 @@ class Workload:
     probe_layers: int = 0
     draft_tokens: int = 0
     corrected: bool = False
+    tier_bytes: int = 0
+    tier_bytes_per_s: float = math.inf
+    tier_latency_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,10 @@ def estimate(speeds: Speeds, work: Workload, ratio: float) -> Estimate:
     for layer in range(work.num_layers):
         seconds = _layer_s(speeds, *_rows(work, chosen, layer, checked))
         seconds += _moved_s(speeds, work, chosen) if layer > checked else 0.0
-        now = max(now, (layer + 1) * load) + seconds
+        now = max(now, _latency_s(work) + (layer + 1) * load) + seconds
         compute += seconds
-    return Estimate(now + speeds.head_s, compute + speeds.head_s, work.num_layers * load, max(0.0, now - compute))
+    loaded = _latency_s(work) + work.num_layers * load
+    return Estimate(now + speeds.head_s, compute + speeds.head_s, loaded, max(0.0, now - compute))
 
 
 def estimate_full(speeds: Speeds, work: Workload) -> Estimate:
@@ -192,7 +197,14 @@ def _chosen(work: Workload, ratio: float) -> int:
 
 
 def _layer_load_s(speeds: Speeds, work: Workload) -> float:
-    return work.kv_bytes / work.num_layers / speeds.bytes_per_s
+    local = work.kv_bytes / speeds.bytes_per_s
+    if work.tier_bytes:  # placed in the pool as the others are, after it came
+        local = max(local, work.tier_bytes / work.tier_bytes_per_s)
+    return local / work.num_layers
+
+
+def _latency_s(work: Workload) -> float:
+    return work.tier_latency_s if work.tier_bytes else 0.0
 
 
 def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
@@ -200,7 +212,7 @@ def _probe_s(speeds: Speeds, work: Workload) -> tuple[float, float]:
     seconds, load = _layer_s(speeds, work.fresh, work.fresh * work.fresh_keys), _layer_load_s(speeds, work)
     now = 0.0
     for layer in range(work.probe_layers):
-        now = max(now, (layer + 1) * load) + seconds
+        now = max(now, _latency_s(work) + (layer + 1) * load) + seconds
     draft = work.draft_tokens * (work.num_layers * _layer_s(speeds, 1, work.total) + speeds.head_s)
     return now + draft, work.probe_layers * seconds + draft
 
@@ -265,6 +277,7 @@ class AutoReport:
             "ratio": round(d.ratio, 4),
             "floor": d.floor,
             **{name: None if value is None else round(value, 6) for name, value in seconds.items()},
+            **({"tier_bytes": self.work.tier_bytes} if self.work.tier_bytes else {}),
             "load_bytes_per_s": None if math.isinf(speeds.bytes_per_s) else round(speeds.bytes_per_s),
             "layer_s": speeds.layer_s,
             "row_s": speeds.row_s,

@@ -31,6 +31,10 @@ class LocalEngine:
 
     def __init__(self, resolved: Resolved, output: Output, store: ChunkStore) -> None:
         """Load it. Raises UsageError, NotFoundError, DeviceError."""
+        if resolved.settings.tier:
+            from cacheblend_cli.cli.tier import share
+
+            share(store, resolved.settings, output)
         options.import_engine()
         from cacheblend_cli.blend.policy import check_names
 

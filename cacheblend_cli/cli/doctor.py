@@ -12,12 +12,13 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.tier import describe
 from cacheblend_cli.settings import Settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "xxhash", "xformers", "triton")
 
 
-@options.with_settings("model", "lora", "store", "device", "decode_with", "decode_model")
+@options.with_settings("model", "lora", "store", "device", "decode_with", "decode_model", "tier", "tier_key_file")
 def doctor(
     settings: Settings,
     json: options.Json = False,
@@ -28,7 +29,10 @@ def doctor(
     output = Output()
     facts: dict[str, Any] = {"versions": _versions()}
     errors: list[Exception] = []
-    for name, check in (("device", _device), ("backends", _backends), ("store", _store), ("model", _model)):
+    checks = {"device": _device, "backends": _backends, "store": _store, "model": _model}
+    if settings.tier:
+        checks["tier"] = describe
+    for name, check in checks.items():
         try:
             facts[name] = check(settings)
         except Exception as error:

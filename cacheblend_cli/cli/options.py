@@ -15,7 +15,7 @@ import typer
 from cacheblend_cli.cli import completion
 from cacheblend_cli.cli.help import PANELS
 from cacheblend_cli.errors import NotFoundError
-from cacheblend_cli.settings import Resolved, Settings, grouped, of_settings, resolve
+from cacheblend_cli.settings import GROUPS, Resolved, Settings, grouped, of_settings, resolve
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
@@ -65,7 +65,7 @@ _PANEL = {
 def asking(*, but: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the settings of a command that answers questions."""
     groups = ("search", "blend", "sampling", "prompt", "model", "machine", "memory", "tenant")
-    return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout")
+    return (*grouped(*groups, but=("block_size", *but)), "store", "lock_timeout", *GROUPS["tier"])
 
 
 def with_settings(*names: str, **help_of: str) -> Callable[[Callable[..., T]], Callable[..., T]]:

@@ -14,6 +14,7 @@ from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
+from cacheblend_cli.cli.tier import finish, share
 from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
 from cacheblend_cli.cli.watch import watch as watch_folders
 from cacheblend_cli.corpus.places import shown
@@ -34,7 +35,7 @@ _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv
 @options.with_settings(
     "store",
     *_REMEMBERED,
-    *grouped("model", "prompt", "machine", "tenant"),
+    *grouped("model", "prompt", "machine", "tenant", "tier"),
     "max_size",
     "lock_timeout",
     "collection",
@@ -116,7 +117,12 @@ def precompute(
 
     with interruptible:
         with opened as kv_store, _View(output, json, quiet, verbose) as view:
+            if kv_store is not None and not dry_run:
+                share(kv_store, settings, output, strict=True)
             report = engine.precompute(kv_store, chosen, wanted, view.on_event, confirm)
+            view.end_bar()
+            if kv_store is not None:
+                finish(kv_store, output)
         _summary(report, output, str(settings.store_path), dry_run, json)
         if report.hidden:
             _tell_hidden(report.hidden, output)
@@ -270,10 +276,11 @@ def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool
         _dry_summary(report, output, json)
         return
     chunks = report.new + report.unchanged + report.replaced
+    taken = f", {report.taken} of them from the tier" if report.taken else ""
     speed = f"; {report.tokens_per_s:,.0f} tokens/s" if report.computed_tokens else ""
     output.note(
         f"{report.documents} documents, {chunks} chunks: {report.new} new, {report.replaced} replaced, "
-        f"{report.unchanged} unchanged, {report.removed} removed; {format_size(report.bytes)} of KV in {store}{speed}, "
+        f"{report.unchanged} unchanged, {report.removed} removed{taken}; {format_size(report.bytes)} of KV in {store}{speed}, "
         f"{report.seconds:.1f} s"
     )
 

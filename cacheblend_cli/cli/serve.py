@@ -112,6 +112,7 @@ def serve(
     keyring = Keyring(read_keys(api_key or (), api_key_file), settings.salt)
     if keyring.is_open and host not in _LOOPBACK and unix_socket is None:
         raise UsageError(f"{host} is open to others, and there is no --api-key", "give one, or leave --host out")
+    from cacheblend_cli.cli.tier import share
     from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
     from cacheblend_cli.engine.sampling import as_the_model
     from cacheblend_cli.server.app import make_app
@@ -124,6 +125,7 @@ def serve(
 
     sampling = sampling_of(settings)
     with options.open_store(settings, write=True) as store, ExitStack() as held:
+        share(store, settings, output, strict=True)
         warm = socket_of(settings)
         make_folder(warm.parent)
         warm_socket = held.enter_context(bind_unix(warm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from cacheblend_store.tier import Tier
     from cacheblend_store.upkeep.moving import MovedChunk, MoveReport
 
-_FLUSH_STEP_S = 0.2
+_FLUSH_STEP_S, _LIST_S, _SAMPLE = 0.2, 5.0, 8
 Url = Annotated[
     str,
     typer.Argument(
@@ -151,16 +152,17 @@ def share(store: ChunkStore, settings: Settings, output: Output, *, strict: bool
     from cacheblend_store import TierError
     from cacheblend_store.tier import SharedTier
 
-    tier = SharedTier(open_tier(settings), settings.tier_deadline, output.warn)
+    tier = open_tier(settings)
     if strict:
         try:
-            tier.tier.check()
+            tier.check()
         except TierError as error:
             if error.exit_code != ExitCode.STORE:
                 raise
-    else:
-        tier.check_later()
-    store.share(tier)
+    shared = SharedTier(tier, settings.tier_deadline, output.warn)
+    if not strict:
+        shared.check_later()
+    store.share(shared)
 
 
 def finish(store: ChunkStore, output: Output) -> None:
@@ -178,6 +180,58 @@ def finish(store: ChunkStore, output: Output) -> None:
         output.warn(
             f"{left + counts.unput} chunks are not in the tier; put them: cacheblend chunks push {store.tier.tier.url}"
         )
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """Return what the tier of the settings holds, as far as it can be listed in a few seconds, and how fast it is. Raises TierErrors."""
+    from cacheblend_store import BadBlob
+    from cacheblend_store.tier import TierObject
+
+    tier, started = open_tier(settings, create=False), time.monotonic()
+    tier.check()
+    counts, sample, complete = {"chunks": 0, "documents": 0, "bytes": 0}, list[TierObject](), True
+    for kind, listed in (("chunks", tier.chunks()), ("documents", tier.documents())):
+        for found in listed:
+            counts[kind] += 1
+            counts["bytes"] += found.size
+            if kind == "chunks" and len(sample) < _SAMPLE:
+                sample.append(found)
+            if time.monotonic() - started > _LIST_S:
+                complete = False
+                break
+    begun = time.perf_counter()
+    for _ in range(3):
+        tier.size("0" * 40, bytes(20))
+    latency_s = (time.perf_counter() - begun) / 3
+    begun, num_bytes = time.perf_counter(), 0
+    for found in sample:
+        with suppress(BadBlob):
+            tier.get_chunk(found.name, found.size)
+            num_bytes += found.size
+        if time.perf_counter() - begun > 1.0:
+            break
+    seconds = time.perf_counter() - begun
+    return {
+        "url": tier.url, "encrypted": bool(settings.tier_key_file), **counts, "listed_whole": complete,
+        "latency_ms": round(latency_s * 1e3, 2), "read_bytes_per_s": round(num_bytes / seconds) if num_bytes else None,
+    }  # fmt: skip
+
+
+def prune(settings: Settings, age: float, output: Output, *, dry_run: bool, json: bool) -> None:
+    """Delete the objects of the tier that were written longer than `age` seconds ago."""
+    if not settings.tier:
+        raise UsageError("no tier is set", "CACHEBLEND_TIER=URL, or: cacheblend config set tier URL")
+    from cacheblend_store.upkeep.moving import prune_tier
+
+    tier = open_tier(settings, create=False)
+    with output.progress("prune") as bar:
+        count, num_bytes = prune_tier(
+            tier, time.time() - age, dry_run=dry_run, progress=lambda done, total: bar(done, total, "objects")
+        )
+    if json:
+        output.json({"removed": 0 if dry_run else count, "objects": count, "bytes": num_bytes, "dry_run": dry_run})
+    else:
+        output.note(f"{count} objects of {tier.url} {'would be ' if dry_run else ''}removed: {format_size(num_bytes)}")
 
 
 def _choose(store: ChunkStore, chunks: list[str] | None, source: str | None, model: str | None) -> set[bytes] | None:

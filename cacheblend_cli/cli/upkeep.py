@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_cli.cli import options
+from cacheblend_cli.cli import options, tier
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OF_A_CHUNK = ("manifest", "blob", "stray-blob", "recheck")
 
 
-@options.with_settings("store")
+@options.with_settings("store", "tier", "tier_key_file")
 def stats(
     settings: Settings,
     sources: Annotated[bool, typer.Option("--sources", help="Also show the share of each source.")] = False,
@@ -34,6 +34,7 @@ def stats(
     with options.open_store(settings, write=False) as kv_store:
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
+    of_tier = tier.describe(settings) if settings.tier else None
     models = [
         {"model": name, "fingerprint": fingerprint, "kv_dtype": codec, **vars(share)}
         for (name, fingerprint, codec), share in sorted(found.models.items())
@@ -48,6 +49,7 @@ def stats(
             "models": models,
             "prefixes": vars(found.prefixes),
         }
+        record |= {"tier": of_tier} if of_tier else {}
         output.json({**record, "sources": by_source} if sources else record)
         return
     chunks, of_chunks = found.totals()["chunks"], found.live_bytes - found.prefixes.bytes
@@ -64,6 +66,13 @@ def stats(
         output.text(f"{found.without_kv} chunks have no KV; they are computed when a question needs them")
     if found.damaged:
         output.warn(f"{found.damaged} damaged records; see: cacheblend chunks verify")
+    if of_tier:
+        speed = of_tier["read_bytes_per_s"]
+        output.text(
+            f"tier {of_tier['url']}: {'' if of_tier['listed_whole'] else 'more than '}{of_tier['chunks']} chunks, "
+            f"{format_size(of_tier['bytes'])}; a request takes {of_tier['latency_ms']} ms"
+            + (f", one reader gets {format_size(speed)}/s" if speed else "")
+        )
     columns = ("chunks", "tokens", "KV")
     if models:
         rows = [
@@ -195,9 +204,15 @@ def _show_findings(output: Output, report: VerifyReport, checked: RecheckReport 
             output.note(f"{report.without_kv} chunks have no KV; they are computed when a question needs them")
 
 
-@options.with_settings("store", "lock_timeout")
+@options.with_settings("store", "lock_timeout", "tier_key_file")
 def prune(
     settings: Settings,
+    of_tier: Annotated[
+        bool,
+        typer.Option(
+            "--tier", help="Instead, delete what was put into the tier (setting tier) longer ago than --older-than."
+        ),
+    ] = False,
     older_than: Annotated[str | None, typer.Option(help="Evict KV not used for so long: 30d, 12h.")] = None,
     to_size: Annotated[
         str | None,
@@ -216,8 +231,13 @@ def prune(
     output = Output(quiet=quiet)
     if older_than is None and to_size is None and not orphans and model is None:
         raise UsageError("no condition was given", "--older-than 30d, --to-size 20GB, --orphans or --model NAME")
+    if of_tier and (older_than is None or to_size is not None or orphans or model is not None):
+        raise UsageError("--tier takes --older-than, and no other condition", "chunks prune --tier --older-than 30d")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     size = None if to_size is None else parse_size(to_size, "--to-size")
+    if of_tier:
+        tier.prune(settings, age or 0.0, output, dry_run=dry_run, json=json)
+        return
     import cacheblend_store
 
     with options.open_store(settings, write=not dry_run, create=False) as kv_store:

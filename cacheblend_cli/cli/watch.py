@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.tier import share
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
@@ -110,6 +111,7 @@ def _updater(
 
     def update() -> PrecomputeReport:
         with options.open_store(settings, write=True) as store:
+            share(store, settings, output)
             return engine.precompute(store, kept, PrecomputeOptions(salt=settings.salt), on_event)
 
     return update

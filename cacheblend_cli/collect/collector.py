@@ -15,10 +15,13 @@ from cacheblend_store.store import PutStatus
 from cacheblend_cli.collect.commits import Whole, commit
 from cacheblend_cli.collect.prefill import ChunkKV, CollectSequence, Kept, PrefixKV, collect, collect_prefix
 from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.kv.source import TieredSource
 from cacheblend_cli.prompt.collection import Collection
 
 PREFIX_SOURCE = "(prefix)"
 _TEXTS = 1024  # records a transaction
+_TIER_BYTES = 64 << 20  # of chunks that are read from a tier side by side
+_FIND_S, _READ_S = 2.0, 30.0  # to wait for a tier
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,14 @@ class PlannedChunk:
 class Collector:
     """Collects chunks of one collection behind its prefix, whose KV is computed when it is first needed.
 
-    keep: keys of chunks that are not evicted to make room.
+    keep: keys of chunks that are not evicted to make room. from_tier: `store` waits for KV that the store's tier has. taken: keys of chunks whose KV came from the store's tier.
     """
 
-    def __init__(self, collection: Collection, store: ChunkStore | None = None, keep: Set[bytes] = frozenset()) -> None:
+    def __init__(
+        self, collection: Collection, store: ChunkStore | None = None, keep: Set[bytes] = frozenset(), *, from_tier: bool = False
+    ) -> None:  # fmt: skip
         self.collection, self._store, self._keep = collection, store, keep
+        self._is_from_tier, self.taken = from_tier, set[bytes]()
 
     @cached_property
     def prefix(self) -> PrefixKV:
@@ -54,10 +60,30 @@ class Collector:
         yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
 
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
-        """Collect the chunks and commit them in groups. Yields the key and status of each once it is durable."""
+        """Take the chunks that the store's tier has, collect the others, and commit them in groups. Yields the key and status of
+        each once it is durable."""
         assert self._store is not None, "a collector that stores has a store"
+        yield from commit(self._store, self._from_tier(self._store, chunks), self._keep)
+        chunks = [chunk for chunk in chunks if chunk.key not in self.taken]
         collected = zip(chunks, self.collect(chunks), strict=True)
         yield from commit(self._store, (self._whole(planned, kv) for planned, kv in collected), self._keep)
+
+    def _from_tier(self, store: ChunkStore, chunks: Sequence[PlannedChunk]) -> Iterator[Whole]:
+        """Yield the chunks that the tier has, a few of them in memory at a time."""
+        if store.tier is None or not self._is_from_tier:
+            return
+        waiting = {planned.key: chunk_manifest(self.collection, planned) for planned in chunks}
+        while waiting and not store.tier.resting:
+            window, num_bytes = list[ChunkManifest](), 0
+            while waiting and num_bytes < _TIER_BYTES:
+                window.append(waiting.pop(next(iter(waiting))))
+                num_bytes += self.collection.stored_bytes(window[-1].num_tokens)
+            source = TieredSource(store, store.tier, window, _READ_S, _FIND_S)
+            for manifest in window:
+                blobs = source.take(manifest.key)
+                if blobs is not None:
+                    self.taken.add(manifest.key)
+                    yield manifest, blobs
 
     def store_prefix(self) -> None:
         """Store the prefix's KV as a chunk of its own, so that `ask` loads it instead of computing it."""

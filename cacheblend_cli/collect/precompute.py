@@ -99,7 +99,7 @@ class PrecomputeReport:
     """Result of a run.
 
     gone: documents that no longer exist. removed: chunks removed. tokens: of all chunks. bytes: KV of these documents that the
-    quota has room for. hidden: documents elsewhere that questions do not find because of the new date. skipped: files that are
+    quota has room for. taken: chunks whose KV came from the store's tier. hidden: documents elsewhere that questions do not find because of the new date. skipped: files that are
     not documents. difference: the changes that were planned.
     """
 
@@ -112,6 +112,7 @@ class PrecomputeReport:
     tokens: int = 0
     computed_tokens: int = 0
     bytes: int = 0
+    taken: int = 0
     seconds: float = 0.0
     hidden: list[str] = field(default_factory=list)
     difference: Difference = field(default_factory=Difference)
@@ -219,7 +220,7 @@ class _Run:
 
         With force, KV that is stored is computed again.
         """
-        collector = Collector(part.collection, self._store, self._keep)
+        collector = Collector(part.collection, self._store, self._keep, from_tier=True)
         if part.collection.prefix_key in self._keep:
             collector.store_prefix()
         batch, tokens = list[tuple[DocumentFile, list[PlannedChunk]]](), 0
@@ -293,7 +294,10 @@ class _Run:
                 tell(chunk, "unchanged" if chunk.key in stored else "new")
         for key, status in collector.store([chunk for key, chunk in wanted.items() if key in missing]):
             tell(wanted[key], status)
-            report.computed_tokens += len(wanted[key].chunk.token_ids)
+            if key in collector.taken:
+                report.taken += 1
+            else:
+                report.computed_tokens += len(wanted[key].chunk.token_ids)
         for chunk in places:
             if chunk.key in missing and chunk is not wanted[chunk.key]:  # the same text in a second place
                 tell(chunk, "unchanged")

@@ -55,6 +55,7 @@ def answer_of(runtime: Runtime, done: PrefillReport, generation: Generation, rep
         notes=request.notes,
         layers=done.result.layers,
         chosen=done.result.chosen.tolist(),
+        tier=None if request.tiered is None else request.tiered.use,
         auto=None if report is None else replace(report, ttft_s=ttft_s),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cacheblend_cli.blend.cost import AutoReport, Speeds, Workload, decide, estimate, estimate_full, learn
 from cacheblend_cli.blend.policy import BlendPolicy, policy_of
@@ -66,7 +67,8 @@ class Controller:
             return
         rest_s = self._speeds.rest_s if rest_s is None else rest_s
         computed_s = prefill_s - loader.stall_s
-        self._keep(learn(self._speeds, predicted.compute_s, computed_s, loader.num_bytes, loader.load_s, rest_s))
+        loaded = (0, 0.0) if work.tier_bytes else (loader.num_bytes, loader.load_s)  # of the store alone
+        self._keep(learn(self._speeds, predicted.compute_s, computed_s, *loaded, rest_s))
 
     def _keep(self, speeds: Speeds) -> None:
         self._speeds = speeds
@@ -135,7 +137,22 @@ def workload(request: Request) -> Workload:
         probe_layers=probe_layers,
         draft_tokens=draft_tokens,
         corrected=policy.correction is not None,
+        **_of_tier(request),
     )
+
+
+def _of_tier(request: Request) -> dict[str, Any]:
+    """Fields of the workload: what is to come from the tier, and how fast that was until now."""
+    tier = None if request.store is None else request.store.tier
+    if tier is None or request.tiered is None:
+        return {}
+    size, found = request.collection.chunk_bytes, request.tiered.found
+    num_bytes = sum(size(len(s.token_ids), s.codec) for s in request.plan.segments if s.cached and s.key in found)
+    return {
+        "tier_bytes": num_bytes,
+        "tier_bytes_per_s": tier.bytes_per_s or math.inf,
+        "tier_latency_s": tier.latency_s,
+    }
 
 
 def _probe(policy: BlendPolicy, num_layers: int) -> tuple[int, int]:

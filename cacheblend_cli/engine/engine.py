@@ -33,7 +33,7 @@ from cacheblend_cli.errors import QueueFull, UsageError
 from cacheblend_cli.model.generic import GENERIC_PATH
 from cacheblend_cli.model.loading import LoadedModel
 from cacheblend_cli.model.text_stream import token_texts
-from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, of_settings
+from cacheblend_cli.settings import DEFAULTS, GROUPS, Resolved, Settings, of_settings
 from cacheblend_cli.types import Answer, AskOptions, AskPlan, AskRequest, ChunkUse, TokenUse, ask_request, overridden
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ class Engine:
             if self._service is None or store is not self._given:
                 self.close()
                 self._given, self._store = store, self._temporary_store() if store is None else store
+                _share(self._store, self._resolved.settings)
                 self._service = AsyncEngine(self.runtime, self._limits)
 
     def close(self) -> None:
@@ -396,6 +397,16 @@ def _piece_of(event: Event) -> str | None:
     if isinstance(event, Failed):
         raise event.error
     return None if isinstance(event, Done) else event.text if isinstance(event, Text) else ""
+
+
+def _share(store: ChunkStore, settings: Settings) -> None:
+    """Give the store the tier of the settings, if they name one and it has none. Raises TierUsage, TierNotFound."""
+    if settings.tier and store.tier is None:
+        from cacheblend_store.tier import SharedTier, open_tier
+
+        tier = SharedTier(open_tier(settings.tier, settings.tier_key_file or None), settings.tier_deadline)
+        tier.check_later()
+        store.share(tier)
 
 
 def _collecting(putting: Putting) -> Callable[[Runtime], bool]:

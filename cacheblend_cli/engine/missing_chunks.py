@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from cacheblend_store import ChunkStore, StoreError
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest, prefix_chunk
 from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.prefill import PrefillReport
@@ -17,26 +17,28 @@ from cacheblend_cli.prompt.kept import keep_wording
 
 
 def has_missing(done: PrefillReport) -> bool:
-    """Whether the prompt had chunks to compute, and its store takes them."""
-    store = done.request.store
-    can_store = store is not None and store.writable and done.request.blend.mode != "full"
-    return can_store and any(s.status == "computed" for s in done.plan.chunks)
+    """Whether the prompt had chunks to compute or to take from the tier, and its store takes them."""
+    request, store = done.request, done.request.store
+    can_store = store is not None and store.writable and request.blend.mode != "full"
+    return can_store and (request.tiered is not None or any(s.status == "computed" for s in done.plan.chunks))
 
 
 def store_missing(done: PrefillReport) -> Iterator[None]:
-    """Collect and store the prompt's computed chunks, one launch or less between two values; a note says how it went.
-
-    `has_missing` is true of the prompt."""
+    """Store what came from the tier, then collect and store the prompt's computed chunks, one launch or less between two values; a
+    note says how it went. `has_missing` is true of the prompt."""
     request, store = done.request, done.request.store
     assert store is not None, "has_missing says so"
+    yield from _store_taken(done, store)
     count = len({s.key for s in done.plan.chunks if s.status == "computed"})
+    if not count:
+        return
     what = f"the KV of {count} computed chunk{'s' if count > 1 else ''}"
     try:
         keep_date(store, request.collection)
         keep_wording(store, request.collection)
         keep = {s.key for s in done.plan.chunks if s.key} | {request.collection.prefix_key}
         collector = Collector(request.collection, store, keep)
-        planned = _planned(done, store)
+        planned = _planned(done, store, {s.key for s in done.plan.chunks if s.key and s.status == "computed"})
         for own, kv in zip(planned, collector.collect(planned), strict=True):
             collector.put(own, kv)
             yield
@@ -45,13 +47,36 @@ def store_missing(done: PrefillReport) -> Iterator[None]:
         request.notes.append(f"{what} could not be stored: {error.message}")
 
 
-def _planned(done: PrefillReport, store: ChunkStore) -> list[PlannedChunk]:
-    """The computed chunks, each once. Text and place in the document come from the question, or from the record under the
+def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
+    """Store the KV that came from the tier under the store's own record of each chunk, one between two values."""
+    request, tiered = done.request, done.request.tiered
+    if tiered is None:
+        return
+    collection, taken = request.collection, tiered.found
+    planned = _planned(done, store, taken)
+    if collection.prefix_key in taken:
+        planned.append(prefix_chunk(collection))
+    keep = {s.key for s in done.plan.chunks if s.key} | {collection.prefix_key}
+    count = 0
+    try:
+        for chunk in planned:
+            if not store.has_kv(chunk.key) and (blobs := tiered.blobs(chunk.key)) is not None:
+                store.put_chunks([(chunk_manifest(collection, chunk), blobs)], keep)
+                count += chunk.context != "prefix"
+                yield
+    except StoreError as error:
+        request.notes.append(f"KV from the tier could not be stored: {error.message}")
+    if count:
+        request.notes.append(f"took the KV of {count} chunk{'s' if count > 1 else ''} from the tier")
+
+
+def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[PlannedChunk]:
+    """Those of the prompt's chunks, each once. Text and place in the document come from the question, or from the record under the
     key that the question named, which can be another model's."""
     planned: dict[bytes, PlannedChunk] = {}
     given = {chunk.key: chunk for chunk in done.request.given}
     for segment, name in zip(done.plan.chunks, done.request.named, strict=True):
-        if segment.status != "computed" or segment.key is None or segment.key in planned:
+        if segment.key is None or segment.key not in keys or segment.key in planned:
             continue
         if name in given:
             planned[segment.key] = replace(given[name], key=segment.key)

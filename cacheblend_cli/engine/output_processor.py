@@ -22,6 +22,7 @@ from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.sequence_output import Listener
+from cacheblend_cli.engine.tiered import remember_speed
 from cacheblend_cli.errors import CacheBlendError
 from cacheblend_cli.types import Answer, Confirmation
 
@@ -234,4 +235,6 @@ def _conclude(runtime: Runtime, done: PrefillReport, answer: Answer) -> None:
     request, store = done.request, done.request.store
     if store is not None and request.blend.mode != "full":  # before missing chunks are stored, which may need room
         used = [s.key for s in done.plan.chunks if s.cached and s.key]
+        if request.tiered is not None and store.tier is not None:
+            remember_speed(store.tier)
         store.touch([*used, request.collection.prefix_key] if request.prefix_cached else used)

@@ -123,7 +123,7 @@ def prefill(
         sequence = runtime.new_sequence(plan.num_tokens + room)
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, runtime.slice_rows)
         try:
-            with PrefillState(decoder, request.store, sequence, given) as state:
+            with PrefillState(decoder, request.source, sequence, given) as state:
                 output = state.whole(output_positions(plan)) if output_positions is not None else state.advance()
                 while output.result is None:
                     output = state.advance()

@@ -20,7 +20,9 @@ from cacheblend_cli.engine.model_notes import model_notes
 from cacheblend_cli.engine.runtime import Runtime, Say
 from cacheblend_cli.engine.sampling import as_the_model
 from cacheblend_cli.engine.search import Retrieved, retrieve
+from cacheblend_cli.engine.tiered import ask_tier, with_found
 from cacheblend_cli.errors import NotFoundError, NothingFound, UsageError
+from cacheblend_cli.kv.source import KVSource, TieredSource
 from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import age_note
 from cacheblend_cli.prompt.plan import ChunkInput, PromptPlan, plan_prompt
@@ -35,7 +37,7 @@ class Request:
     the request's documents, which the store may lack. ranks: rank of each searched chunk, from 1. prefix_cached: the store has the
     prefix's KV. lossless: stored KV is what this run would compute. notes: messages for users, shared by all that is made of this
     request. started: perf_counter when the question was known. connector: takes the prompt's KV, and the answer ends before its first
-    token.
+    token. tiered: the store and its tier, if that was asked for chunks.
     """
 
     question: str
@@ -54,6 +56,12 @@ class Request:
     notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     connector: Connector | None = None
+    tiered: TieredSource | None = None
+
+    @property
+    def source(self) -> KVSource | None:
+        """Where cached KV is read from."""
+        return self.tiered or self.store
 
     @cached_property
     def plan(self) -> PromptPlan:
@@ -71,12 +79,13 @@ class Request:
         )
 
     def without(self, key: bytes, reason: str) -> Request:
-        """The request with what is stored under the key not used, and a note that says so."""
+        """The request with what is stored under the key not used, and a note that says so. What the tier lost goes with it."""
+        gone = {key} | (self.tiered.lost if self.tiered else set())
         self.notes.append(f"stored KV {key.hex()[:12]} is not used, it is computed: {reason}")
         return replace(
             self,
-            prefix_cached=self.prefix_cached and key != self.collection.prefix_key,
-            chunks=tuple(to_compute(c, self.collection) if c.key == key else c for c in self.chunks),
+            prefix_cached=self.prefix_cached and self.collection.prefix_key not in gone,
+            chunks=tuple(to_compute(c, self.collection) if c.key in gone else c for c in self.chunks),
         )
 
     def extended(self, token_ids: Sequence[int]) -> Request:
@@ -85,7 +94,7 @@ class Request:
 
     def in_full(self) -> Request:
         """The same prompt, to be computed without the store, with notes of its own."""
-        return replace(self, store=None, blend=BlendParams(mode="full"), notes=[], connector=None)
+        return replace(self, store=None, tiered=None, blend=BlendParams(mode="full"), notes=[], connector=None)
 
     def handed_to(self, connector: Connector) -> Request:
         """Return the request with its answer left to another engine. Raises UsageError if it compares our own answer."""
@@ -124,7 +133,15 @@ def resolve(
     collection = collection_of(runtime, store, ask)
     if collection.day is not None:
         notes += age_note(collection.day)
+    blend = ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full")
     chunks = inputs_of(collection, store, ask.keys, given, notes)
+    suffix_ids = suffix_of(runtime, ask) if preparation.suffix_ids is None else preparation.suffix_ids
+    tiered, in_tier = None, set[bytes]()
+    if store is not None and blend.mode != "full":
+        num_tokens = len(collection.prefix_ids) + sum(len(c.token_ids) for c in chunks) + len(suffix_ids)
+        tiered = ask_tier(runtime, store, collection, chunks, num_tokens)
+        in_tier = set(tiered.found) if tiered is not None else in_tier
+    chunks = tuple(with_found(c, collection) if c.key in in_tier and not c.cached else c for c in chunks)
     codecs = {c.codec for c in chunks if c.cached} | {collection.codec}
     converted = [c for c in chunks if c.cached and c.computed_in]
     if converted:
@@ -139,18 +156,19 @@ def resolve(
         question=ask.question,
         collection=collection,
         store=store,
-        suffix_ids=suffix_of(runtime, ask) if preparation.suffix_ids is None else preparation.suffix_ids,
+        suffix_ids=suffix_ids,
         chunks=chunks,
         named=tuple(ask.keys),
         given=given,
         ranks=found.ranks,
-        blend=ask.blend if sampling.prompt_logprobs is None else BlendParams(mode="full"),
+        blend=blend,
         sampling=sampling,
         options=ask.options,
-        prefix_cached=store is not None and store.has_kv(collection.prefix_key),
+        prefix_cached=collection.prefix_key in in_tier or (store is not None and store.has_kv(collection.prefix_key)),
         lossless=lossless,
         notes=notes,
         started=started,
+        tiered=tiered,
     )
 
 

@@ -150,7 +150,7 @@ class Sequence:
         blocks, blend = tuple(self.paged.blocks), request.blend
         self.prefill = RunningPrefill(worker, number, hit_tokens)
         given = PrefillInput(number, plan, blocks, blend, request.lossless, slice_rows, outputs_from)
-        worker.begin(given, request.store, on_logits)
+        worker.begin(given, request.source, on_logits)
 
     def stop_prefill(self) -> None:
         """Load no more of its KV."""

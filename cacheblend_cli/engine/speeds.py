@@ -154,7 +154,7 @@ def measure_loading(runtime: Runtime, store: ChunkStore, plan: PromptPlan) -> Pi
     prefills, which never load.
     """
     decoder = runtime.decoder
-    cached = [s for s in plan.segments if s.cached and s.token_ids]
+    cached = [s for s in plan.segments if s.cached and s.key and s.token_ids and store.has_kv(s.key)]
     sizes = [len(s.token_ids) * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize) for s in cached]
     some = [
         s for s, before in zip(cached, itertools.accumulate(sizes, initial=0), strict=False) if before < PROBE_BYTES

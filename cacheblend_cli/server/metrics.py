@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from cacheblend_store.tier.shared import SharedTier
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -30,14 +31,28 @@ _COUNTERS = {
     "preempted": "Answers that had to give up their blocks",
     "refined": "Prompts whose exact KV was computed while nobody asked",
 }
+_OF_TIER = {
+    "hits": "Chunks without KV in the store that the tier had",
+    "misses": "Chunks without KV in the store that the tier had not, or did not tell in time",
+    "late": "Chunks of these that it did not tell in time",
+    "failed": "Failed or late requests to the tier",
+    "refused": "Objects of the tier that were damaged or another writer's",
+    "rests": "Times that the tier was left alone after failures",
+    "read_bytes": "Bytes read from the tier",
+    "puts": "Chunks put into the tier",
+    "put_bytes": "Bytes put into the tier",
+    "unput": "Chunks that could not be put into the tier",
+}
 
 
 class Metrics:
-    """stats: asked whenever somebody reads."""
+    """stats: asked whenever somebody reads. tier: the store's, None without one."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], tier: SharedTier | None = None) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Stats(stats))
+        if tier is not None:
+            self._registry.register(_Tier(tier))
         self._requests = Counter(
             "cacheblend_requests", "Requests by route and status", ["route", "status"], registry=self._registry
         )
@@ -69,6 +84,29 @@ class Metrics:
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _Tier(Collector):
+    """What the shared tier counts itself."""
+
+    def __init__(self, tier: SharedTier) -> None:
+        self._tier = tier
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._tier.counts
+        for name, text in _OF_TIER.items():
+            yield CounterMetricFamily(f"cacheblend_tier_{name}", text, value=getattr(counts, name))
+        yield CounterMetricFamily("cacheblend_tier_read_seconds", "Seconds of reads, added up", value=counts.read_s)
+        for name, text, value in (
+            ("resting", "1 while the tier is left alone after failures", float(self._tier.resting)),
+            ("waiting", "Chunks that wait to be put", float(self._tier.unput)),
+            ("latency_seconds", "Time to find out whether a chunk is there", self._tier.latency_s),
+            ("bytes_per_second", "Bytes a second of the latest prompts' KV", self._tier.bytes_per_s),
+        ):
+            yield GaugeMetricFamily(f"cacheblend_tier_{name}", text, value=value)
+
+    def describe(self) -> Iterable[Metric]:
+        return []
 
 
 class _Stats(Collector):

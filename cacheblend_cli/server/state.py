@@ -60,7 +60,7 @@ class ServerState:
     _last_use: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.service.stats)
+        self.metrics = Metrics(self.service.stats, self.store.tier)
 
     @property
     def model(self) -> str:

@@ -120,7 +120,8 @@ class Answer:
     """text: what was streamed of the answer; reasoning: what stood between think tags before it. notes: messages for people.
     layers: the per-layer report. auto: what the loading controller decided, with --ratio auto. prefix_cache_tokens: those at the beginning
     of the prompt whose KV the engine still held from another one. prompt_logprobs: of the prompt's tokens from the second on,
-    where they were asked for. chosen: positions of the prompt whose stored KV was computed again."""
+    where they were asked for. tier: what a shared tier did for the prompt, if it was asked. chosen: positions of the prompt whose
+    stored KV was computed again."""
 
     text: str
     finish_reason: str
@@ -150,6 +151,7 @@ class Answer:
     reasoning_tokens: int = 0
     prefix_cache_tokens: int = 0
     chosen: list[int] = field(default_factory=list)
+    tier: Any = None
 
     def kinds(self, chunk: ChunkUse) -> list[str]:
         """Of each token of one of the chunks, see TokenUse."""
@@ -183,6 +185,8 @@ class Answer:
             out["prefix_cache_tokens"] = self.prefix_cache_tokens
         if self.reasoning:
             out |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
+        if self.tier:
+            out["tier"] = self.tier._asdict()
         if self.auto:
             out["auto"] = self.auto.to_dict()
         if self.verify:

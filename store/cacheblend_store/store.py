@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cacheblend_store.errors import (
     AmbiguousId,
@@ -36,8 +36,10 @@ from cacheblend_store.lmdb_file.environment import Environment
 from cacheblend_store.lmdb_file.opened import acquire, release
 from cacheblend_store.reader import StoreReader
 from cacheblend_store.state import read_identity, write_identity
-from cacheblend_store.tier.shared import SharedTier
 from cacheblend_store.writer import Blob, PutStatus, StoreWriter, with_digests
+
+if TYPE_CHECKING:
+    from cacheblend_store.tier.shared import SharedTier
 
 __all__ = ["ChunkStore", "PutStatus", "StoreReader"]
 
@@ -102,8 +104,10 @@ class ChunkStore:
         try:
             if kind is None:
                 self.flush_touches()
-                if self.tier is not None:
-                    self.tier.flush(FLUSH_S)
+                if self.tier is not None and (left := self.tier.close(FLUSH_S)):
+                    self.tier.say(
+                        f"{left} chunks were not put into the tier in {FLUSH_S:.0f} s; see: cacheblend chunks push"
+                    )
         finally:
             self.close()
 

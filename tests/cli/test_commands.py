@@ -376,7 +376,7 @@ def test_a_bad_model_directory(cli: Cli, stored: list[str], model: Path, tmp_pat
 
 
 def test_help_and_listing_import_nothing_heavy(tmp_path: Path, stored: list[str]) -> None:
-    heavy = "('torch', 'numpy', 'transformers', 'pydantic')"
+    heavy = "('torch', 'numpy', 'transformers', 'pydantic', 'obstore', 'cryptography')"
     for arguments in (["--help"], ["--version"], ["chunks", "ls", "--store", str(tmp_path / "store")]):
         code = (
             f"import sys; from cacheblend_cli.cli.main import run; code = run({arguments!r});"

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from asking import Cli, cli_in
 from cacheblend_store import ChunkStore
+from cacheblend_store.tier import SharedTier
 from checkpoints import write_checkpoint
 
 from cacheblend_cli.engine.async_engine import AsyncEngine, Limits
@@ -82,10 +83,13 @@ def start(engine: Engine, model: Path, tmp_path: Path) -> Iterator[StartServer]:
         idle_exit_s: float = 0,
         grace_s: float = 5,
         connections: ConnectionLimits | None = None,
+        tier: SharedTier | None = None,
         **of_host: Any,
     ) -> Server:
         number = len(running)
         store = ChunkStore.open(tmp_path / f"store{number}", mode="write")
+        if tier is not None:
+            store.share(tier)
         settings = Settings(
             model=str(model), store=str(store.path), chunk_tokens=40, max_tokens=8, search="words", threads=1
         )

@@ -164,7 +164,7 @@ def test_the_same_errors(cli: Cli, server: Any) -> None:
 
 
 def test_the_client_imports_nothing_heavy(cli: Cli, server: Any) -> None:
-    heavy = "('torch', 'numpy', 'transformers', 'pydantic', 'rich', 'asyncio', 'http')"
+    heavy = "('torch', 'numpy', 'transformers', 'pydantic', 'rich', 'asyncio', 'http', 'obstore', 'cryptography')"
     done = process(
         *ASK, code=f"code = run(sys.argv[1:]); print((code, [m for m in {heavy} if m in sys.modules]), file=sys.stderr)"
     )

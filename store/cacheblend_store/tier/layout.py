@@ -73,10 +73,10 @@ class Layout:
 
 
 class Head:
-    """The opened beginning of a chunk's object. manifest: as its writer made it."""
+    """The opened beginning of a chunk's object. manifest: as its writer made it. num_bytes: up to the first layer."""
 
-    def __init__(self, manifest: ChunkManifest, cipher: Cipher | None, salt: bytes) -> None:
-        self.manifest, self._cipher, self._salt = manifest, cipher, salt
+    def __init__(self, manifest: ChunkManifest, cipher: Cipher | None, salt: bytes, num_bytes: int) -> None:
+        self.manifest, self.num_bytes, self._cipher, self._salt = manifest, num_bytes, cipher, salt
 
     def layer(self, layer: int, data: bytes | memoryview) -> bytes | memoryview:
         """Return a layer's blob, checked. Raises BadBlob."""
@@ -99,13 +99,13 @@ def encode_chunk(manifest: ChunkManifest, blobs: Sequence[bytes], name: str, cip
     return b"".join((head, *blobs))
 
 
-def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> tuple[Head, int]:
-    """Return a chunk's head and its bytes. data: the object from its start. Raises BadBlob."""
+def decode_head(data: memoryview, name: str, cipher: Cipher | None) -> Head:
+    """Open the head of a chunk's object. data: the object from its start. Raises BadBlob."""
     body, salt, num_bytes = _decode_head(data, name, cipher, MAX_MANIFEST_BYTES + KEY_BYTES)
     manifest = decode_manifest(body[:KEY_BYTES], body[KEY_BYTES:])
     if not manifest.has_kv or not manifest.token_ids:
         raise BadBlob("its object is of a chunk without KV")
-    return Head(manifest, cipher, salt), num_bytes
+    return Head(manifest, cipher, salt, num_bytes)
 
 
 def encode_bundle(parts: tuple[bytes, bytes, list[bytes]], name: str, cipher: Cipher | None) -> bytes:

@@ -184,13 +184,13 @@ class ObjectTier:
         return data
 
     def head(self, collection: str, key: bytes, data: memoryview) -> Head:
-        return self._head(self.name(collection, key), data)[0]
+        return self._head(self.name(collection, key), data)
 
-    def _head(self, name: str, data: memoryview) -> tuple[Head, int]:
-        head, num_bytes = decode_head(data, name, self._cipher)
+    def _head(self, name: str, data: memoryview) -> Head:
+        head = decode_head(data, name, self._cipher)
         if self.name(head.manifest.collection, head.manifest.key) != name:
             raise BadBlob("its object is another chunk's", key=head.manifest.key)
-        return head, num_bytes
+        return head
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[bytes]) -> int:
         digests = tuple(blob_digest(manifest.key, i, manifest.num_tokens, blob) for i, blob in enumerate(blobs))
@@ -202,9 +202,9 @@ class ObjectTier:
         if size > MAX_CHUNK_BYTES:
             raise BadBlob(f"its object has {size:,} bytes")
         data = self._read(name, 0, size)
-        head, num_bytes = self._head(name, data)
+        head = self._head(name, data)
         layout = self.layout(head.manifest, size)
-        if layout.head_bytes != num_bytes:
+        if layout.head_bytes != head.num_bytes:
             raise BadBlob("its object is of another size than its manifest", key=head.manifest.key)
         starts = (layout.span(range(i, i + 1))[1] - layout.layer_bytes for i in range(layout.num_layers))
         blobs = [head.layer(i, data[start : start + layout.layer_bytes]) for i, start in enumerate(starts)]
@@ -228,7 +228,9 @@ class ObjectTier:
             raise BadBlob(f"a document of {size:,} bytes")
         raw, prefix_key, texts = decode_bundle(self._read(name, 0, size), name, self._cipher)
         record = decode_document(raw[:DIGEST_BYTES], raw[DIGEST_BYTES:])
-        manifests = tuple(decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]).without_kv() for text in texts)
+        manifests = tuple(
+            replace(decode_manifest(text[:KEY_BYTES], text[KEY_BYTES:]), blob_digests=()).without_kv() for text in texts
+        )
         known = {m.key for m in manifests if m.collection == record.collection}
         if self._document_name(record.collection, record.key) != name or not {c.key for c in record.chunks} <= known:
             raise BadBlob("its object is another document's, or lacks texts")
@@ -288,4 +290,6 @@ def _errors(url: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    return re.sub(r"(://[^\s?]*)\?\S*", r"\1", (str(error).strip().splitlines() or [type(error).__name__])[0])[:300]
+    """Return the first line of an error without queries of URLs; of an XML body, its code."""
+    text = re.sub(r"<\?xml.*?<Code>(\w+)</Code>.*", r"\1", str(error), flags=re.DOTALL)
+    return re.sub(r"(://[^\s?]*)\?\S*", r"\1", (text.strip().splitlines() or [type(error).__name__])[0])[:300]

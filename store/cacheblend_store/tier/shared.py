@@ -92,18 +92,19 @@ class SharedTier:
 
     # reading
 
-    def find(self, chunks: Iterable[ChunkManifest]) -> dict[bytes, Layout]:
+    def find(self, chunks: Iterable[ChunkManifest], seconds: float | None = None) -> dict[bytes, Layout]:
         """Return the layouts of those chunks that the tier has, asked at the same time, as far as it answers in time.
 
-        chunks: of the shape that is wanted; sizes and digests are not looked at.
+        chunks: of the shape that is wanted; sizes and digests are not looked at. seconds: to wait, by default deadline_s.
         """
+        seconds = self.deadline_s if seconds is None else seconds
         wanted = {chunk.key: chunk for chunk in chunks if chunk.key not in self._refused}
         if wanted and self._checked is not None:
-            wait([self._checked], timeout=self.deadline_s)
+            wait([self._checked], timeout=seconds)
         if not wanted or self.resting or (self._checked is not None and not self._checked.done()):
             return {}
         asked = {key: self._readers.submit(partial(self._size, chunk)) for key, chunk in wanted.items()}
-        wait(asked.values(), timeout=self.deadline_s)
+        wait(asked.values(), timeout=seconds)
         found, late = dict[bytes, Layout](), 0
         for key, answer in asked.items():
             if answer.cancel() or not answer.done():
@@ -123,7 +124,7 @@ class SharedTier:
             self._counts.late += late
             self._known |= found.keys()
         if late == len(wanted):
-            self._failed("late", f"it did not answer in {self.deadline_s * 1e3:.0f} ms (--tier-deadline)")
+            self._failed("late", f"it did not answer in {seconds * 1e3:.0f} ms (--tier-deadline)")
         return found
 
     def _size(self, chunk: ChunkManifest) -> int | None:
@@ -155,7 +156,7 @@ class SharedTier:
             self._counts.refused += 1
             self._refused.add(key)
             self._known.discard(key)
-        self._say("refused", f"chunk {key.hex()[:12]} is not used: {error.message}")
+        self._say("refused", f"for chunk {key.hex()[:12]}: {error.message}")
 
     def gave_up(self) -> None:
         """Note that an answer waited as long as it could."""
@@ -191,8 +192,8 @@ class SharedTier:
                 )
                 size = self._request(lambda: self.tier.put_chunk(*chunk)) if there is None else 0
                 put = True
-        except StoreError as error:
-            self._say("unput", f"KV could not be put there: {error.message}")
+        except StoreError:
+            pass  # `_request` said so, or verify says that the store is damaged
         finally:
             with self._changed:
                 self._writing -= 1
@@ -254,7 +255,7 @@ class SharedTier:
             if kind in self._said:
                 return
             self._said.add(kind)
-        self.say(f"the tier at {self.tier.url}: {what}; missing KV is computed")
+        self.say(f"the tier at {self.tier.url} is not used: {what}")
 
 
 def _average(old: float, new: float) -> float:

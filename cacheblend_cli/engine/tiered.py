@@ -1,0 +1,89 @@
+"""The tier of a question: which missing chunks it has, how long to wait for them, and how fast it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cacheblend_store import ChunkManifest, ChunkStore
+from cacheblend_store.tier.shared import SharedTier
+
+from cacheblend_cli import user_cache
+from cacheblend_cli.blend.cost import Workload, estimate_full
+from cacheblend_cli.collect.collector import PlannedChunk, chunk_manifest, prefix_chunk
+from cacheblend_cli.corpus.chunker import Chunk
+from cacheblend_cli.engine.runtime import Runtime
+from cacheblend_cli.engine.speeds import SpeedFile, kv_share
+from cacheblend_cli.kv.source import TieredSource
+from cacheblend_cli.prompt.collection import Collection
+from cacheblend_cli.prompt.plan import ChunkInput
+
+_FASTEST = {"cpu": 2e12, "cuda": 1e15}
+"""FLOP/s that no device exceeds, for a machine that was never measured."""
+
+
+def ask_tier(
+    runtime: Runtime, store: ChunkStore, collection: Collection, chunks: Sequence[ChunkInput], num_tokens: int
+) -> TieredSource | None:
+    """Ask the store's tier for the chunks of a prompt of num_tokens tokens that have no KV in the store. None without a tier, or
+    if nothing is missing.
+
+    Their KV is waited for as long as a full prefill takes at most.
+    """
+    tier = store.tier
+    if tier is None:
+        return None
+    wanted = [
+        _expected(collection, c)
+        for c in chunks
+        if not c.cached and c.key == collection.key(c.token_ids, c.left_context_ids)
+    ]
+    if collection.prefix_ids and not store.has_kv(collection.prefix_key):
+        wanted.append(chunk_manifest(collection, prefix_chunk(collection)))
+    if not wanted:
+        return None
+    _recall_speed(tier)
+    source = TieredSource(store, tier, wanted, full_prefill_s(runtime, collection.codec, num_tokens))
+    return source
+
+
+def with_found(chunk: ChunkInput, collection: Collection) -> ChunkInput:
+    """Return a chunk that the tier has, as one with stored KV."""
+    collected_len = len(collection.prefix_ids) + len(chunk.left_context_ids) + len(chunk.token_ids)
+    regular = collection.model.decoder.rope.regime(collected_len) == 0
+    return replace(chunk, cached=True, codec=collection.codec, same_regime=regular)
+
+
+def full_prefill_s(runtime: Runtime, codec: str, num_tokens: int) -> float:
+    """Estimate the seconds of a full prefill: as measured on this machine, else what the fastest one would take."""
+    speeds = SpeedFile.of(runtime.model, codec).read()
+    if speeds is None:
+        fastest = _FASTEST.get(runtime.decoder.device.type, _FASTEST["cuda"])
+        return 2.0 * runtime.decoder.num_parameters * num_tokens / fastest
+    spec = runtime.model.spec
+    work = Workload(spec.num_layers, num_tokens, 0, 0.0, num_tokens, num_tokens / 2, 0, kv_share(spec))
+    return estimate_full(speeds, work).prefill_s
+
+
+def remember_speed(tier: SharedTier) -> None:
+    """Keep what was measured of the tier for the next process."""
+    if tier.latency_s and tier.bytes_per_s:
+        record = {"latency_s": tier.latency_s, "bytes_per_s": tier.bytes_per_s}
+        user_cache.keep(user_cache.place("tier", tier.tier.url), json.dumps(record))
+
+
+def _recall_speed(tier: SharedTier) -> None:
+    if tier.latency_s and tier.bytes_per_s:
+        return
+    try:
+        known = json.loads(user_cache.recall(user_cache.place("tier", tier.tier.url)))
+        tier.latency_s = tier.latency_s or max(0.0, float(known["latency_s"]))
+        tier.bytes_per_s = tier.bytes_per_s or max(0.0, float(known["bytes_per_s"]))
+    except (ValueError, KeyError, TypeError):
+        pass
+
+
+def _expected(collection: Collection, chunk: ChunkInput) -> ChunkManifest:
+    planned = PlannedChunk(chunk.key, chunk.source, Chunk(0, "", chunk.token_ids, 0, 0), chunk.left_context_ids, "sink")
+    return chunk_manifest(collection, planned)
