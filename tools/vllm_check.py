@@ -26,6 +26,7 @@ import httpx2
 
 from cacheblend_cli import Engine
 from cacheblend_cli.model.loading import resolve_model
+from cacheblend_cli.model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 KEYS = {"ada": "ada-key-000000", "bob": "bob-key-000000"}
@@ -124,7 +125,7 @@ class Pair:
     def _wait(self, name: str, url: str) -> None:
         for _ in range(600):
             if self.running[name].poll() is not None:
-                sys.exit(f"{name} ended:\n{self.log(name)[-3000:]}")
+                sys.exit(f"{name} ended:\n{self.log(name)[-9000:]}")
             try:
                 if self.client.get(url).status_code == 200:
                     return
@@ -151,11 +152,11 @@ def said(reply: dict[str, Any]) -> str:
 
 def check(pair: Pair, model: Path) -> None:
     print(f"{model} | hand-over by {pair.over}")
+    decode = Tokenizer(model, int(json.loads((model / "config.json").read_text())["vocab_size"])).decode
     pair.ask()  # stores the chunks
     with Engine.load(str(model), dtype="float32", ratio=1.0) as engine:
         engine.ask(QUESTION, documents=DOCUMENTS, max_tokens=1)
         ids = [*engine.prefill(QUESTION, documents=DOCUMENTS).token_ids]
-        decode = engine._loaded.model.tokenizer.decode
         own = decode(pair.own(ids, cache_salt="own"))
         reply = pair.ask()
         print(
