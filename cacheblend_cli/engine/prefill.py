@@ -247,7 +247,7 @@ class PrefillState:
 
     def _output(self, result: PrefillResult | None, start: float) -> PrefillOutput:
         self._prefill_s += time.perf_counter() - start
-        cached = self._plan.segments[0].end if self._plan.segments[0].status == "prefix_cached" else 0
+        cached = next(s.start for s in self._plan.segments if s.status != "prefix_cached")  # the suffix at the latest
         num_filled = self._slices[self._done - 1].end if self._done else cached
         return PrefillOutput(num_filled, self._loader, result, self._prefill_s)
 
