@@ -57,17 +57,13 @@ def _store_taken(done: PrefillReport, store: ChunkStore) -> Iterator[None]:
     if collection.prefix_key in taken:
         planned.append(prefix_chunk(collection))
     keep = {s.key for s in done.plan.chunks if s.key} | {collection.prefix_key}
-    count = 0
     try:
         for chunk in planned:
             if not store.has_kv(chunk.key) and (blobs := tiered.blobs(chunk.key)) is not None:
                 store.put_chunks([(chunk_manifest(collection, chunk), blobs)], keep)
-                count += chunk.context != "prefix"
                 yield
     except StoreError as error:
         request.notes.append(f"KV from the tier could not be stored: {error.message}")
-    if count:
-        request.notes.append(f"took the KV of {count} chunk{'s' if count > 1 else ''} from the tier")
 
 
 def _planned(done: PrefillReport, store: ChunkStore, keys: Set[bytes]) -> list[PlannedChunk]:
