@@ -71,7 +71,7 @@ class DeviceError(CacheBlendError):
 
 
 class QueueFull(CacheBlendError):
-    """An engine that many ask at once has too many jobs waiting. retry_after_s: when there may be room."""
+    """Too many requests wait. retry_after_s: seconds until there may be room."""
 
     exit_code = ExitCode.DEVICE
 

@@ -19,7 +19,7 @@ from cacheblend_store import StoreError
 from checkpoints import write_checkpoint
 
 from cacheblend_cli import ChunkStore, Engine
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.errors import UsageError
 
 ROOT = Path(__file__).parents[1]

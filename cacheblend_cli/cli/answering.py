@@ -67,7 +67,7 @@ class LocalEngine:
     def serve(self, concurrency: int) -> None:
         """Answer this many questions at once from now on."""
         from cacheblend_cli.engine.async_engine import AsyncEngine
-        from cacheblend_cli.engine.jobs import Limits
+        from cacheblend_cli.engine.events import Limits
 
         limits = Limits(max_waiting=2 * concurrency + 1, max_sequences=concurrency)
         self._service = AsyncEngine(self._engine.runtime, limits)

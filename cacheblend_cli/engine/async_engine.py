@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cacheblend_cli.engine.core import EngineCore
-from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Limits, OnEvent
+from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent
 from cacheblend_cli.engine.output_processor import as_public_error
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime

@@ -15,8 +15,8 @@ from cacheblend_cli.engine.block_manager import BlockManager, Found
 from cacheblend_cli.engine.checks import InternalRequest, Refine, seeded
 from cacheblend_cli.engine.connectors.connector import Connector
 from cacheblend_cli.engine.controller import deciding
+from cacheblend_cli.engine.events import Done, EngineStats, Event, Failed, Limits, OnEvent, Started
 from cacheblend_cli.engine.gate import Gate
-from cacheblend_cli.engine.jobs import Done, EngineStats, Event, Failed, Limits, OnEvent, Started
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.output_processor import Emit, OutputProcessor, listener
 from cacheblend_cli.engine.pools import lasting_pool, pool_for

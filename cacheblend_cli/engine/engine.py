@@ -22,7 +22,7 @@ from cacheblend_cli.engine.async_engine import AsyncEngine
 from cacheblend_cli.engine.chunk_inputs import chunk_of
 from cacheblend_cli.engine.config import EngineConfig
 from cacheblend_cli.engine.core import answer_one
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Limits, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Failed, Limits, Reasoning, Text, Token
 from cacheblend_cli.engine.plan import plan
 from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime, Say

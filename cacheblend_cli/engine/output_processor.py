@@ -13,7 +13,7 @@ from cacheblend_store import StoreError
 from cacheblend_cli.engine.build_answer import answer_of
 from cacheblend_cli.engine.checks import Confirm, InternalRequest, Refine, Verify
 from cacheblend_cli.engine.controller import learn_from
-from cacheblend_cli.engine.jobs import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Early, EngineStats, Event, Failed, HandedOver, Reasoning, Text, Token
 from cacheblend_cli.engine.memory import out_of_memory
 from cacheblend_cli.engine.missing_chunks import has_missing, store_missing
 from cacheblend_cli.engine.prefill import PrefillReport

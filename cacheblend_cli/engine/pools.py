@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from cacheblend_cli.engine.decode import BatchRunner
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.kv.pool import KVPool, bytes_per_token

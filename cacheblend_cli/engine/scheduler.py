@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cacheblend_cli.engine.block_manager import BlockManager
-from cacheblend_cli.engine.jobs import EngineStats
+from cacheblend_cli.engine.events import EngineStats
 from cacheblend_cli.engine.sequence import RequestState, Sequence, Status
 from cacheblend_cli.engine.worker import Worker
 from cacheblend_cli.kv.block_allocator import Allocation

@@ -14,8 +14,8 @@ from torch import Tensor
 from cacheblend_cli.blend.cost import AutoReport
 from cacheblend_cli.engine.attention import AttentionShares
 from cacheblend_cli.engine.block_manager import BlockManager, Found
+from cacheblend_cli.engine.events import Early, OnEvent
 from cacheblend_cli.engine.gate import Gate
-from cacheblend_cli.engine.jobs import Early, OnEvent
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillReport, PromptLogprobs
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.sequence_output import Generation, SequenceOutput

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cacheblend_cli.engine.jobs import Done, Event
+from cacheblend_cli.engine.events import Done, Event
 from cacheblend_cli.server.asking import Asking, Prepared, Wanted, ask_engine, checked, prepare
 from cacheblend_cli.server.http import EventStream, session_headers, unless_left
 from cacheblend_cli.server.state import ServerState

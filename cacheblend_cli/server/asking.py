@@ -16,7 +16,7 @@ from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.engine.chunk_inputs import chunk_of
-from cacheblend_cli.engine.jobs import Done, Event, Failed, Reasoning, Started, Text
+from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
 from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import NothingFound

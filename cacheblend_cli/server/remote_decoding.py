@@ -14,7 +14,7 @@ import httpx2
 import torch
 
 from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-from cacheblend_cli.engine.jobs import Done, Early, Event, HandedOver, Reasoning, Text
+from cacheblend_cli.engine.events import Done, Early, Event, HandedOver, Reasoning, Text
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.engine.sampling import Draw

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
-from cacheblend_cli.engine.jobs import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.server.asking import Prepared, checked
 from cacheblend_cli.server.passages import Passage

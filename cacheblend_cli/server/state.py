@@ -99,7 +99,7 @@ class ServerState:
 
     @contextmanager
     def preparing(self, count: int) -> Iterator[None]:
-        """While so many jobs are prepared. Raises QueueFull where the queue has no room for them."""
+        """Context in which `count` requests are prepared. Raises QueueFull if the queue has no room for them."""
         self.service.check_room(self._preparing + count - 1)
         self._preparing += count
         try:

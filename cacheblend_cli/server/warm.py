@@ -25,7 +25,7 @@ from starlette.routing import Mount, Route
 from cacheblend_cli import __version__
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.jobs import Done, Reasoning, Text
+from cacheblend_cli.engine.events import Done, Reasoning, Text
 from cacheblend_cli.engine.plan import planning
 from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.speeds import Pieces

@@ -9,7 +9,7 @@ import pytest
 from houses import House, Listener, open_house
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.sequence_output import Listener as Hearer
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import AskOptions, BlendParams, SamplingParams

@@ -10,7 +10,7 @@ import torch
 from houses import House, Listener, open_house
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Failed, Limits
+from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit, fit_risk, signals_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from houses import Bench, House, ids_of, open_house
 
-from cacheblend_cli.engine.jobs import Failed, Limits
+from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.errors import UsageError
 
 SCHEMA = {

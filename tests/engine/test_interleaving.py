@@ -10,7 +10,7 @@ import pytest
 from houses import Bench, House, Listener, ids_of, open_house
 
 from cacheblend_cli.engine.controller import controller_of
-from cacheblend_cli.engine.jobs import Done, Limits, Started, Text
+from cacheblend_cli.engine.events import Done, Limits, Started, Text
 from cacheblend_cli.engine.prefill import PrefillState
 from cacheblend_cli.engine.sequence import RequestState
 from cacheblend_cli.kv.source import BadChunk

@@ -23,9 +23,9 @@ from cacheblend_cli.engine.connectors.llama_cpp import LlamaCpp
 from cacheblend_cli.engine.connectors.llama_library import LlamaError, library
 from cacheblend_cli.engine.decode_with import DecodeWith, decode_with
 from cacheblend_cli.engine.engine import Engine
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.fidelity import divergence, log_distribution
 from cacheblend_cli.engine.gate import Gate
-from cacheblend_cli.engine.jobs import Limits
 from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.engine.sequence import Status

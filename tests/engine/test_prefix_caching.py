@@ -11,7 +11,7 @@ from houses import SAMPLING, Bench, House, ids_of, open_house
 
 from cacheblend_cli.engine.checks import InternalRequest, Verify
 from cacheblend_cli.engine.engine import Engine
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.risk import SIGNALS, RiskFile, RiskFit
 from cacheblend_cli.types import Answer, AskOptions, AskRequest, BlendParams
 

@@ -10,7 +10,7 @@ import torch
 from houses import Bench, House, open_house
 from transformers import AutoModelForCausalLM
 
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.types import Answer, BlendParams, SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 from houses import WAIT_S, Bench, House, Listener, ids_of, open_house
 
 from cacheblend_cli.engine.async_engine import AsyncEngine
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.types import Answer, AskRequest, BlendParams
 

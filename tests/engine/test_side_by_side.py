@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from houses import SAMPLING, Bench, House, ids_of, open_house
 
-from cacheblend_cli.engine.jobs import Failed, Limits
+from cacheblend_cli.engine.events import Failed, Limits
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.kv.block_table import BlockTable
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams

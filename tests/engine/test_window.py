@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from houses import Bench, House, ids_of, open_house
 
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.sequence import Status
 from cacheblend_cli.types import BlendParams
 

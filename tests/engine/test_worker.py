@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheblend_cli.engine import core
 from cacheblend_cli.engine.decode import BatchRunner
-from cacheblend_cli.engine.jobs import Limits
+from cacheblend_cli.engine.events import Limits
 from cacheblend_cli.engine.memory import DeviceMemory
 from cacheblend_cli.engine.prefill import PrefillInput, PrefillOutput, prefill
 from cacheblend_cli.engine.sequence import Status

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 
-from cacheblend_cli.engine.jobs import Done, Event, Reasoning, Text, Token
+from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server import replies
 from cacheblend_cli.server.asking import Prepared, checked
 from cacheblend_cli.types import Answer, TokenLogprob
