@@ -6,6 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,19 +18,22 @@ from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
-from cacheblend_cli.cli.tier import finish, share
+from cacheblend_cli.cli.tier import finish, open_tier, share
 from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
 from cacheblend_cli.cli.watch import watch as watch_folders
 from cacheblend_cli.corpus.places import shown
 from cacheblend_cli.errors import UsageError
+from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Resolved, grouped
 
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore
 
+    from cacheblend_cli.collect.cluster import Cluster
     from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.collect.precompute import Difference, PrecomputeEvent, PrecomputeReport
     from cacheblend_cli.collect.room import Room
+    from cacheblend_cli.engine.engine import Engine
     from cacheblend_cli.settings import Settings
 
 _REMEMBERED = ("chunk_tokens", "overlap", "context", "window", "neighbours", "kv_dtype")
@@ -73,6 +80,23 @@ def precompute(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute everything again.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            help="Compute on the workers of a Ray cluster, which put the KV to --tier; local starts them on this machine.",
+            metavar="ADDRESS|local",
+            rich_help_panel="This machine and the store",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Workers of --ray, each with the model: --threads CPU cores (default 1), or one GPU. Default: 1.",
+            show_default=False,
+            rich_help_panel="This machine and the store",
+        ),
+    ] = None,
     verbose: folders.Verbose = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -87,6 +111,7 @@ def precompute(
     select = folders.selected(include, exclude, no_ignore, follow, max_file_size)
     has_paths = bool(paths) or files_from is not None
     _check_flags(resolved, select, has_paths=has_paths, watch=watch, dry_run=dry_run)
+    _check_ray(ray, workers, settings, watch=watch, dry_run=dry_run)
     options.import_engine()
     from cacheblend_cli.collect.paths import Paths
     from cacheblend_cli.collect.precompute import PrecomputeOptions
@@ -116,14 +141,19 @@ def precompute(
         return _confirm(difference, output, yes)
 
     with interruptible:
-        with opened as kv_store, _View(output, json, quiet, verbose) as view:
+        with (
+            _cluster(engine, settings, ray, workers) as cluster,
+            opened as kv_store,
+            _View(output, json, quiet, verbose) as view,
+        ):
+            wanted = replace(wanted, cluster=cluster)
             if kv_store is not None and not dry_run:
                 share(kv_store, settings, output, strict=True)
             report = engine.precompute(kv_store, chosen, wanted, view.on_event, confirm)
             view.end_bar()
             if kv_store is not None:
                 finish(kv_store, output)
-        _summary(report, output, str(settings.store_path), dry_run, json)
+        _summary(report, output, settings.tier if ray else str(settings.store_path), dry_run, json)
         if report.hidden:
             _tell_hidden(report.hidden, output)
         view.passed_over.tell_all(report.skipped)
@@ -142,6 +172,43 @@ def _check_flags(resolved: Resolved, select: dict[str, Any], *, has_paths: bool,
         raise UsageError(
             "flags that select files, and --collection, need a PATH", "name the folder: cacheblend precompute docs/"
         )
+
+
+def _check_ray(ray: str | None, workers: int | None, settings: Settings, *, watch: bool, dry_run: bool) -> None:
+    """Raises UsageError for flags that do not go with --ray, and where Ray is not installed."""
+    if ray is None:
+        if workers is not None:
+            raise UsageError("--workers was given without --ray", "name the cluster: --ray ADDRESS, or --ray local")
+        return
+    if find_spec("ray") is None:
+        raise UsageError("--ray needs Ray, which is not installed", install_hint("ray"))
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers} is not 1 or more", "one a GPU, or one for a few CPU cores")
+    if not settings.tier:
+        raise UsageError(
+            "--ray needs --tier, where the workers put the KV", "a bucket, or a folder that all machines share"
+        )
+    for flag, given in (("--watch", watch), ("--dry-run", dry_run), ("--max-size", bool(settings.max_size))):
+        if given:
+            raise UsageError(f"{flag} and --ray do not go together", f"leave {flag} out")
+
+
+def _cluster(
+    engine: Engine, settings: Settings, ray: str | None, workers: int | None
+) -> AbstractContextManager[Cluster | None]:
+    """Return the cluster to compute on, not yet started. Raises TierErrors."""
+    if ray is None:
+        return nullcontext()
+    from cacheblend_cli.collect.cluster import Cluster
+    from cacheblend_cli.collect.remote_worker import RemoteJob
+    from cacheblend_cli.engine.runtime import load_worker_model
+
+    tier = open_tier(settings)
+    tier.check()
+    threads, key_file = settings.threads or 1, settings.tier_key_file
+    load = partial(load_worker_model, engine.runtime.worker_config(threads))
+    job = RemoteJob(load, engine.model.fingerprint, tier.url, key_file and str(Path(key_file).absolute()))
+    return Cluster(ray, workers or 1, job, tier, threads, int(engine.model.decoder.device.type == "cuda"))
 
 
 def _paths(named: list[str] | None, files_from: str | None, select: dict[str, Any], collection: str) -> Paths:
@@ -271,7 +338,7 @@ def _check_named(report: PrecomputeReport) -> None:
         raise UsageError("no document was found", "-v names the files that were skipped, and why")
 
 
-def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool, json: bool) -> None:
+def _summary(report: PrecomputeReport, output: Output, place: str, dry_run: bool, json: bool) -> None:
     if dry_run:
         _dry_summary(report, output, json)
         return
@@ -280,7 +347,7 @@ def _summary(report: PrecomputeReport, output: Output, store: str, dry_run: bool
     speed = f"; {report.tokens_per_s:,.0f} tokens/s" if report.computed_tokens else ""
     output.note(
         f"{report.documents} documents, {chunks} chunks: {report.new} new, {report.replaced} replaced, "
-        f"{report.unchanged} unchanged, {report.removed} removed{taken}; {format_size(report.bytes)} of KV in {store}{speed}, "
+        f"{report.unchanged} unchanged, {report.removed} removed{taken}; {format_size(report.bytes)} of KV in {place}{speed}, "
         f"{report.seconds:.1f} s"
     )
 

@@ -59,6 +59,10 @@ class Collector:
         """Yield the KV of every chunk, in order. Raises DeviceError if the device has too little memory for one."""
         yield from collect(self.collection.model.decoder, self.prefix, collect_sequences(chunks))
 
+    def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
+        """Return the keys of those chunks, of which the store has no KV, that need not be computed for another reason."""
+        return set()
+
     def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
         """Take the chunks that the store's tier has, collect the others, and commit them in groups. Yields the key and status of
         each once it is durable."""
@@ -144,6 +148,12 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
             int(time.time())
         ),  # whole seconds, so that `record_bytes` knows the record's size before it is written
     )
+
+
+def planned_of(manifest: ChunkManifest) -> PlannedChunk:
+    """Return the chunk of a manifest."""
+    chunk = Chunk(manifest.index, manifest.text, manifest.token_ids, *manifest.span)
+    return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context)
 
 
 def record_bytes(collection: Collection, planned: PlannedChunk) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend_store import ChunkStore, DocumentRecord
 from cacheblend_store.format.blobs import CODECS
 
-from cacheblend_cli.collect.document_records import gone_documents, stored_documents
+from cacheblend_cli.collect.document_records import StoredDocument, gone_documents
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.settings import CollectSettings
 from cacheblend_cli.collect.source_settings import DocumentRoot, SourceSettings
@@ -42,8 +42,8 @@ class CorpusDiff:
     paths: dict[str, str | None]
     documents: list[DocumentFile]
     digests: dict[str, str]
-    stored: dict[bytes, DocumentRecord]
-    gone: dict[bytes, DocumentRecord]
+    stored: dict[bytes, StoredDocument]
+    gone: dict[bytes, StoredDocument]
     codecs: dict[str, str]
     worded: dict[str, Wording]
     earlier: dict[str, date]
@@ -62,8 +62,8 @@ class CorpusDiff:
         return found
 
     @cached_property
-    def _by_name(self) -> dict[str, list[DocumentRecord]]:
-        found: dict[str, list[DocumentRecord]] = {}
+    def _by_name(self) -> dict[str, list[StoredDocument]]:
+        found: dict[str, list[StoredDocument]] = {}
         for record in self.stored.values():
             found.setdefault(record.source, []).append(record)
         return found
@@ -76,11 +76,11 @@ class CorpusDiff:
         names = {r.source for r in self.stored.values() if r.collection in self.earlier}
         return names - current - ending - self.digests.keys()
 
-    def versions(self, name: str) -> list[DocumentRecord]:
+    def versions(self, name: str) -> list[StoredDocument]:
         """Return all records of a document."""
         return self._by_name.get(name, [])
 
-    def replaced(self, name: str, collection: Collection, context: str) -> list[DocumentRecord]:
+    def replaced(self, name: str, collection: Collection, context: str) -> list[StoredDocument]:
         """Return the records of a document in a codec and context, including those behind an earlier date."""
         return [
             r
@@ -92,7 +92,7 @@ class CorpusDiff:
             )
         ]
 
-    def is_outdated(self, record: DocumentRecord) -> bool:
+    def is_outdated(self, record: StoredDocument | DocumentRecord) -> bool:
         """Return whether the document has changed since, or its record is behind an earlier date."""
         digest = self.digests.get(record.source)
         return bool(digest) and (record.content_digest != digest or record.collection in self.earlier)
@@ -143,9 +143,10 @@ def diff_corpus(
     store: ChunkStore | None,
     paths: Paths,
     on_skipped: Callable[[Skipped], None],
+    records: Mapping[bytes, StoredDocument],
 ) -> CorpusDiff:
     """Read the documents at and below the paths and compare them with the store. on_skipped: called for files that are not
-    documents."""
+    documents. records: all documents of the store."""
     names = {place_of(path): linked_from(path) for path in paths.all}
     source_settings = SourceSettings(collection, store)
     selections = {name: replace(source_settings.selection_of(name), **paths.select) for name in names}
@@ -164,7 +165,6 @@ def diff_corpus(
     codecs = {replace(collection, codec=codec).id: codec for codec in CODECS}
     earlier = _earlier(collection, store)
     codecs |= {of.id: of.codec for of, _ in earlier}
-    records = stored_documents(store) if store else {}
     stored = {k: r for k, r in records.items() if r.collection in codecs}
     wordings = ids_of_wordings(store, collection) if store else {}
     behind = sorted((r for r in records.values() if r.collection in wordings), key=lambda r: r.updated)

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_store import Amount, ChunkStore, DocumentRecord
+from cacheblend_store import Amount, ChunkStore
 
 from cacheblend_cli.collect.corpus_diff import CorpusDiff
-from cacheblend_cli.collect.plan import ChunkSize, Part, Plan
+from cacheblend_cli.collect.document_records import StoredDocument
+from cacheblend_cli.collect.plan import ChunkSizes, Part, Plan
+from cacheblend_cli.collect.room import Room
 from cacheblend_cli.prompt.collection import Collection
 
 
@@ -28,7 +30,7 @@ class Difference:
     unchanged: Amount = field(default_factory=Amount)
     removed: Amount = field(default_factory=Amount)
     changes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    missing: list[tuple[Collection, list[ChunkSize]]] = field(default_factory=list)
+    missing: list[tuple[Collection, ChunkSizes]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -36,13 +38,11 @@ class Difference:
         return sum(size.num_tokens for _, sizes in self.missing for size in sizes)
 
 
-def compare(
-    store: ChunkStore | None, diff: CorpusDiff, plan: Plan, keep: Set[bytes], *, force: bool = False
-) -> Difference:
-    """Return what storing the plan changes. keep: keys of the chunks that are to have KV. force: compute all of these."""
-    found, planned, has_kv = Difference(), set[bytes](), plan.stored.has_kv
+def compare(store: ChunkStore | None, diff: CorpusDiff, plan: Plan, room: Room, *, force: bool = False) -> Difference:
+    """Return what storing the plan changes. room: the chunks that are to have KV. force: compute all of these."""
+    found, planned = Difference(), set[bytes]()
     for part in plan.parts:
-        missing: list[ChunkSize] = []
+        missing = ChunkSizes()
         for document in part.documents:
             source, before = document.file.source, len(missing)
             versions = diff.versions(source)
@@ -51,11 +51,12 @@ def compare(
                 if size.key in planned:
                     continue
                 planned.add(size.key)
-                kept = size.key in keep
-                is_stored = not force and size.key in has_kv and (has_kv[size.key] or not kept)
+                kept = size.key in room
+                is_stored = not force and size.has_kv is not None and (size.has_kv or not kept)
                 amount = found.unchanged if is_stored else found.replaced if own else found.new
                 amount.add(size.num_tokens, part.stored_bytes(size) if kept else 0)
-                missing += [] if is_stored or not kept else [size]
+                if kept and not is_stored:
+                    missing.append(size)
             if len(missing) > before and versions and not force:
                 latest = max(own or versions, key=lambda r: r.updated)
                 found.changes.update(_changes(latest, diff, part))
@@ -68,7 +69,7 @@ def compare(
     return found
 
 
-def _changes(record: DocumentRecord, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:
+def _changes(record: StoredDocument, diff: CorpusDiff, part: Part) -> list[tuple[str, str]]:
     """Return the settings in which a document's record and this run differ: the flag as stored, and as now."""
     was: dict[str, Any] = {
         "overlap": 0,
@@ -96,12 +97,12 @@ def _as_flag(value: Any) -> Any:
     return repr(value.strip()) if isinstance(value, str) and (not value or " " in value or "{" in value) else value
 
 
-def _leaving(diff: CorpusDiff, plan: Plan) -> dict[bytes, DocumentRecord]:
+def _leaving(diff: CorpusDiff, plan: Plan) -> dict[bytes, StoredDocument]:
     """Return the records that the run replaces or removes, by their keys in the store."""
     places = {(p.collection.id, d.file.source, p.settings.context) for p in plan.parts for d in p.documents}
     ending = {record.place for record in diff.gone.values()}
 
-    def leaves(record: DocumentRecord) -> bool:
+    def leaves(record: StoredDocument) -> bool:
         if record.place in ending:  # a moved document's record stays, unless it is stored anew under its new name
             name = diff.names.get(record.content_digest)
             return name is None or (record.collection, name, record.context) in places
@@ -111,10 +112,10 @@ def _leaving(diff: CorpusDiff, plan: Plan) -> dict[bytes, DocumentRecord]:
 
 
 def _count_removed(
-    found: Difference, store: ChunkStore, leaving: Mapping[bytes, DocumentRecord], planned: Set[bytes]
+    found: Difference, store: ChunkStore, leaving: Mapping[bytes, StoredDocument], planned: Set[bytes]
 ) -> None:
     with store.read() as reader:
-        for key in sorted({c.key for record in leaving.values() for c in record.chunks} - planned):
+        for key in sorted({key for record in leaving.values() for key in record.chunk_keys} - planned):
             manifest = reader.undamaged(key)
             if manifest is not None and all(document in leaving for document in reader.documents_of(key)):
                 found.removed.add(manifest.num_tokens, manifest.num_bytes)

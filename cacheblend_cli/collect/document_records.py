@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection as Names
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_store import ChunkStore, DocumentChunk, DocumentRecord
+from cacheblend_store.format.keys import KEY_BYTES
+from cacheblend_store.format.records import document_key
 
 from cacheblend_cli.corpus.cutting import CUT_VERSION
 from cacheblend_cli.corpus.places import is_below, is_file, is_on_disk, is_stdin, place_of
@@ -19,6 +21,28 @@ if TYPE_CHECKING:
     from cacheblend_cli.collect.settings import CollectSettings
     from cacheblend_cli.corpus.documents import Document, DocumentFile
     from cacheblend_cli.prompt.collection import Collection
+
+
+@dataclass(frozen=True)
+class StoredDocument:
+    """A document record without its chunks' places. key: its key in the store. keys: its chunks' keys, joined."""
+
+    key: bytes
+    source: str
+    collection: str
+    context: str
+    content_digest: str
+    updated: float
+    settings: Mapping[str, Any]
+    keys: bytes
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        return self.collection, self.source, self.context
+
+    @property
+    def chunk_keys(self) -> list[bytes]:
+        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
 
 
 def document_record(
@@ -36,7 +60,7 @@ def record_settings(collection: Collection, settings: CollectSettings) -> dict[s
     return settings.of_record() | ({"head": head} if head else {}) | {"cut": CUT_VERSION}
 
 
-def is_current(record: DocumentRecord | None, digest: str, settings: Mapping[str, Any]) -> bool:
+def is_current(record: StoredDocument | None, digest: str, settings: Mapping[str, Any]) -> bool:
     """Return whether cutting the document again would give the record's chunks. settings: as `record_settings` gives."""
     return record is not None and record.content_digest == digest and record.settings == settings
 
@@ -46,21 +70,39 @@ def is_news(record: DocumentRecord, old: DocumentRecord | None) -> bool:
     return old is None or replace(old, updated=record.updated) != record
 
 
-def stored_documents(store: ChunkStore) -> dict[bytes, DocumentRecord]:
-    """Return all records by their keys in the store, under the documents' current names.
+def stored_documents(store: ChunkStore) -> dict[bytes, StoredDocument]:
+    """Return all documents by their records' keys in the store, under the documents' current names, sorted by place.
 
     A name changes when a link takes the place of a folder on its path.
     """
     folders: dict[str, str] = {}
-    return {record.key: replace(record, source=_name_now(record, folders)) for record in store.documents()}
+    with store.read() as reader:
+        found = [
+            StoredDocument(
+                r.key, _name_now(r, folders), r.collection, r.context, r.content_digest, r.updated, r.settings,
+                b"".join(c.key for c in r.chunks),
+            )
+            for r in reader.documents()
+        ]  # fmt: skip
+    return {d.key: d for d in sorted(found, key=lambda d: (d.source, d.collection, d.context))}
 
 
-def rename_documents(store: ChunkStore) -> None:
-    """Store the records under their documents' current names. Of two records of one document the later one stays."""
-    stored = stored_documents(store)
-    latest = {record.place: record for record in sorted(stored.values(), key=lambda r: r.updated)}
-    moved = {key: record.place for key, record in stored.items() if record.key != key}
-    store.put_documents([latest[place] for place in sorted(set(moved.values()))], moved)
+def rename_documents(store: ChunkStore, stored: Mapping[bytes, StoredDocument]) -> bool:
+    """Store the records under their documents' current names. Of two records of one document the later one stays. Returns whether
+    there were any to rename."""
+    latest = {d.place: d for d in sorted(stored.values(), key=lambda d: d.updated)}
+    moved = {key: d.place for key, d in stored.items() if document_key(*d.place) != key}
+    store.put_documents(list(_under_names(store, [latest[place] for place in sorted(set(moved.values()))])), moved)
+    return bool(moved)
+
+
+def _under_names(store: ChunkStore, documents: Iterable[StoredDocument]) -> Iterator[DocumentRecord]:
+    """Yield the documents' whole records, under the names that they have here."""
+    for document in documents:
+        with store.read() as reader:
+            record = reader.document(document.key)
+        if record is not None:
+            yield replace(record, source=document.source)
 
 
 def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
@@ -77,9 +119,9 @@ def _name_now(record: DocumentRecord, folders: dict[str, str]) -> str:
 
 
 def gone_documents(
-    stored: Mapping[bytes, DocumentRecord], digests: Mapping[str, str], no_documents: Names[str], roots: Names[str]
-) -> dict[bytes, DocumentRecord]:
-    """Return the stored records (by key) of documents that no longer exist, in any collection and context.
+    stored: Mapping[bytes, StoredDocument], digests: Mapping[str, str], no_documents: Names[str], roots: Names[str]
+) -> dict[bytes, StoredDocument]:
+    """Return the stored documents (by key of their records) that no longer exist, in any collection and context.
 
     digests: name -> digest of the documents this run found. no_documents: names of files that are not documents any more.
     roots: paths it looked below.
@@ -89,7 +131,7 @@ def gone_documents(
     """
     found = set(digests.values())
 
-    def is_gone(record: DocumentRecord) -> bool:
+    def is_gone(record: StoredDocument) -> bool:
         name = record.source
         if name in digests or is_stdin(name) or not is_file(name):
             return False
@@ -100,11 +142,11 @@ def gone_documents(
     return {key: record for key, record in stored.items() if is_gone(record)}
 
 
-def renamed(store: ChunkStore, gone: Iterable[DocumentRecord], names: Mapping[str, str]) -> list[DocumentRecord]:
+def renamed(store: ChunkStore, gone: Iterable[StoredDocument], names: Mapping[str, str]) -> list[DocumentRecord]:
     """Return records of gone documents under the names that their texts have now, where the store has none yet.
 
     So their chunks stay in the contexts and codecs that this run did not look at. names: digest -> current name.
     """
-    moved = (replace(r, source=names[r.content_digest]) for r in gone if r.content_digest in names)
-    places = {record.place: record for record in moved}
-    return [r for place, r in places.items() if store.get_document(*place) is None]
+    moved = (replace(d, source=names[d.content_digest]) for d in gone if d.content_digest in names)
+    places = {d.place: d for d in moved}
+    return list(_under_names(store, (d for place, d in places.items() if store.get_document(*place) is None)))

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 
 from cacheblend_cli.collect.collector import Collector
-from cacheblend_cli.collect.plan import ChunkSize
+from cacheblend_cli.collect.plan import ChunkSizes
 from cacheblend_cli.collect.prefill import CollectSequence, Kept, collect, pack_tokens
 from cacheblend_cli.prompt.collection import Collection
 
 
-def estimate_seconds(missing: Sequence[tuple[Collection, Sequence[ChunkSize]]]) -> float:
+def estimate_seconds(missing: Sequence[tuple[Collection, ChunkSizes]]) -> float:
     """Return the seconds that collecting these chunks takes, from a measured prefill of one pack in one sequence."""
     total = 0.0
     for collection, sizes in missing:
@@ -21,7 +21,7 @@ def estimate_seconds(missing: Sequence[tuple[Collection, Sequence[ChunkSize]]]) 
     return total
 
 
-def prefill_tokens(sizes: Sequence[ChunkSize]) -> int:
+def prefill_tokens(sizes: ChunkSizes) -> int:
     """Return the tokens to prefill: chunks, and their left contexts except where a chunk follows the one before it."""
     total, end = 0, 0
     for size in sizes:

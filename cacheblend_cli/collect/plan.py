@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from struct import Struct
 from typing import Any, NamedTuple
 
 from cacheblend_store import ChunkStore, DocumentRecord, StoreError
+from cacheblend_store.format.keys import KEY_BYTES
 from cacheblend_store.format.records import decode_manifest, document_key
 
 from cacheblend_cli.collect.collector import PlannedChunk, record_bytes, record_bytes_with_kv
@@ -25,15 +27,39 @@ Planned = list[tuple[Document, list[PlannedChunk]]]
 OnCut = Callable[[Document, int], None]
 """Called while a document is cut: the document, and the number of characters cut so far."""
 _HELD_TOKENS = 1 << 20  # of chunks that stay in memory from planning to storing; other documents are cut again
+_READ_CHUNKS = 1 << 16  # whose records are read together, in key order
+_SIZE = Struct(f"<{KEY_BYTES}sIIIb")
+_HAS_KV = {None: -1, False: 0, True: 1}
 
 
 class ChunkSize(NamedTuple):
-    """A planned chunk without its text. left_len: tokens of its left context. record_bytes: size of its record with KV."""
+    """A planned chunk without its text. left_len: tokens of its left context. record_bytes: size of its record with KV. has_kv: of
+    the stored chunk, None if it is not stored or its record is damaged."""
 
     key: bytes
     num_tokens: int
     left_len: int
     record_bytes: int
+    has_kv: bool | None = None
+
+
+class ChunkSizes:
+    """Sizes of chunks, in order, in a few bytes each: a corpus has millions of them."""
+
+    def __init__(self, sizes: Iterable[ChunkSize] = ()) -> None:
+        self._data = bytearray()
+        for size in sizes:
+            self.append(size)
+
+    def append(self, size: ChunkSize) -> None:
+        self._data += _SIZE.pack(*size[:4], _HAS_KV[size.has_kv])
+
+    def __len__(self) -> int:
+        return len(self._data) // _SIZE.size
+
+    def __iter__(self) -> Iterator[ChunkSize]:
+        for key, num_tokens, left_len, num_bytes, has_kv in _SIZE.iter_unpack(self._data):
+            yield ChunkSize(key, num_tokens, left_len, num_bytes, None if has_kv < 0 else has_kv > 0)
 
 
 @dataclass(frozen=True)
@@ -45,7 +71,7 @@ class PlannedDocument:
     """
 
     file: DocumentFile
-    sizes: list[ChunkSize]
+    sizes: ChunkSizes
     chunks: list[PlannedChunk] | None = None
     is_current: bool = False
 
@@ -68,39 +94,11 @@ class Part:
         return self.collection.stored_bytes(size.num_tokens)
 
 
-@dataclass
-class StoredChunks:
-    """Planned chunks that are stored with an undamaged record. has_kv: by key. sizes: of those that were asked for."""
-
-    store: ChunkStore | None
-    has_kv: dict[bytes, bool] = field(default_factory=dict)
-    sizes: dict[bytes, ChunkSize] = field(default_factory=dict)
-
-    def read(self, keys: Iterable[bytes], collection: Collection, *, sizes: bool = False) -> None:
-        """Read the records of these chunks, in the order in which they are stored."""
-        if self.store is None:
-            return
-        with self.store.read() as reader:
-            for key in sorted(set(keys)):
-                try:
-                    value = reader.get("chunks", key)
-                    manifest = None if value is None else decode_manifest(key, value)
-                except StoreError:
-                    continue
-                if value is None or manifest is None:
-                    continue
-                self.has_kv[key] = manifest.has_kv
-                if sizes:
-                    num_bytes = record_bytes_with_kv(collection, manifest, len(value))
-                    self.sizes[key] = ChunkSize(key, manifest.num_tokens, len(manifest.left_context_ids), num_bytes)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Parts of a run, in order, and what the store has of their chunks."""
+    """Parts of a run, in order."""
 
     parts: list[Part]
-    stored: StoredChunks
 
 
 class Planner:
@@ -120,19 +118,17 @@ class Planner:
         for file in self._diff.documents:
             settings = replace(self._diff.settings_of(file.source, file.root), **given)
             groups.setdefault(settings, []).append(file)
-        stored, parts = StoredChunks(store), list[Part]()
+        parts = list[Part]()
         collections = {settings: self._diff.collection.in_codec(settings.kv_dtype) for settings in groups}
         for settings, collection in collections.items():
             collection.check_chunk_tokens(settings.chunk_tokens)
         if any(settings.context == "neighbours" for settings in groups):
-            parts = self._plan_together(store, groups, collections, with_records=with_records)
-            for part in parts:
-                stored.read((size.key for size in part.sizes), part.collection)
-            return Plan(parts, stored)
+            return Plan(self._plan_together(store, groups, collections, with_records=with_records))
         for settings, files in groups.items():
             collection = collections[settings]
-            parts.append(Part(collection, settings, self._plan_each(files, collection, settings, stored, with_records)))
-        return Plan(parts, stored)
+            planned = self._plan_each(store, files, collection, settings, with_records)
+            parts.append(Part(collection, settings, list(planned)))
+        return Plan(parts)
 
     def cut_again(self, part: Part, planned: PlannedDocument) -> list[PlannedChunk] | None:
         """Return a planned document's chunks, or None if it has changed since it was found."""
@@ -143,32 +139,33 @@ class Planner:
 
     def _plan_each(
         self,
+        store: ChunkStore | None,
         files: Sequence[DocumentFile],
         collection: Collection,
         settings: CollectSettings,
-        stored: StoredChunks,
         with_records: bool,
-    ) -> list[PlannedDocument]:
-        """Plan documents whose chunks do not depend on other documents."""
+    ) -> Iterator[PlannedDocument]:
+        """Plan documents whose chunks do not depend on other documents, some at a time."""
         now, context, id = record_settings(collection, settings), settings.context, collection.id
-        records = {file.source: self._diff.stored.get(document_key(id, file.source, context)) for file in files}
-        current = {
-            file.source: record
-            for file in files
-            if (record := records[file.source]) is not None and is_current(record, file.digest, now)
-        }
-        stored.read((c.key for record in current.values() for c in record.chunks), collection, sizes=True)
-        documents, new = list[PlannedDocument](), list[bytes]()
+        current = dict[str, list[bytes]]()
+        waiting, count = list[DocumentFile](), 0
         for file in files:
-            record = current.get(file.source)
-            if record is not None and all(c.key in stored.sizes for c in record.chunks):
-                documents.append(PlannedDocument(file, [stored.sizes[c.key] for c in record.chunks], is_current=True))
-            elif (found := self._cut(file, collection, settings, self._on_cut)) is not None:
-                [(_, chunks)] = plan_documents(collection, [found], settings)
-                documents.append(self._planned(file, chunks, collection, with_records))
-                new += (chunk.key for chunk in chunks)
-        stored.read(new, collection)
-        return documents
+            record = self._diff.stored.get(document_key(id, file.source, context))
+            if record is not None and is_current(record, file.digest, now):
+                current[file.source] = record.chunk_keys
+                count += len(current[file.source])
+            waiting.append(file)
+            if count >= _READ_CHUNKS or file is files[-1]:
+                stored = stored_sizes(store, collection, (key for keys in current.values() for key in keys))
+                for one in waiting:
+                    sizes = [stored.get(key) for key in current.get(one.source, ())]
+                    whole = [size for size in sizes if size is not None]
+                    if one.source in current and len(whole) == len(sizes):
+                        yield PlannedDocument(one, ChunkSizes(whole), is_current=True)
+                    elif (found := self._cut(one, collection, settings, self._on_cut)) is not None:
+                        [(_, chunks)] = plan_documents(collection, [found], settings)
+                        yield self._planned(store, one, chunks, collection, with_records)
+                current, waiting, count = {}, [], 0
 
     def _plan_together(
         self,
@@ -197,20 +194,32 @@ class Planner:
             planned = plan_documents(collection, [found for _, found in own], settings, others)
             self._held = -sum(len(c.chunk.token_ids) for _, chunks in planned for c in chunks)  # all stay in memory
             documents = [
-                self._planned(file, chunks, collection, with_records)
+                self._planned(store, file, chunks, collection, with_records)
                 for (file, _), (_, chunks) in zip(own, planned, strict=True)
             ]
             parts.append(Part(collection, settings, documents))
         return parts
 
     def _planned(
-        self, file: DocumentFile, chunks: list[PlannedChunk], collection: Collection, with_records: bool
+        self,
+        store: ChunkStore | None,
+        file: DocumentFile,
+        chunks: list[PlannedChunk],
+        collection: Collection,
+        with_records: bool,
     ) -> PlannedDocument:
-        sizes = [
-            ChunkSize(c.key, len(c.chunk.token_ids), len(c.left), record_bytes(collection, c) if with_records else 0)
+        stored = stored_sizes(store, collection, (chunk.key for chunk in chunks))
+        sizes = ChunkSizes(
+            ChunkSize(
+                c.key,
+                len(c.chunk.token_ids),
+                len(c.left),
+                record_bytes(collection, c) if with_records else 0,
+                stored[c.key].has_kv if c.key in stored else None,
+            )
             for c in chunks
-        ]
-        self._held += sum(size.num_tokens for size in sizes)
+        )
+        self._held += sum(len(c.chunk.token_ids) for c in chunks)
         return PlannedDocument(file, sizes, chunks if self._held <= _HELD_TOKENS else None)
 
     def _cut(
@@ -230,6 +239,25 @@ class Planner:
             if on_cut is not None:
                 on_cut(document, chunk.end)
         return document, chunks
+
+
+def stored_sizes(store: ChunkStore | None, collection: Collection, keys: Iterable[bytes]) -> dict[bytes, ChunkSize]:
+    """Return the sizes of the stored chunks among these whose records are undamaged, by key."""
+    found = dict[bytes, ChunkSize]()
+    if store is None:
+        return found
+    with store.read() as reader:
+        for key in sorted(set(keys)):  # in the order in which they are stored
+            try:
+                value = reader.get("chunks", key)
+                manifest = None if value is None else decode_manifest(key, value)
+            except StoreError:
+                continue
+            if value is not None and manifest is not None:
+                num_bytes = record_bytes_with_kv(collection, manifest, len(value))
+                left_len = len(manifest.left_context_ids)
+                found[key] = ChunkSize(key, manifest.num_tokens, left_len, num_bytes, manifest.has_kv)
+    return found
 
 
 def plan_documents(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cacheblend_store import ChunkStore
 
 from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
 from cacheblend_cli.collect.corpus_diff import CorpusDiff, diff_corpus
 from cacheblend_cli.collect.difference import Difference, compare
-from cacheblend_cli.collect.document_records import document_record, is_news, rename_documents, renamed
+from cacheblend_cli.collect.document_records import (
+    document_record,
+    is_news,
+    rename_documents,
+    renamed,
+    stored_documents,
+)
 from cacheblend_cli.collect.estimate import estimate_seconds
 from cacheblend_cli.collect.paths import Paths
 from cacheblend_cli.collect.plan import Part, Planner
@@ -28,6 +34,9 @@ from cacheblend_cli.prompt.collection import Collection
 from cacheblend_cli.prompt.dates import keep_date
 from cacheblend_cli.prompt.kept import keep_wording
 
+if TYPE_CHECKING:
+    from cacheblend_cli.collect.cluster import Cluster
+
 __all__ = ["Difference", "PrecomputeEvent", "PrecomputeOptions", "PrecomputeReport", "precompute"]
 
 OnEvent = Callable[["PrecomputeEvent"], None]
@@ -40,7 +49,7 @@ class PrecomputeOptions:
     """Options of a run. Those of CollectSettings are None where the store's remembered setting, or else the default, holds.
 
     force: compute stored chunks again. dry_run: change nothing. salt: keeps a tenant's chunks apart. max_bytes: the store's
-    new quota in bytes, None = unchanged. day: date for a chat template that prints one; None = the date the store keeps, or today.
+    new quota in bytes, None = unchanged. cluster: where KV is computed, None for this process. day: date for a chat template that prints one; None = the date the store keeps, or today.
     """
 
     chunk_tokens: int | None = None
@@ -54,6 +63,7 @@ class PrecomputeOptions:
     salt: str = ""
     max_bytes: int | None = None
     day: date | None = None
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         CollectSettings(**self.given)
@@ -151,37 +161,47 @@ def precompute(
     def reading(document: Document, done: int) -> None:
         on_event(PrecomputeEvent("reading", message=show(document.source), done=done, total=len(document.text)))
 
-    if store is not None and not options.dry_run:
-        rename_documents(store)
-    diff = diff_corpus(collection, store, paths, skip)
+    stored = stored_documents(store) if store is not None else {}
+    if store is not None and not options.dry_run and rename_documents(store, stored):
+        stored = stored_documents(store)
+    diff = diff_corpus(collection, store, paths, skip, stored)
     for file in diff.documents:
         if file.note:
             on_event(PrecomputeEvent("note", message=f"{shown(file.source)}: {file.note}"))
     quota = options.max_bytes if options.max_bytes is not None else store.max_bytes if store is not None else 0
+    cluster = options.cluster
+    if cluster is not None:
+        quota = 0  # of this store, which gets texts alone
     planner = Planner(diff, reading, changed)
     plan = planner.plan(store, options.given, with_records=quota > 0)
-    room = room_for(plan, quota)
+    if cluster is not None and any(part.settings.context == "neighbours" for part in plan.parts):
+        raise UsageError(
+            "with --context neighbours, the text before a chunk depends on all other documents, which --ray computes apart",
+            "use --context document or sink, or leave --ray out",
+        )
+    room = room_for(plan, store, quota)
     if room.without_kv:
         on_event(PrecomputeEvent("room", room=room))
     report.documents = sum(len(part.documents) for part in plan.parts)
     report.tokens = sum(size.num_tokens for part in plan.parts for size in part.sizes)
-    sizes = {size.key: part.stored_bytes(size) for part in plan.parts for size in part.sizes}
-    report.bytes = sum(size for key, size in sizes.items() if key in room.keep)
     report.hidden = sorted(diff.left_behind)
-    report.difference = compare(store, diff, plan, room.keep, force=options.force)
+    report.difference = compare(store, diff, plan, room, force=options.force)
+    report.bytes = sum(
+        a.bytes for a in (report.difference.new, report.difference.replaced, report.difference.unchanged)
+    )
     if options.dry_run or store is None:
         report.difference.seconds = estimate_seconds(report.difference.missing)
         return report
     start += _confirm(report.difference, confirm)
     on_event(PrecomputeEvent("plan", total=report.tokens))
-    run = _Run(diff, planner, store, room.keep, on_event, report)
+    run = _Run(diff, planner, store, room, on_event, report, cluster)
     roots = diff.given_roots(options.given) if plan.parts else []
     diff.source_settings.remember(store, roots, options.given, done=False)
     if plan.parts:
         keep_date(store, collection)
         keep_wording(store, collection)
     for part in plan.parts:
-        run.store(part, plan.stored.has_kv, force=options.force)
+        run.store(part, force=options.force)
     run.remove_gone()
     run.remove_outdated()
     diff.source_settings.remember(store, roots, options.given, done=True)
@@ -200,33 +220,37 @@ def _confirm(difference: Difference, confirm: Confirm | None) -> float:
 
 
 class _Run:
-    """Carries out a plan. keep: keys of the chunks that are to have KV."""
+    """Carries out a plan. room: the chunks that are to have KV."""
 
     def __init__(
         self,
         diff: CorpusDiff,
         planner: Planner,
         store: ChunkStore,
-        keep: Set[bytes],
+        room: Room,
         on_event: OnEvent,
         report: PrecomputeReport,
+        cluster: Cluster | None,
     ) -> None:
-        self._diff, self._planner, self._store, self._keep = diff, planner, store, keep
-        self._on_event, self._report = on_event, report
+        self._diff, self._planner, self._store, self._room = diff, planner, store, room
+        self._keep = room.keep or frozenset()  # what the store is not to evict
+        self._on_event, self._report, self._cluster = on_event, report, cluster
         self._shown = lru_cache(16)(shown)  # called for each chunk
 
-    def store(self, part: Part, has_kv: dict[bytes, bool], *, force: bool) -> None:
-        """Store the part's documents that changed or lack KV, in batches. has_kv: of the chunks that were stored before.
-
-        With force, KV that is stored is computed again.
-        """
-        collector = Collector(part.collection, self._store, self._keep, from_tier=True)
-        if part.collection.prefix_key in self._keep:
+    def store(self, part: Part, *, force: bool) -> None:
+        """Store the part's documents that changed or lack KV, in batches. With force, KV that is stored is computed again."""
+        cluster = self._cluster
+        collector = (
+            Collector(part.collection, self._store, self._keep, from_tier=True)
+            if cluster is None
+            else cluster.collector(part.collection, self._store)
+        )
+        if part.collection.prefix_key in self._room:
             collector.store_prefix()
         batch, tokens = list[tuple[DocumentFile, list[PlannedChunk]]](), 0
-        most = _PACKS * pack_tokens(part.collection.model.decoder.device)
+        most = _PACKS * pack_tokens(part.collection.model.decoder.device) * (1 if cluster is None else cluster.workers)
         for planned in part.documents:
-            complete = all(has_kv.get(size.key) or size.key not in self._keep for size in planned.sizes)
+            complete = all(size.has_kv or size.key not in self._room for size in planned.sizes)
             if planned.is_current and complete and not force:
                 for index, size in enumerate(planned.sizes):
                     self._tell(part, size.key, planned.file.source, index, size.num_tokens, "unchanged")
@@ -269,7 +293,7 @@ class _Run:
     ) -> None:
         """Store records and texts of documents first, then missing KV: from then on they are found and cited as they are now,
         and a run that is interrupted leaves no chunk without a document."""
-        store, keep, report = self._store, self._keep, self._report
+        store, report = self._store, self._report
         places = [chunk for _, chunks in batch for chunk in chunks]
         wanted: dict[bytes, PlannedChunk] = {}
         for chunk in places:
@@ -278,11 +302,13 @@ class _Run:
         with store.read() as reader:
             stored = {key: m.has_kv for key in sorted(wanted) if (m := reader.undamaged(key)) is not None}
             news = [record for record in records if is_news(record, reader.document(record.key))]
-        missing = {key for key in wanted if key in keep and (force or not stored.get(key))}
+        missing = {key for key in wanted if key in self._room and (force or not stored.get(key))}
+        if not force:
+            missing -= collector.present([wanted[key] for key in missing])
         replaced = {f.source: self._diff.replaced(f.source, part.collection, part.settings.context) for f, _ in batch}
-        before = {name: {c.key for record in old for c in record.chunks} for name, old in replaced.items()}
+        before = {name: {key for record in old for key in record.chunk_keys} for name, old in replaced.items()}
         texts = [chunk_manifest(part.collection, wanted[key]) for key in sorted(wanted) if key not in stored]
-        report.removed += len(store.put_documents(news, (), texts, keep))
+        report.removed += len(store.put_documents(news, (), texts, self._keep))
 
         def tell(chunk: PlannedChunk, status: Literal["new", "unchanged", "replaced"]) -> None:
             if status == "new" and before[chunk.source] and chunk.key not in before[chunk.source]:
@@ -313,6 +339,6 @@ class _Run:
     ) -> None:
         """Count and report a chunk."""
         setattr(self._report, status, getattr(self._report, status) + 1)
-        num_bytes = part.collection.stored_bytes(tokens) if key in self._keep else 0
+        num_bytes = part.collection.stored_bytes(tokens) if key in self._room else 0
         result = ChunkResult(key.hex(), self._shown(source), index, tokens, num_bytes, status)
         self._on_event(PrecomputeEvent("chunk", result))

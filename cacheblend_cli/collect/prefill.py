@@ -146,8 +146,8 @@ class _Place:
         blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
         pool = KVPool(decoder.spec, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
         self._held, self._rope_len = [pool.new_sequence(n) for n in lengths], max(lengths)
-        for sequence in self._held:
-            _place_prefix(decoder, pool, sequence, prefix, self._rope_len)
+        if prefix.token_ids:
+            _place_prefix(decoder, pool, self._held, prefix, self._rope_len)
 
     def collect(self, pieces: Sequence[tuple[int, int]]) -> list[ChunkKV]:
         """Prefill tokens start:end of each sequence, after all tokens before them. Returns the kept KV, in order."""
@@ -179,11 +179,13 @@ class _Keeper(Observer):
             chunk.v.append(fresh.v[rows].clone())
 
 
-def _place_prefix(decoder: Decoder, pool: KVPool, sequence: PagedSequence, prefix: PrefixKV, rope_len: int) -> None:
-    if not prefix.token_ids:
-        return
+def _place_prefix(
+    decoder: Decoder, pool: KVPool, sequences: Sequence[PagedSequence], prefix: PrefixKV, rope_len: int
+) -> None:
     positions = torch.arange(len(prefix.token_ids), device=decoder.device)
-    places = sequence.slots(positions)
-    slots = [Slots(places, cos, sin) for cos, sin in decoder.rope.cos_sin(positions, rope_len)]
-    for rope, cache, k, v in zip(decoder.rope.of_layer, pool.layers, prefix.kv.k, prefix.kv.v, strict=True):
-        decoder.kernels.load_kv(StoredKV(k, v), cache, slots[rope])
+    rotations = decoder.rope.cos_sin(positions, rope_len)
+    for sequence in sequences:
+        places = sequence.slots(positions)
+        slots = [Slots(places, cos, sin) for cos, sin in rotations]
+        for rope, cache, k, v in zip(decoder.rope.of_layer, pool.layers, prefix.kv.k, prefix.kv.v, strict=True):
+            decoder.kernels.load_kv(StoredKV(k, v), cache, slots[rope])

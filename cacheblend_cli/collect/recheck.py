@@ -11,9 +11,8 @@ from cacheblend_store import BadBlob, ChunkManifest, ChunkStore
 from cacheblend_store.format.codecs import coded, decode_kv, view_kv
 from torch import Tensor
 
-from cacheblend_cli.collect.collector import Collector, PlannedChunk
+from cacheblend_cli.collect.collector import Collector, planned_of
 from cacheblend_cli.collect.prefill import ChunkKV
-from cacheblend_cli.corpus.chunker import Chunk
 from cacheblend_cli.prompt.collection import Collection
 
 NOISE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -85,7 +84,7 @@ def recheck(
             if mismatch is not None:
                 report.mismatches.append(mismatch)
                 if repair:
-                    collector.put(_planned(manifest), fresh)
+                    collector.put(planned_of(manifest), fresh)
                     report.replaced += 1
         if progress is not None:
             progress(done, len(chosen))
@@ -95,13 +94,8 @@ def recheck(
 def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:
     if manifest.context == "prefix":
         return collector.prefix.kv
-    [kv] = collector.collect([_planned(manifest)])
+    [kv] = collector.collect([planned_of(manifest)])
     return kv
-
-
-def _planned(manifest: ChunkManifest) -> PlannedChunk:
-    chunk = Chunk(manifest.index, manifest.text, manifest.token_ids, *manifest.span)
-    return PlannedChunk(manifest.key, manifest.source, chunk, manifest.left_context_ids, manifest.context)
 
 
 def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_store import DocumentRecord
 from msgspec import convert
 
+from cacheblend_cli.collect.document_records import StoredDocument
 from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import check_kv_dtype
@@ -54,7 +54,7 @@ class CollectSettings:
         return found
 
     @classmethod
-    def of_document(cls, record: DocumentRecord, kv_dtype: str) -> CollectSettings | None:
+    def of_document(cls, record: StoredDocument, kv_dtype: str) -> CollectSettings | None:
         """Return the settings of a document's record, or None if they are not valid in this version."""
         try:
             return convert({**record.settings, "context": record.context, "kv_dtype": kv_dtype}, cls)

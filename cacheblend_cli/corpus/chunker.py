@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from cacheblend_store import NOWHERE, Locator
@@ -32,6 +33,7 @@ _CODE_LEVELS = (
 )
 _CHARACTERS = 64  # upper bound of a token's mean length over a part
 _GUESSES = 4
+_ENCODED = 16  # texts whose token ids are remembered: a piece is measured before it is packed
 _HEADING = re.compile(
     r"#{1,6} [^\n]*\n\s*|[^\n]+\n([=~^*+#\-])\1{2,}[ \t]*\n\s*"
 )  # Markdown heading or underlined line
@@ -56,7 +58,7 @@ def iter_cut(text: str, encode: Encode, max_tokens: int, kind: Kind = "text") ->
     before a heading rather than after it. In code, whole functions and classes are packed. encode: text to token ids, without
     special tokens. A single character of more than max_tokens tokens becomes its own chunk.
     """
-    is_code = kind == "code"
+    is_code, encode = kind == "code", lru_cache(_ENCODED)(encode)
     pieces = _Pieces(_pieces(text, encode, max_tokens, _CODE_LEVELS if is_code else _LEVELS))
     index = first = start = 0
     while pieces.upto(first + 1) > first:

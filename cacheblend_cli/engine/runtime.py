@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -98,6 +99,12 @@ class Runtime:
         if lora is None and (adapter := unused_adapter(path)):
             runtime.say(adapter)
         return runtime
+
+    def worker_config(self, threads: int) -> EngineConfig:
+        """Return the configuration that loads the same model, in the same dtypes, elsewhere with so many CPU threads."""
+        name, dtype = self.model.name, str(self.decoder.dtype).removeprefix("torch.")
+        name = str(Path(name).absolute()) if Path(name).exists() else name
+        return replace(self.config, model=name, dtype=dtype, threads=threads)
 
     @property
     def decoder(self) -> Decoder:
@@ -232,3 +239,8 @@ class Runtime:
             "fingerprint": self.model.fingerprint,
             **({"products": str(product_speeds(spec))} if decoder.device.type == "cpu" else {}),
         }
+
+
+def load_worker_model(config: EngineConfig) -> LoadedModel:
+    """Load the model on a worker."""
+    return Runtime.load(config).model

@@ -264,7 +264,9 @@ class ChunkStore:
                 whole = [with_digests(*chunk) for chunk in given]
                 sizes = {m.key: m.num_bytes + len(encode_manifest(m)) for m in whole}
                 writer.make_room(sum(sizes.values()) - sum(map(writer.size_of, sizes)), sizes, keep)
-            return [writer.put_chunk(manifest, blobs) for manifest, blobs in given]
+            in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)  # neighbours share pages, checked once
+            statuses = {i: writer.put_chunk(*given[i]) for i in in_order}
+            return [statuses[i] for i in range(len(given))]
 
         self.flush_touches()  # so that the least recently used chunks are known
         statuses = self.transact(put)

@@ -18,6 +18,7 @@ from cacheblend_store.format.records import (
     decode_manifest,
     encode_document,
     encode_manifest,
+    is_text_of,
     use_record,
     used_at,
 )
@@ -120,19 +121,21 @@ class StoreWriter:
 
     def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
         """Store a chunk: manifest (sizes and digests are filled in) and one blob per layer."""
-        whole, old = with_digests(manifest, blobs), self.manifest(manifest.key)
-        same = old is not None and old.token_ids == manifest.token_ids
-        if old is not None and same and old.has_kv and self._holds(whole):
-            return "unchanged"
-        existed = self.get("chunks", manifest.key) is not None
+        whole, record = with_digests(manifest, blobs), self.get("chunks", manifest.key)
+        is_text = record is not None and is_text_of(manifest, record)
+        old = None if is_text else self.manifest(manifest.key)
+        if old is not None and old.token_ids == manifest.token_ids:
+            if old.has_kv and self._holds(whole):
+                return "unchanged"
+            is_text = not old.has_kv
         for layer, blob in enumerate(blobs):  # in place of those that are stored: a key has one number of layers
             self.put("blobs", blob_key(manifest.key, layer), blob)
         self.put("chunks", manifest.key, encode_manifest(whole))
         self.put("lru", manifest.key, use_record(manifest.key, time.time()))
-        if old is not None and same and not old.has_kv:
+        if is_text:
             return "new"  # the list of chunks is as it was: no new generation
         self.changed(chunk=manifest.key)
-        return "replaced" if existed else "new"
+        return "replaced" if record is not None else "new"
 
     def put_record(self, manifest: ChunkManifest, *, owned: bool = False) -> bool:
         """Store a chunk without KV, unless it is stored with or without KV. Returns whether it was missing.
@@ -248,14 +251,15 @@ class StoreWriter:
 
         A chunk that moved from one of these documents to another stays.
         """
-        dropped = list[bytes]()
+        dropped, refs = list[bytes](), set[bytes]()
         for record in records:
             key = record.key
             dropped += self._unrefer(key, keep={c.key for c in record.chunks})
             self.put("documents", key, encode_document(record))
-            for chunk in record.chunks:
-                self.put("refs", chunk.key + key, b"")
+            refs |= {chunk.key + key for chunk in record.chunks}
             self.changed(document=key)
+        for name in sorted(refs):  # in order, neighbours share pages, which are checked once
+            self.put("refs", name, b"")
         for key in removed:
             dropped += self._unrefer(key, keep=set())
             if self.delete("documents", key):

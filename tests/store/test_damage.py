@@ -229,7 +229,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, range]:
     """A store whose trees have three levels, and the seeds of its chunks."""
     path, seeds = tmp_path_factory.mktemp("deep") / "store", range(0, 2100, 3)
     with ChunkStore.open(path, mode="write") as store:
-        store.put_chunks([make_chunk(seed) for seed in seeds])
+        for first in range(0, len(seeds), 20):  # all at once would fill pages, and two levels hold them
+            store.put_chunks([make_chunk(seed) for seed in seeds[first : first + 20]])
         Operation("document", tuple(seeds), source="0/all.md").perform(store)
     return path, seeds
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 import xxhash
-from msgspec import Meta
+from msgspec import DecodeError, Meta, Struct
+from msgspec.json import Decoder
 
 from cacheblend_store.errors import BadBlob, StoreError
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
@@ -184,6 +185,23 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
     if manifest.has_kv and not all(manifest.blob_sizes):
         raise BadBlob(f"{name} has KV for some of its layers")
     return manifest
+
+
+class _Outline(Struct):
+    token_ids: bytes
+    blob_sizes: list[int]
+
+
+_outline = Decoder(_Outline)
+
+
+def is_text_of(manifest: ChunkManifest, value: bytes) -> bool:
+    """Return whether an encoded manifest is the chunk's without KV. Decodes no more than it takes. False if that fails: `decode_manifest` knows more."""
+    try:
+        found = _outline.decode(unseal(manifest.key, value))
+    except (BadBlob, DecodeError, ValueError):
+        return False
+    return not any(found.blob_sizes) and found.token_ids == pack_ids(manifest.token_ids)
 
 
 def encode_document(record: DocumentRecord) -> bytes:

@@ -29,6 +29,7 @@ from cacheblend_store.lmdb_file.pages.layout import (
 from cacheblend_store.lmdb_file.translation import bad_disk, damaged
 
 _LEAVES_HELD = 2048  # some 20 MB; a scan of the store must not keep all of it
+_NO_LEAF: tuple[None, Bounds] = (None, Bounds())
 DATABASES = ("meta", "chunks", "blobs", "documents", "refs", "lru")
 
 
@@ -43,6 +44,9 @@ class PageReader:
         self._branches: dict[int, Branch] = {}
         self._leaves: dict[int, Leaf] = {}
         self._trees: dict[str, Tree] = {}
+        self._last: dict[
+            Tree, tuple[Leaf, Bounds]
+        ] = {}  # of each tree, the leaf that was found last: the next key is often near
 
     def tree(self, name: str) -> Tree | None:
         """Return a database's tree, None if there is no database of that name."""
@@ -213,12 +217,16 @@ class PageReader:
 
     def _leaf_of(self, tree: Tree, key: bytes) -> Leaf:
         """Return the leaf that holds the key if the tree does."""
+        last, (low, high) = self._last.get(tree, _NO_LEAF)
+        if last is not None and low <= key and (high is None or key < high):
+            return last
         pgno, bounds = tree.root, Bounds()
         for depth in range(1, MAX_DEPTH + 1):
             page = self._page_within(pgno, tree, bounds)
             if isinstance(page, Leaf):
                 if depth != tree.depth:
                     raise self._bad(pgno, f"it is at depth {depth} of a tree of depth {tree.depth}")
+                self._last[tree] = page, bounds
                 return page
             at = page.at(key)
             pgno, bounds = page.children[at], page.bounds(at, bounds)

@@ -1,0 +1,172 @@
+"""Collect chunks on the workers of a Ray cluster.
+
+The driver reads and cuts documents and commits their records; workers get chunks as records without KV, put the KV to the tier
+themselves, and return manifests. Nothing remembers what was computed but the tier: a run asks it first.
+
+Ray's actors and not Ray Data, whose data sets are complete before they run: this way the driver cuts while workers compute, holds a
+batch at a time, and workers keep their model from batch to batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_store import BadBlob, ChunkStore, StoreError
+from cacheblend_store.format.records import decode_manifest, encode_manifest
+from cacheblend_store.store import PutStatus
+
+from cacheblend_cli.collect.collector import Collector, PlannedChunk, chunk_manifest
+from cacheblend_cli.collect.prefill import pack_tokens
+from cacheblend_cli.collect.remote_worker import Record, RemoteChunks, RemoteJob, RemoteWorker
+from cacheblend_cli.errors import CacheBlendError, DeviceError
+from cacheblend_cli.prompt.collection import Collection
+
+if TYPE_CHECKING:
+    from cacheblend_store.tier import Tier
+
+LOCAL = "local"
+_PACKS = 4  # prefill launches of one request to a worker
+_RESTARTS = 3  # of a worker that died, and tries of its request
+_LOOK_UPS = 32  # of the tier, side by side
+
+
+@dataclass
+class Cluster:
+    """Workers of a Ray cluster, started for the first chunks that are missing. Use as a context manager.
+
+    address: of the cluster, or LOCAL to start one on this machine. tier: as the driver opened it.
+    cpus, gpus: that each worker takes. sent_bytes, returned_bytes: records that went to workers and came back.
+    """
+
+    address: str
+    workers: int
+    job: RemoteJob
+    tier: Tier
+    cpus: int = 1
+    gpus: int = 0
+    sent_bytes: int = 0
+    returned_bytes: int = 0
+    _actors: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._actors:
+            import ray
+
+            ray.shutdown()
+
+    def collector(self, collection: Collection, store: ChunkStore) -> ClusterCollector:
+        return ClusterCollector(collection, store, self)
+
+    def collect(self, groups: Iterator[RemoteChunks]) -> Iterator[list[Record]]:
+        """Yield the manifests of each group as its KV is in the tier, in any order. Raises what a worker raised, and DeviceError
+        when workers die again and again."""
+        import ray
+        from ray.util import ActorPool
+
+        if not self._actors:
+            self._actors = self._start()
+        pool = ActorPool(self._actors)
+
+        def finished() -> list[Record]:
+            try:
+                records: list[Record] = pool.get_next_unordered()
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise cause if isinstance(cause, CacheBlendError | StoreError) else error from None
+            except ray.exceptions.RayActorError as error:
+                raise DeviceError(
+                    f"a worker died {_RESTARTS + 1} times: {str(error).splitlines()[0]}",
+                    "see Ray's logs; what is in the tier stays, run the command again to go on",
+                ) from error
+            self.returned_bytes += sum(len(record) for _, record in records)
+            return records
+
+        for group in groups:
+            while not pool.has_free():
+                yield finished()
+            self.sent_bytes += sum(len(record) for _, record in group.records)
+            pool.submit(lambda actor, chunks: actor.collect.remote(chunks), group)
+        while pool.has_next():
+            yield finished()
+
+    def _start(self) -> list[Any]:
+        """Connect, and start the workers. Raises DeviceError for a cluster that cannot be reached or is too small."""
+        import ray
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
+        try:
+            ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # ray raises bare ones, too
+            raise DeviceError(
+                f"the Ray cluster at {self.address} cannot be used: {str(error).splitlines()[0]}",
+                "start it: ray start --head; --ray local starts one on this machine",
+            ) from error
+        there, each = ray.cluster_resources(), {"CPU": self.cpus, "GPU": self.gpus}
+        fit = min(int(there.get(name, 0) // number) for name, number in each.items() if number)
+        if fit < self.workers:
+            ray.shutdown()
+            raise DeviceError(
+                f"--workers {self.workers} of {self.cpus} CPUs and {self.gpus} GPUs do not fit the cluster, which has "
+                f"{there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs",
+                f"use --workers {fit}" if fit else "use fewer --threads",
+            )
+        actor = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=_RESTARTS, max_task_retries=_RESTARTS)(
+            RemoteWorker
+        )
+        return [actor.remote(self.job) for _ in range(self.workers)]
+
+
+class ClusterCollector(Collector):
+    """Collects chunks on a cluster. The store gets no KV of them, which is in the tier."""
+
+    def __init__(self, collection: Collection, store: ChunkStore, cluster: Cluster) -> None:
+        super().__init__(collection, store)
+        self._cluster = cluster
+
+    def present(self, chunks: Sequence[PlannedChunk]) -> set[bytes]:
+        """Return the keys of the chunks that the tier has. Raises TierError."""
+
+        def there(planned: PlannedChunk) -> bool:
+            manifest, tier = chunk_manifest(self.collection, planned), self._cluster.tier
+            size = tier.size(manifest.collection, manifest.key)
+            with suppress(BadBlob):  # not this chunk's object: it is put again
+                return size is not None and bool(tier.layout(manifest, size))
+            return False
+
+        with ThreadPoolExecutor(_LOOK_UPS) as pool:
+            return {c.key for c, found in zip(chunks, pool.map(there, chunks), strict=True) if found}
+
+    def store(self, chunks: Sequence[PlannedChunk]) -> Iterator[tuple[bytes, PutStatus]]:
+        """Collect the chunks. Yields the key and status of each once its KV is in the tier."""
+        wanted = {c.key: c for c in chunks}
+        for records in self._cluster.collect(self._groups(chunks)):
+            for key, record in records:
+                assert decode_manifest(key, record).token_ids == wanted[key].chunk.token_ids
+                yield key, "new"
+
+    def _groups(self, chunks: Sequence[PlannedChunk]) -> Iterator[RemoteChunks]:
+        """Yield some launches' chunks at a time. Chunks of one window stay together, so that its left context is computed once."""
+        collection = self.collection
+        most = _PACKS * pack_tokens(collection.model.decoder.device)
+        group, tokens, follows = list[Record](), 0, tuple[int, ...]()
+        for planned in chunks:
+            if group and tokens >= most and planned.left != follows:
+                yield self._group(group)
+                group, tokens = [], 0
+            group.append((planned.key, encode_manifest(chunk_manifest(collection, planned).without_kv())))
+            tokens += len(planned.chunk.token_ids) + (0 if planned.left == follows else len(planned.left))
+            follows = (*planned.left, *planned.chunk.token_ids)
+        if group:
+            yield self._group(group)
+
+    def _group(self, records: Sequence[Record]) -> RemoteChunks:
+        of = self.collection
+        return RemoteChunks(of.prefix_ids, of.prefix_key, of.codec, records)
