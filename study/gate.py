@@ -66,8 +66,8 @@ class Noting:
     def __init__(self, runner: DecodeRunner, first: Tensor) -> None:
         self._runner, self.logits = runner, [first.clone()]
 
-    def begin(self, sequences: list[PagedSequence], kv_lens: list[int], room: int) -> None:
-        self._runner.begin(sequences, kv_lens, room)
+    def begin(self, sequences: list[PagedSequence], kv_lens: list[int], headroom: int) -> None:
+        self._runner.begin(sequences, kv_lens, headroom)
 
     def step(self, tokens: Tensor) -> Tensor:
         logits = self._runner.step(tokens)
@@ -77,7 +77,7 @@ class Noting:
 
 @torch.inference_mode()
 def answer(runtime: Runtime, request: Request, full: Prefilled, question: int) -> Answered:
-    done = prefill(runtime, request, room=request.sampling.max_tokens)
+    done = prefill(runtime, request, headroom=request.sampling.max_tokens)
     try:
         noting = Noting(runtime.decode_runner(done.pool), done.logits)
         ids = generate(runtime, Continuation.of(done), request.sampling, runner=noting).token_ids
@@ -137,7 +137,7 @@ def measure(name: str, arguments: argparse.Namespace, until: float) -> Iterator[
             keys = chunks.keys(sample, "sink")
             question = AskRequest(sample.question, keys, sampling=SamplingParams(max_tokens=max_tokens))
             request = resolve(engine.runtime, store, question)
-            full = prefill(engine.runtime, request.in_full(), room=max_tokens)
+            full = prefill(engine.runtime, request.in_full(), headroom=max_tokens)
             settings = SETTINGS if name == "gate-handbook" else {DEFAULT: SETTINGS[DEFAULT]}
             found = {
                 label: answer(engine.runtime, replace(request, blend=blend), full, number)

@@ -146,12 +146,12 @@ class CacheClip:
         return self._of[1][candidates.positions]
 
 
-def relaxkv(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
+def relaxkv(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
     """After RelaxKV (arXiv 2609.33503): see `RelaxSteps`."""
     if request.blend.effective_ratio() in (0.0, 1.0):
-        return prefill(runtime, request, room=room)
+        return prefill(runtime, request, headroom=headroom)
     with swapped(blend, "BlendSteps", RelaxSteps), swapped(forward, "attend", _attend):
-        return prefill(runtime, request, room=room)
+        return prefill(runtime, request, headroom=headroom)
 
 
 class RelaxSteps(BlendSteps):

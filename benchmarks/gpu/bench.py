@@ -144,11 +144,11 @@ class Bench:
         )
 
     def prefill(
-        self, length: int, blend: BlendParams, chunks: tuple[ChunkInput, ...] | None = None, room: int = 0
+        self, length: int, blend: BlendParams, chunks: tuple[ChunkInput, ...] | None = None, headroom: int = 0
     ) -> Prefilled:
         """Run the tool's prefill; asserts that it used all stored chunks."""
         request = Request(self.collection, self.store, self.suffix, chunks or self.inputs(length), blend=blend)
-        done = prefill(self.runtime, request, room=room)
+        done = prefill(self.runtime, request, headroom=headroom)
         if request.notes:
             raise RuntimeError(f"stored KV was not used: {request.notes}")
         return done

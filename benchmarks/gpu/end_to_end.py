@@ -208,7 +208,7 @@ def decode(bench: Bench, length: int) -> list[dict[str, Any]]:
 
 def _generate(bench: Bench, length: int, runner: DecodeRunner) -> Generation:
     num_tokens = bench.scenario.decode_tokens
-    done = bench.prefill(length, BlendParams(mode="full"), room=num_tokens)
+    done = bench.prefill(length, BlendParams(mode="full"), headroom=num_tokens)
     try:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         return generate(bench.runtime, Continuation.of(done), params, runner=runner)

@@ -43,10 +43,10 @@ class BlockManager:
         """Of a prompt and its answer, at most."""
         return (self._total - self._reserve) * self.space.block_size
 
-    def can_allocate(self, num_tokens: int, room: int, found: Found, behind: int = 1) -> Allocation:
-        """Whether a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `room`, never."""
+    def can_allocate(self, num_tokens: int, headroom: int, found: Found, behind: int = 1) -> Allocation:
+        """Whether a prompt of num_tokens can begin, and `behind` more: now, later or, with an answer of `headroom`, never."""
         size = self.space.blocks_for
-        if size(num_tokens + room) > self._total - self._reserve:
+        if size(num_tokens + headroom) > self._total - self._reserve:
             return Allocation.NEVER
         return Allocation.OK if self._taken(num_tokens + behind, found.hit) <= self._free else Allocation.LATER
 
@@ -99,9 +99,9 @@ class BlockManager:
         part = sum(not used(block) for block in hit.blocks[whole:])
         return self.space.blocks_for(num_tokens) - sum(map(used, hit.blocks[:whole])) + part
 
-    def allocate(self, num_tokens: int, room: int, hit: Hit) -> BlockTable:
+    def allocate(self, num_tokens: int, headroom: int, hit: Hit) -> BlockTable:
         """Blocks for a prompt that begins with the hit. Raises DeviceError when there are too few."""
-        return self._prefix_cache.take(hit, num_tokens, room)
+        return self._prefix_cache.take(hit, num_tokens, headroom)
 
     def keep(self, sequence: BlockTable, token_ids: list[int], origin: KVProvenance) -> None:
         """Keep the sequence's full blocks, whose KV is final, as a prefix cache."""

@@ -122,7 +122,7 @@ class Verify(InternalRequest):
         sampling = parent.request.sampling
         greedy = SamplingParams(max_tokens=sampling.max_tokens, stop=sampling.stop)
         request = replace(parent.request.in_full(), sampling=greedy)
-        super().__init__(runtime, parent, request, runtime.room(greedy))
+        super().__init__(runtime, parent, request, runtime.max_new_tokens(greedy))
         self._blended, self._full_ttft_s = blended, 0.0
 
     def prefilled(self, sequence: Sequence, done: PrefillReport) -> None:

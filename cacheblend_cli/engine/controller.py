@@ -183,11 +183,11 @@ class AutoPrefill:
 
     reports: list[AutoReport] = field(default_factory=list)
 
-    def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
+    def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
         asked, report = decided(runtime, replace(request, started=time.perf_counter()))
         assert report is not None
         start = time.perf_counter()
-        done = prefill(runtime, asked, room=room)
+        done = prefill(runtime, asked, headroom=headroom)
         int(done.result.logits[-1].argmax())  # a GPU is done when its result is on the host
         seconds = time.perf_counter() - start
         controller_of(runtime, request).learn(report, done, seconds)

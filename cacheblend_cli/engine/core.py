@@ -100,10 +100,10 @@ class EngineCore:
     def add(self, state: RequestState) -> None:
         """Queue an admitted request. Raises UsageError where it can never fit the pool."""
         self._set_provenance(state)
-        room = state.max_new_tokens
-        if self.blocks.can_allocate(state.num_tokens, room, Found(Hit(), state.provenance)) is Allocation.NEVER:
+        headroom = state.max_new_tokens
+        if self.blocks.can_allocate(state.num_tokens, headroom, Found(Hit(), state.provenance)) is Allocation.NEVER:
             raise UsageError(
-                f"the prompt has {state.num_tokens} tokens and the answer up to {room}, and the engine holds KV of "
+                f"the prompt has {state.num_tokens} tokens and the answer up to {headroom}, and the engine holds KV of "
                 f"{self.blocks.most_tokens} at most",
                 "ask with fewer chunks or a smaller --max-tokens",
             )
@@ -160,8 +160,8 @@ class EngineCore:
             state.begun = True
             self._emit(state, Started())
         try:
-            room = max(0, state.headroom - state.drafted)
-            sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, room, found.hit)
+            headroom = max(0, state.headroom - state.drafted)
+            sequence.paged = self.blocks.allocate(state.num_tokens + state.drafted, headroom, found.hit)
             sequence.load(self.worker, found.hit.num_tokens, self._slice_rows)
         except BadChunk as bad:
             self._restart(sequence, bad)
@@ -343,7 +343,7 @@ class EngineCore:
 def admitting(runtime: Runtime, state: RequestState) -> Pieces[None]:
     """Check that a submitted request is possible. Raises UsageError."""
     request = state.request
-    state.max_new_tokens = runtime.room(request.sampling)
+    state.max_new_tokens = runtime.max_new_tokens(request.sampling)
     runtime.check_length(request.plan.num_tokens, state.max_new_tokens)
     if request.options.confirm:
         request = seeded(request)
@@ -362,12 +362,12 @@ def answer_one(runtime: Runtime, request: Request, on_event: OnEvent) -> list[An
     """
     state, raised = RequestState(request, on_event, 0), list[BaseException]()
     finish(admitting(runtime, state))
-    size, room = runtime.config.block_size, state.max_new_tokens
+    size, headroom = runtime.config.block_size, state.max_new_tokens
     verify = request.options.verify
     copies = 1 if verify else state.num_answers - 1  # of the whole prompt, or of the blocks that answers write to
-    each = -(-(room + (state.num_tokens if verify else size)) // size) + 1
-    memory = pool_for(runtime, -(-(state.num_tokens + room) // size) + 1 + copies * each)
-    memory.pool.check_fits(state.num_tokens + room)
+    each = -(-(headroom + (state.num_tokens if verify else size)) // size) + 1
+    memory = pool_for(runtime, -(-(state.num_tokens + headroom) // size) + 1 + copies * each)
+    memory.pool.check_fits(state.num_tokens + headroom)
     answers: list[Answer] = []
 
     def emit(state: RequestState, event: Event) -> None:

@@ -32,8 +32,8 @@ CaptureGraph = Callable[[Callable[[], None]], Callable[[], None]]
 class DecodeRunner(Protocol):
     """Decodes a fixed batch: `begin` once, then `step` for each new token of every sequence."""
 
-    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
-        """The sequences hold kv_lens tokens and grow by up to `room`. Raises DeviceError when the pool is too small."""
+    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
+        """The sequences hold kv_lens tokens and grow by up to `headroom`. Raises DeviceError when the pool is too small."""
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class EagerRunner:
         self._sequences: list[PagedSequence] = []
         self._kv_lens: list[int] = []
 
-    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
+    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
         self._sequences, self._kv_lens = list(sequences), list(kv_lens)
 
     @torch.inference_mode()
@@ -97,11 +97,11 @@ class GraphRunner:
         self._num_seqs = 0
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], room: int) -> None:
+    def begin(self, sequences: Sequence[PagedSequence], kv_lens: Sequence[int], headroom: int) -> None:
         for sequence, kv_len in zip(sequences, kv_lens, strict=True):
-            sequence.ensure(kv_len + room)
-            sequence.make_writable(kv_len, kv_len + room)
-        graph = self.graph(len(sequences), max(kv_lens) + room)
+            sequence.ensure(kv_len + headroom)
+            sequence.make_writable(kv_len, kv_len + headroom)
+        graph = self.graph(len(sequences), max(kv_lens) + headroom)
         graph.fill([s.blocks for s in sequences], kv_lens)
         self._current, self._num_seqs = graph, len(sequences)
 

@@ -19,7 +19,7 @@ def planning(runtime: Runtime, request: Request) -> Pieces[AskPlan]:
     """`plan`, with pauses while this machine is measured for --ratio auto; only that needs the model."""
     request, report = (yield from deciding(runtime, request)) if request.options.auto else (request, None)
     prompt = request.plan
-    runtime.check_length(prompt.num_tokens, runtime.room(request.sampling))
+    runtime.check_length(prompt.num_tokens, runtime.max_new_tokens(request.sampling))
     uses = [
         {"id": s.key.hex() if s.key else "", "source": s.source, "tokens": len(s.token_ids), "status": s.status}
         for s in prompt.chunks

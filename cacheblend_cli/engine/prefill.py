@@ -106,21 +106,21 @@ def prefill(
     runtime: Runtime,
     request: Request,
     *,
-    room: int = 0,
+    headroom: int = 0,
     output_positions: Callable[[PromptPlan], Tensor] | None = None,
 ) -> Prefilled:
     """Prefill one prompt outside of the engine, for measures. A chunk whose stored KV is bad is computed instead, and a note
     says so.
 
-    room: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
+    headroom: positions to keep free after the prompt. output_positions: where logits are wanted, the last by default; with it the
     prompt is computed in one slice.
     Raises UsageError when the prompt is longer than the context, DeviceError when it does not fit the memory.
     """
     decoder = runtime.decoder
     while True:
         plan = request.plan
-        runtime.check_length(plan.num_tokens, room)
-        sequence = runtime.new_sequence(plan.num_tokens + room)
+        runtime.check_length(plan.num_tokens, headroom)
+        sequence = runtime.new_sequence(plan.num_tokens + headroom)
         given = PrefillInput(0, plan, tuple(sequence.blocks), request.blend, request.lossless, runtime.slice_rows)
         try:
             with PrefillState(decoder, request.source, sequence, given) as state:

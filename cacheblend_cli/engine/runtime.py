@@ -189,31 +189,31 @@ class Runtime:
         """Tokens that the model may reason for beside its answer's; None where it does not, or has none of its own."""
         return sampling.reasoning_tokens if self.template.may_reason else None
 
-    def room(self, sampling: SamplingParams) -> int:
+    def max_new_tokens(self, sampling: SamplingParams) -> int:
         """Tokens that an answer takes at most, with its reasoning."""
         budget = self.reasoning_budget(sampling)
         return sampling.max_tokens + (0 if budget is None else budget + CLOSING_ROOM)
 
-    def fits(self, num_tokens: int, room: int) -> bool:
-        """Whether a prompt and the answer's `room` fit the model's context."""
-        return num_tokens + room <= self.context
+    def fits(self, num_tokens: int, headroom: int) -> bool:
+        """Whether a prompt and the answer's `headroom` fit the model's context."""
+        return num_tokens + headroom <= self.context
 
-    def check_characters(self, num_characters: int, room: int) -> None:
+    def check_characters(self, num_characters: int, headroom: int) -> None:
         """Raises PromptTooLong for texts that do not fit the model's context however they are tokenised. It costs nothing,
         so it goes before everything else that is done with a text."""
         least = num_characters // self.model.tokenizer.longest_token
-        if not self.fits(least, room):
+        if not self.fits(least, headroom):
             raise PromptTooLong(
                 f"the prompt has {num_characters:,} characters, which is {least:,} tokens at the least, and the context of "
                 f"{self.model.name} is {self.context}",
                 "ask with fewer or shorter documents, or a shorter question",
             )
 
-    def check_length(self, num_tokens: int, room: int) -> None:
-        """Raises UsageError when a prompt and the answer's `room` do not fit the model's context."""
-        if not self.fits(num_tokens, room):
+    def check_length(self, num_tokens: int, headroom: int) -> None:
+        """Raises UsageError when a prompt and the answer's `headroom` do not fit the model's context."""
+        if not self.fits(num_tokens, headroom):
             raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens and the answer up to {room}, "
+                f"the prompt has {num_tokens} tokens and the answer up to {headroom}, "
                 f"and the context of {self.model.name} is {self.context}",
                 "ask with fewer chunks, a shorter question or a smaller --max-tokens",
             )

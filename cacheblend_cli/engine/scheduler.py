@@ -102,8 +102,8 @@ class Scheduler:
         prefilling = [s for s in running if s.prefilling]
         if running and (self.num_places < 1 or len(prefilling) > self.ahead):
             return False
-        found, room = state.find(self.blocks), max(1, state.headroom)
-        return self.blocks.can_allocate(state.num_tokens, room, found, state.behind) is Allocation.OK
+        found, headroom = state.find(self.blocks), max(1, state.headroom)
+        return self.blocks.can_allocate(state.num_tokens, headroom, found, state.behind) is Allocation.OK
 
 
 def _growing(decoding: list[Sequence]) -> list[tuple[BlockTable, int]]:

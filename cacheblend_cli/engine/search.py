@@ -65,7 +65,7 @@ def _fitting(
     """Return those of the found chunks, in their order, that fit the model's context with the answer and the chunks that the request
     names, and a note of how many that leaves out. If nothing fits and it names none, the first one stays, to be refused as a named
     chunk is."""
-    room = runtime.room(ask.sampling)
+    headroom = runtime.max_new_tokens(ask.sampling)
     planned = {chunk.key: len(chunk.chunk.token_ids) for chunk in given}
 
     def size(key: bytes) -> int:
@@ -76,7 +76,7 @@ def _fitting(
     used += sum(map(size, ask.keys))
     kept: list[bytes] = []
     for key in found:
-        if runtime.fits(used + size(key), room):
+        if runtime.fits(used + size(key), headroom):
             used += size(key)
             kept.append(key)
     if not (kept or ask.keys):
@@ -86,7 +86,7 @@ def _fitting(
         return kept, []
     note = (
         f"{left} of the {len(found)} chunks found {'is' if left == 1 else 'are'} left out: the context of "
-        f"{runtime.model.name} is {runtime.context:,} tokens, {room:,} of them for the answer"
+        f"{runtime.model.name} is {runtime.context:,} tokens, {headroom:,} of them for the answer"
     )
     return kept, [note]
 

@@ -81,7 +81,7 @@ class SequenceOutput:
         self._detokenizer = Detokenizer(runtime.model.tokenizer, params.stop, runtime.template.opens_reasoning)
         self._closing_ids = partial(runtime.model.tokenizer.encode_template_rest, self._detokenizer.closing)
         self._closing, self._thought = deque[int](), 0
-        self.max_tokens, self._budget = runtime.room(params), runtime.reasoning_budget(params)
+        self.max_tokens, self._budget = runtime.max_new_tokens(params), runtime.reasoning_budget(params)
         self.out = Generation()
         self._close_when_used_up()
 

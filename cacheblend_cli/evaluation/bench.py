@@ -82,11 +82,11 @@ class BenchReport:
     notes: list[str]
 
 
-def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, room: int) -> Layout:
+def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: int, headroom: int) -> Layout:
     """Return a prompt of random ids within the model's template. tokens: of all chunks, None for as many as fit up to
     DEFAULT_TOKENS, a multiple of `chunks`.
 
-    Raises UsageError if the prompt and `room` tokens after it do not fit the model's context.
+    Raises UsageError if the prompt and `headroom` tokens after it do not fit the model's context.
     """
     generator, ordinary = torch.Generator().manual_seed(0), ordinary_ids(engine.model)
     template = engine.runtime.template
@@ -97,12 +97,12 @@ def layout_of(engine: Engine, tokens: int | None, chunks: int, question_tokens: 
     )
     context = engine.runtime.context
     around = len(template.prefix_ids) + len(suffix)
-    fits = context - around - room
+    fits = context - around - headroom
     wanted = tokens or max(chunks, min(DEFAULT_TOKENS, fits) // chunks * chunks)
     if wanted > fits:
         some = f"--tokens {fits} fits" if fits > 0 else "nothing fits: use fewer --question-tokens, --decode-tokens"
         raise UsageError(
-            f"{wanted} chunk tokens, {around} around them and {room} decoded do not fit the context of {engine.model.name}, "
+            f"{wanted} chunk tokens, {around} around them and {headroom} decoded do not fit the context of {engine.model.name}, "
             f"which is {context}",
             some if fits <= 0 or fits >= chunks else f"{some}, with fewer --chunks",
         )

@@ -37,7 +37,7 @@ class AnswerLengths:
     reference_ids: tuple[int, ...] = ()
 
     @property
-    def room(self) -> int:
+    def headroom(self) -> int:
         """Number of positions that an answer needs after the prompt."""
         return max(self.tokens, len(self.reference_ids))
 
@@ -86,7 +86,7 @@ def run_full(runtime: Runtime, request: Request, lengths: AnswerLengths, before_
     """Prefill everything, answer greedily, and keep what settings are compared with. before_s: seconds spent before."""
     model = runtime.model
     start = time.perf_counter()
-    done = prefill(runtime, request.in_full(), room=lengths.room)
+    done = prefill(runtime, request.in_full(), headroom=lengths.headroom)
     first = done.result.logits[-1].clone()
     generation = generate(runtime, Continuation.of(done), SamplingParams(max_tokens=lengths.tokens))
     first_token_s = generation.first_token_at - start
@@ -125,7 +125,7 @@ def run_setting(
     """
     model, lengths = runtime.model, reference.lengths
     start = time.perf_counter()
-    done = run(runtime, request, room=lengths.room)
+    done = run(runtime, request, headroom=lengths.headroom)
     first = done.result.logits[-1].clone()
     int(first.argmax())  # the first token is on the host: end of TTFT
     ttft_s = before_s + time.perf_counter() - start
@@ -156,7 +156,7 @@ def run_setting(
 
 
 @torch.inference_mode()
-def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled:
+def prefill_in_pieces(runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled:
     """Run a full prefill in several passes over the prompt: the same mathematics in another tiling.
 
     Its difference from full prefill is the noise floor of the compute dtype, below which settings cannot be told apart.
@@ -164,7 +164,7 @@ def prefill_in_pieces(runtime: Runtime, request: Request, *, room: int = 0) -> P
     request, decoder = request.in_full(), runtime.decoder
     plan = request.plan
     length = plan.num_tokens
-    sequence = runtime.new_sequence(length + room)
+    sequence = runtime.new_sequence(length + headroom)
     token_ids, size = torch.tensor(plan.token_ids, device=decoder.device), -(-length // _PIECES)
     start = time.perf_counter()
     for begin in range(0, length, size):

@@ -17,7 +17,7 @@ from cacheblend_cli.types import BlendParams
 class Prefill(Protocol):
     """Fills a prompt's KV: `cacheblend_cli.engine.prefill.prefill`, or a variant of it."""
 
-    def __call__(self, runtime: Runtime, request: Request, *, room: int = 0) -> Prefilled: ...
+    def __call__(self, runtime: Runtime, request: Request, *, headroom: int = 0) -> Prefilled: ...
 
 
 @dataclass(frozen=True)

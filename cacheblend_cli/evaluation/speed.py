@@ -55,16 +55,16 @@ class FirstToken:
 class SpeedPrompt:
     """A prompt with stored chunks, to be prefilled in any way and number of times.
 
-    room: number of tokens that can be decoded after it. request.notes: why stored KV was not used; if not empty, the measurement
+    headroom: number of tokens that can be decoded after it. request.notes: why stored KV was not used; if not empty, the measurement
     is not of the requested setting.
     """
 
     runtime: Runtime
     request: Request
-    room: int
+    headroom: int
 
     @classmethod
-    def stored(cls, runtime: Runtime, store: ChunkStore, layout: Layout, room: int) -> SpeedPrompt:
+    def stored(cls, runtime: Runtime, store: ChunkStore, layout: Layout, headroom: int) -> SpeedPrompt:
         """Collect and store prefix and chunks. Raises StoreNoSpace, before computing if that is clear."""
         collection = runtime.collection()
         check_space(
@@ -81,14 +81,14 @@ class SpeedPrompt:
         request = resolve(
             runtime, store, AskRequest("", [p.key for p in planned]), Preparation(suffix_ids=layout.suffix_ids)
         )
-        return cls(runtime, request, room)
+        return cls(runtime, request, headroom)
 
     def plan(self, blend: BlendParams) -> PromptPlan:
         return replace(self.request, blend=blend).plan
 
     def prefill(self, blend: BlendParams) -> Prefilled:
         """Prefill the prompt. The caller releases the sequence."""
-        return prefill(self.runtime, replace(self.request, blend=blend), room=self.room)
+        return prefill(self.runtime, replace(self.request, blend=blend), headroom=self.headroom)
 
     def first_token(self, blend: BlendParams) -> FirstToken:
         start = time.perf_counter()

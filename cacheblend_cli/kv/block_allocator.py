@@ -54,10 +54,10 @@ class BlockAllocator:
         """Whether there are so many blocks to be had."""
         return count <= self.num_free
 
-    def allocate(self, count: int, *, behind: int | None = None, room: int = 0) -> list[int]:
+    def allocate(self, count: int, *, behind: int | None = None, headroom: int = 0) -> list[int]:
         """`count` blocks, adjacent when there is such a run (the CPU path then attends over a view). Raises DeviceError.
 
-        behind: where they best begin, right behind this block. room: blocks that best stay free behind them, to grow into.
+        behind: where they best begin, right behind this block. headroom: blocks that best stay free behind them, to grow into.
         """
         if count > self.num_free:
             raise DeviceError(
@@ -66,7 +66,7 @@ class BlockAllocator:
             )
         while len(self._free) < count:
             self._evict()
-        start = self._place(count, behind, room)
+        start = self._place(count, behind, headroom)
         taken = self._free[start : start + count]
         del self._free[start : start + count]
         for block in taken:
@@ -115,7 +115,7 @@ class BlockAllocator:
         self._forget.pop(block)(block)
         bisect.insort(self._free, block)
 
-    def _place(self, count: int, behind: int | None, room: int) -> int:
+    def _place(self, count: int, behind: int | None, headroom: int) -> int:
         """Index in the free list where `count` blocks are taken."""
         if behind is not None:
             i = bisect.bisect_left(self._free, behind + 1)
@@ -125,7 +125,7 @@ class BlockAllocator:
                 and self._free[i + count - 1] == behind + count
             ):
                 return i
-        found = self._adjacent(count + room) if room else None
+        found = self._adjacent(count + headroom) if headroom else None
         return (self._adjacent(count) or 0) if found is None else found
 
     def _adjacent(self, count: int) -> int | None:

@@ -108,13 +108,13 @@ class PrefixCache:
                 self._space.allocator.keep(block, self._forget)
             parent = digest
 
-    def take(self, hit: Hit, num_tokens: int, room: int = 0) -> BlockTable:
+    def take(self, hit: Hit, num_tokens: int, headroom: int = 0) -> BlockTable:
         """A sequence with room for num_tokens that begins with the hit: whole blocks are shared, one used in part is copied.
-        room: tokens it may grow by. Raises DeviceError when the pool is too small."""
+        headroom: tokens it may grow by. Raises DeviceError when the pool is too small."""
         space, whole = self._space, hit.num_tokens // self._size
         space.allocator.share(hit.blocks)  # so that none of them is given away for those to come
         try:
-            fresh = space.allocator.allocate(space.blocks_for(num_tokens) - whole, room=space.blocks_for(room))
+            fresh = space.allocator.allocate(space.blocks_for(num_tokens) - whole, headroom=space.blocks_for(headroom))
         except BaseException:
             space.allocator.free(hit.blocks)
             raise

@@ -82,7 +82,7 @@ def prepare(host: ServerState, wanted: Wanted) -> Prepared:
     except NothingFound as error:
         what = "no stored chunk has a word of the query"
         raise ApiError(404, what, param="search", code="nothing_found") from error
-    runtime.check_length(request.plan.num_tokens, runtime.room(request.sampling))
+    runtime.check_length(request.plan.num_tokens, runtime.max_new_tokens(request.sampling))
     sent: dict[str, Origin] = {}
     for i, document in enumerate(ask.documents):
         sent.setdefault(sent_document(document, ask.tenant).source, Origin(document.id or str(i), document.title or ""))

@@ -226,7 +226,7 @@ def sampling_fields(runtime: Runtime, sampling: SamplingParams) -> dict[str, Any
     )  # fmt: skip
     return {
         **{name: getattr(sampling, name) for name in names},
-        "max_tokens": runtime.room(sampling),
+        "max_tokens": runtime.max_new_tokens(sampling),
         "stop_token_ids": sorted(ends),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
     }

@@ -144,11 +144,11 @@ class Bench:
         self.engine.precompute(self.store, [str(docs)], PrecomputeOptions(chunk_tokens=40), lambda event: None)
         self.keys = [m.key for m in sorted(self.store.chunks(), key=lambda m: (m.source, m.index))]
 
-    def prefill(self, blend: BlendParams, room: int = 16) -> Prefilled:
+    def prefill(self, blend: BlendParams, headroom: int = 16) -> Prefilled:
         request = resolve(
-            self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=room))
+            self.engine.runtime, self.store, AskRequest(QUESTION, self.keys, blend, SamplingParams(max_tokens=headroom))
         )
-        return prefill(self.engine.runtime, request, room=room)
+        return prefill(self.engine.runtime, request, headroom=headroom)
 
     def kv_error(self, blend: BlendParams) -> float:
         """Squared distance of the pool's K and V from full prefill's, over layers above 0."""
@@ -203,7 +203,7 @@ def test_looking_leaves_nothing_behind(bench: Bench, name: str, monkeypatch: pyt
     given = bench.prefill(BlendParams(selector="given", ratio=0.2))
     assert torch.equal(looked.result.chosen, given.result.chosen)
     assert torch.equal(looked.result.logits, given.result.logits)
-    hand = bench.prefill(BlendParams(selector=name, ratio=0.2), room=1)
+    hand = bench.prefill(BlendParams(selector=name, ratio=0.2), headroom=1)
     assert len(hand.result.chosen) == len(looked.result.chosen), "a draft has the room it finds"
 
 

@@ -70,17 +70,17 @@ class Machine(RuleBasedStateMachine):
         self.pool.layers[0].k.view(-1)[self.view(held).slots(positions)] = torch.tensor(held.marks[start:])
 
     @rule(chunks=st.lists(st.integers(0, 2), max_size=3), suffix=st.lists(st.integers(0, 2), min_size=1, max_size=5),
-          blend=st.booleans(), room=st.integers(1, 6))  # fmt: skip
-    def begin(self, chunks: list[int], suffix: list[int], blend: bool, room: int) -> None:
+          blend=st.booleans(), headroom=st.integers(1, 6))  # fmt: skip
+    def begin(self, chunks: list[int], suffix: list[int], blend: bool, headroom: int) -> None:
         inputs = [ChunkInput(bytes([c]), "", (10 + c,) * (3 + c), cached=blend) for c in chunks]
         plan = plan_prompt([7, 7, 7], inputs, suffix)
         origin = KVProvenance(b"root", plan.exact_until, repr([s.key for s in plan.chunks]).encode())
         found = self.blocks.find(plan, origin)
         assert found.hit.num_tokens < plan.num_tokens
-        if self.blocks.can_allocate(plan.num_tokens, room, found) is not Allocation.OK:
+        if self.blocks.can_allocate(plan.num_tokens, headroom, found) is not Allocation.OK:
             return
         held = Held(plan, plan.token_ids, [0.0] * plan.num_tokens, found.origin, None)
-        held.paged = self.blocks.allocate(plan.num_tokens, room, found.hit)
+        held.paged = self.blocks.allocate(plan.num_tokens, headroom, found.hit)
         slots = self.view(held).slots(torch.arange(found.hit.num_tokens))
         held.marks[: found.hit.num_tokens] = self.pool.layers[0].k.view(-1)[slots].tolist()
         expected = [mark(held.ids, p, found.origin) for p in range(found.hit.num_tokens)]

@@ -49,7 +49,7 @@ def ask(house: House, question: AskRequest) -> Answer:
 def full_behind(house: House, question: AskRequest, said: Sequence[int]) -> list[int]:
     """The answer that begins with what was said, and goes on greedily over a full prefill's KV."""
     runtime = house.engine.runtime
-    full = prefill(runtime, resolve(runtime, house.store, question).in_full(), room=TOKENS)
+    full = prefill(runtime, resolve(runtime, house.store, question).in_full(), headroom=TOKENS)
     runner = runtime.decode_runner(full.pool)
     runner.begin([full.sequence], [full.plan.num_tokens], TOKENS)
     ids, logits = list[int](), full.logits

@@ -105,8 +105,8 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Saying:
         of: Tokenizer = runtime.model.tokenizer
         Says.script, Says._x = tuple(of.encode_template_rest(text)), of.encode_text("x")[0]
         monkeypatch.setattr("cacheblend_cli.engine.sequence_output.Sampler", Says)
-        sequence = runtime.new_sequence(1 + runtime.room(params))
-        sequence.ensure(1 + runtime.room(params))
+        sequence = runtime.new_sequence(1 + runtime.max_new_tokens(params))
+        sequence.ensure(1 + runtime.max_new_tokens(params))
         begin = Continuation(sequence, 1, torch.zeros(runtime.model.spec.vocab_size))
         pieces = ["", ""]
 
@@ -152,12 +152,12 @@ def test_reasoning_ends_when_its_tokens_are_used_up(engine: Engine, say: Saying,
 def test_a_model_without_tags_has_no_tokens_for_them(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", "qwen2")
     runtime = Engine.load(EngineConfig(model=str(tmp_path / "m"))).runtime
-    assert runtime.room(SamplingParams(max_tokens=7, reasoning_tokens=1000)) == 7
+    assert runtime.max_new_tokens(SamplingParams(max_tokens=7, reasoning_tokens=1000)) == 7
 
 
 def test_a_template_that_closes_the_tags_leaves_no_room_for_them(engine: Engine) -> None:
     params = SamplingParams(max_tokens=7, reasoning_tokens=1000)
-    assert engine.runtime.room(params) > 1007
+    assert engine.runtime.max_new_tokens(params) > 1007
     closed = replace(engine.runtime.template, after_question="<|im_end|>\n<think>\n\n</think>\n\n")
     assert not closed.may_reason
     assert not closed.opens_reasoning

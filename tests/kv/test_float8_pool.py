@@ -46,7 +46,7 @@ class Setup:
 
     def prefill(self, engine: Engine, blend: BlendParams) -> Prefilled:
         request = resolve(engine.runtime, self.store, AskRequest(QUESTION, self.keys[:4], blend, GREEDY))
-        return prefill(engine.runtime, request, room=8, output_positions=lambda plan: torch.arange(plan.segments[-1].start, plan.num_tokens))  # fmt: skip
+        return prefill(engine.runtime, request, headroom=8, output_positions=lambda plan: torch.arange(plan.segments[-1].start, plan.num_tokens))  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -78,10 +78,10 @@ def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
     if sequence.handed is None:
         assert sequence.output is not None
         generated = len(sequence.output.out.token_ids)
-        room = max(1, state.max_new_tokens - generated + 1)
+        headroom = max(1, state.max_new_tokens - generated + 1)
         kv = worker.export_kv(TableInput.of(paged), sequence.kv_len)
         try:
-            sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, room)
+            sequence.handed = llama.hand_over(sequence.token_ids[: sequence.kv_len], kv, headroom)
         except LlamaError as error:
             sequence.stays = True
             state.request.notes.append(f"{error.message}; cacheblend decodes by itself")

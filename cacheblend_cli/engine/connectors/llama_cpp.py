@@ -79,13 +79,13 @@ class LlamaCpp:
                 )
         self._layout = layout
 
-    def hand_over(self, token_ids: Sequence[int], kv: KVReader, room: int = 0) -> LlamaSequence:
-        """A sequence that holds this KV. room: tokens that are decoded after it. Raises LlamaError where llama.cpp refuses."""
-        if kv.num_tokens + room > self.max_context:
+    def hand_over(self, token_ids: Sequence[int], kv: KVReader, headroom: int = 0) -> LlamaSequence:
+        """A sequence that holds this KV. headroom: tokens that are decoded after it. Raises LlamaError where llama.cpp refuses."""
+        if kv.num_tokens + headroom > self.max_context:
             raise LlamaError(
-                f"prompt and answer take {kv.num_tokens + room} tokens, and {self.file.name} has a context of {self.max_context}"
+                f"prompt and answer take {kv.num_tokens + headroom} tokens, and {self.file.name} has a context of {self.max_context}"
             )
-        self._fit(kv.num_tokens + room, 1)
+        self._fit(kv.num_tokens + headroom, 1)
         index = next(i for i in range(self._num_places) if i not in self._live)
         sequence = LlamaSequence(self, index, kv.num_tokens)
         assert self._layout is not None, "check comes first"

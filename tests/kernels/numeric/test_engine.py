@@ -49,7 +49,7 @@ class Setup:
         """fp32 logits of every row of the question and of a token decoded after it, on the CPU."""
         request = resolve(engine.runtime, self.store, AskRequest("?", self.keys, BLEND, GREEDY))
         decoder = engine.model.decoder
-        done = prefill(engine.runtime, request, room=1, output_positions=lambda plan: torch.arange(
+        done = prefill(engine.runtime, request, headroom=1, output_positions=lambda plan: torch.arange(
                 plan.segments[-1].start, plan.num_tokens, device=decoder.device
             ))  # fmt: skip
         assert done.loader.num_bytes > 0
