@@ -108,7 +108,8 @@ class _Look(Observer):
         self.found = torch.zeros(len(candidates), device=prompt.decoder.device)
 
     def at(self, layer: DecoderLayer) -> LayerStep:
-        self._prompt.loader.wait(layer.index)
+        if layer.own_kv:
+            self._prompt.loader.wait(layer.index)
         return LayerStep(stop=layer.index == self._stop)
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:

@@ -80,11 +80,16 @@ class BlendSteps(Observer):
         self._correction: Correction | None = None
         self._ratios = dict(policy.checks) if policy.needs_check_layer and len(self._all) else {}
         self._last_check = max(self._ratios, default=-1)
-        self._last_layer = len(prompt.decoder.layers) - 1
+        self._last_layer = (
+            prompt.decoder.spec.num_kv_layers - 1
+        )  # behind its K and V only the rows that are asked for go on
         self.reports: list[LayerReport] = []
         self._keep(self._all)
 
     def at(self, layer: DecoderLayer) -> LayerStep:
+        if not layer.own_kv:
+            self.reports.append(LayerReport(layer.index, Status.AFTER_CHECK, len(self._output_positions), 0))
+            return LayerStep()
         self._prompt.loader.wait(layer.index)
         status = self._status(layer.index)
         self.reports.append(LayerReport(layer.index, status, len(self.rows), len(self.candidates)))

@@ -152,7 +152,10 @@ def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in files),
         "layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "heads": f"{spec.num_heads} for queries, {spec.num_kv_heads} for K and V, of {spec.head_dim}",
+        "heads": "; ".join(
+            f"{spec.num_heads} for queries, {heads} for K and V, of {dim}"
+            for heads, dim in dict.fromkeys(spec.kv_shapes)
+        ),
         "context": spec.max_context,
         "dtype": stated,
         **({"quantised": quantisation.method} if (quantisation := quantisation_of(path)) else {}),

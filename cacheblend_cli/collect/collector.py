@@ -138,9 +138,10 @@ def chunk_manifest(collection: Collection, planned: PlannedChunk) -> ChunkManife
         left_context_ids=planned.left,
         collected_len=before + len(chunk.token_ids),
         codec=collection.codec,
-        num_layers=model.spec.num_layers,
+        num_layers=model.spec.num_kv_layers,
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,
+        layer_shapes=() if model.spec.shapes is None else model.spec.kv_shapes,
         source=planned.source,
         index=chunk.index,
         span=(chunk.start, chunk.end),
@@ -166,8 +167,7 @@ def record_bytes_with_kv(collection: Collection, manifest: ChunkManifest, num_by
     """Return the bytes of a record of num_bytes bytes once its chunk has KV: without KV its blob sizes are 0."""
     if manifest.has_kv:
         return num_bytes
-    blob_bytes = collection.stored_bytes(manifest.num_tokens) // manifest.num_layers
-    return num_bytes + manifest.num_layers * (len(str(blob_bytes)) - 1)
+    return num_bytes + sum(len(str(size)) - 1 for size in collection.blob_sizes(manifest.num_tokens))
 
 
 def collect_sequences(chunks: Sequence[PlannedChunk]) -> list[CollectSequence]:

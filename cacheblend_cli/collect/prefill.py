@@ -187,5 +187,5 @@ def _place_prefix(
     for sequence in sequences:
         places = sequence.slots(positions)
         slots = [Slots(places, cos, sin) for cos, sin in rotations]
-        for rope, cache, k, v in zip(decoder.rope.of_layer, pool.layers, prefix.kv.k, prefix.kv.v, strict=True):
-            decoder.kernels.load_kv(StoredKV(k, v), cache, slots[rope])
+        for layer, (k, v) in enumerate(zip(prefix.kv.k, prefix.kv.v, strict=True)):
+            decoder.kernels.load_kv(StoredKV(k, v), pool.layers[layer], slots[decoder.rope.of_layer[layer]])

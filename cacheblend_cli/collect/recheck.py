@@ -100,10 +100,12 @@ def _compute(collector: Collector, manifest: ChunkManifest) -> ChunkKV:
 
 def _compare(store: ChunkStore, manifest: ChunkManifest, fresh: ChunkKV, noise: float) -> Mismatch | None:
     """Return the mismatch of the first layer that differs, None if none does. Raises BadBlob."""
-    shape = manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim
     for layer, computed in enumerate(zip(fresh.k, fresh.v, strict=True)):
         with store.read() as reader:
-            stored = decode_kv(view_kv(reader.layer(manifest, layer), manifest.codec, *shape), manifest.codec)
+            stored = decode_kv(
+                view_kv(reader.layer(manifest, layer), manifest.codec, manifest.num_tokens, *manifest.shapes[layer]),
+                manifest.codec,
+            )
         again = decode_kv(coded(*computed, manifest.codec), manifest.codec)
         for part, was, now, through in zip("kv", stored, computed, again, strict=True):
             now = now.float().cpu()

@@ -119,12 +119,12 @@ def learn_from(runtime: Runtime, report: AutoReport, done: PrefillReport) -> Non
 def workload(request: Request) -> Workload:
     """What the prompt asks of the machine, blended as request.blend says."""
     model = request.collection.model
-    plan, policy = request.plan, policy_of(request.blend, model.spec.num_layers, request.lossless)
-    probe_layers, draft_tokens = _probe(policy, model.spec.num_layers)
+    plan, policy = request.plan, policy_of(request.blend, model.spec.num_kv_layers, request.lossless)
+    probe_layers, draft_tokens = _probe(policy, model.spec.num_kv_layers)
     inexact = [(s.start, s.end) for s in plan.chunks if s.status == "blended"]
     fresh = [(s.start, s.end) for s in plan.segments if s.status == "computed"]
     return Workload(
-        num_layers=model.spec.num_layers,
+        num_layers=model.spec.num_kv_layers,
         total=plan.num_tokens,
         inexact=_count(inexact),
         inexact_keys=_mean_keys(inexact),

@@ -105,10 +105,10 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
     plan = plan_prompt([], inputs, [0] * suffix, prefix_key=None)
     sequence = pool.new_sequence(plan.num_tokens)
     try:
-        checked = BlendParams(ratio=0.5, selector="hkvd" if decoder.spec.num_layers > 1 else "none")
+        checked = BlendParams(ratio=0.5, selector="hkvd" if decoder.spec.num_kv_layers > 1 else "none")
         for blend in (BlendParams(), checked):
             prompt = Prompt(decoder, plan, sequence, ZeroLoader(decoder, sequence, plan, codec))
-            blended_prefill(prompt, policy_of(blend, decoder.spec.num_layers, layer0_exact=True))
+            blended_prefill(prompt, policy_of(blend, decoder.spec.num_kv_layers, layer0_exact=True))
     finally:
         sequence.release()
     warm_up_attention(decoder, pool)
@@ -117,12 +117,13 @@ def warm_up(decoder: Decoder, pool: KVPool, codec: str = "auto") -> None:
 def warm_up_attention(decoder: Decoder, pool: KVPool) -> None:
     """Attention of every kind of layer there is, for any number of rows over contexts as long as one may get."""
     spec, capacity = decoder.spec, len(pool.layers[0].k) * pool.block_size
-    q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
     kinds = {}
     for layer, cache in zip(decoder.layers, pool.layers, strict=True):
         params = layer.attention
-        kinds[params.sliding_window, params.soft_cap, params.sinks is None, params.alibi is None] = params, cache
+        kind = params.sliding_window, params.soft_cap, params.sinks is None, params.alibi is None, cache.k.shape
+        kinds[kind] = params, cache
     for params, cache in kinds.values():
+        q = torch.zeros(1, spec.num_heads, cache.k.shape[-1], dtype=decoder.dtype, device=decoder.device)
         decoder.kernels.warm_up(q, cache, params, min(spec.max_context, capacity))
 
 

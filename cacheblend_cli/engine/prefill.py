@@ -171,7 +171,7 @@ class PrefillState:
         self._decoder, self._sequence, self._given, self._on_logits = decoder, sequence, given, on_logits
         self._plan = given.plan
         tile = row_tile_of(decoder.device)
-        self._policy = policy_of(given.blend, decoder.spec.num_layers, given.lossless, tile)
+        self._policy = policy_of(given.blend, decoder.spec.num_kv_layers, given.lossless, tile)
         self._loader = make_loader(decoder, source, sequence, self._plan)
         self._slices = slices_of(self._plan, given.slice_rows)
         self._step_rows = given.slice_rows * len(decoder.layers)  # rows x layers that a step computes
@@ -209,7 +209,9 @@ class PrefillState:
         first = len(positions) - last if outputs_from is None else bisect_left(piece.positions, outputs_from)
         rows = rows_of(self._decoder, self._sequence, positions, piece.positions[-1] + 1, total)
         steps = _SliceSteps(
-            self._loader, len(self._decoder.layers) - 1, torch.arange(first, len(positions), device=positions.device)
+            self._loader,
+            self._decoder.spec.num_kv_layers - 1,
+            torch.arange(first, len(positions), device=positions.device),
         )
         hidden = run_layers(self._decoder, rows, token_ids[positions], steps)
         self._done += 1
@@ -276,11 +278,13 @@ def slices_of(plan: PromptPlan, slice_rows: int) -> list[Slice]:
 
 
 class _SliceSteps:
-    """Every row at every layer but the last, which computes K and V of all rows and the rest of the rows `outputs` [n] alone."""
+    """Every row at every layer but the last with K and V of its own, which computes these of all rows and the rest of the rows
+    `outputs` [n] alone; so do the layers after it."""
 
     def __init__(self, loader: KVLoader, last: int, outputs: Tensor) -> None:
         self._loader, self._last, self._outputs = loader, last, outputs
 
     def at(self, layer: DecoderLayer) -> LayerStep:
-        self._loader.wait(layer.index)
+        if layer.own_kv:
+            self._loader.wait(layer.index)
         return LayerStep(next_rows=self._outputs if layer.index == self._last else None)

@@ -151,7 +151,7 @@ def resolve(
         )
     notes += model_notes(runtime.model, ask.blend, sampling, len(chunks))
     lossless = not converted and all(is_lossless(codec, runtime.decoder.dtype) for codec in codecs)
-    policy_of(ask.blend, runtime.model.spec.num_layers, lossless)  # raises for what the model does not have
+    policy_of(ask.blend, runtime.model.spec.num_kv_layers, lossless)  # raises for what the model does not have
     return Request(
         question=ask.question,
         collection=collection,

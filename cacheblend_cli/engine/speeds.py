@@ -107,10 +107,15 @@ def kv_share(spec: ModelSpec) -> float:
 def measure_compute(decoder: Decoder, block_size: int, seconds: float = PROBE_S) -> Pieces[Speeds]:
     """Time prefills of rising length through one layer (and the next one's K and V), and fit a layer's cost."""
     spec = decoder.spec
-    depth = min(2, spec.num_layers)
+    depth = min(2, spec.num_kv_layers)
     shallow = copy.copy(decoder)  # the same weights, its first layers only
     shallow.layers = decoder.layers[:depth]
-    shallow.spec = replace(spec, num_layers=depth, sliding_windows=spec.sliding_windows[:depth])
+    shallow.spec = replace(
+        spec,
+        num_layers=depth,
+        sliding_windows=spec.sliding_windows[:depth],
+        shapes=None if spec.shapes is None else spec.shapes.first(depth),
+    )
     spent = 0.0
     found: list[tuple[int, float]] = []
     for num_rows in PROBE_ROWS:
@@ -180,7 +185,7 @@ def _loading(runtime: Runtime, store: ChunkStore, part: PromptPlan, num_tokens: 
     sequence = runtime.new_sequence(num_tokens)
     try:
         with make_loader(runtime.decoder, store, sequence, part) as loader:
-            for layer in range(runtime.decoder.spec.num_layers):
+            for layer in range(runtime.decoder.spec.num_kv_layers):
                 loader.wait(layer)
         _synchronize(runtime.decoder)
         return loader.num_bytes / loader.load_s if loader.load_s > 0 else math.inf
@@ -209,7 +214,7 @@ def _moved_row_s(decoder: Decoder, block_size: int, seconds: float) -> Pieces[fl
     every = Candidates(at, at // CHUNK_ROWS, at % CHUNK_ROWS)
     known = every.take(at[::KNOWN_EVERY])
     correction = Regression(Prompt(decoder, plan, sequence, loader), every, known)
-    fresh = torch.ones(len(known), spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype, device=decoder.device)
+    fresh = torch.ones(len(known), *spec.heads_of(0), dtype=decoder.dtype, device=decoder.device)
     times = yield from _runs(lambda: correction.apply(decoder.layers[0], fresh, fresh), decoder, seconds)
     return statistics.median(times[1:]) / max(1, num_rows - len(known))
 

@@ -130,7 +130,7 @@ def bench(
     """
     model, decoder = engine.model, engine.model.decoder
     for setting in settings:
-        policy_of(setting.blend, model.spec.num_layers, True)  # refused before anything is computed
+        policy_of(setting.blend, model.spec.num_kv_layers, True)  # refused before anything is computed
     engine.runtime.memory()
     collection = engine.runtime.collection()
     try:
@@ -180,7 +180,7 @@ def bench(
 def _speed(prompt: SpeedPrompt, setting: Setting, runs: Sequence[FirstToken], full_s: float) -> Speed:
     blend = setting.blend
     ttft_s, load_s = median(r.seconds for r in runs), median(r.load_s for r in runs)
-    top = ceiling(prompt.plan(blend), prompt.runtime.model.spec.num_layers, blend)
+    top = ceiling(prompt.plan(blend), prompt.runtime.model.spec.num_kv_layers, blend)
     return Speed(
         setting=setting.label,
         mode=blend.mode,

@@ -16,7 +16,7 @@ ALIGNMENT = 512
 
 
 class KVBatch:
-    """Chunks of one layer that are copied and placed together; the batches are the same for every layer.
+    """Chunks of one layer that are copied and placed together; the chunks of the batches are the same for every layer.
 
     The buffer holds the tensors of the codec one after another, each for all chunks in order: k of every chunk, then v.
     So chunks stored without scales become one tensor; a chunk with scales is a batch of its own.
@@ -44,12 +44,16 @@ class KVBatch:
         }
 
 
-def batches_of(spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int, most_bytes: int) -> list[KVBatch]:
-    """Group adjacent chunks of one plain codec, up to most_bytes; every other chunk is a batch of its own."""
+def batches_of(
+    spans: Sequence[StoredSpan], shapes: Sequence[tuple[int, int]], most_bytes: int
+) -> list[dict[tuple[int, int], KVBatch]]:
+    """Group adjacent chunks of one plain codec, up to most_bytes; every other chunk is a batch of its own. A batch is one for each
+    of the layers' shapes (KV heads, head_dim), of which the largest decides."""
+    largest = max(shapes, key=lambda heads: heads[0] * heads[1])
     groups: list[list[StoredSpan]] = []
     room = 0
     for span in spans:
-        spec = blob_spec(span.codec, span.num_tokens, num_kv_heads, head_dim)
+        spec = blob_spec(span.codec, span.num_tokens, *largest)
         size = sum(tensor.num_bytes for tensor in spec.values())
         if groups and span.codec in PLAIN and span.codec == groups[-1][0].codec and size <= room:
             groups[-1].append(span)
@@ -58,4 +62,7 @@ def batches_of(spans: Sequence[StoredSpan], num_kv_heads: int, head_dim: int, mo
             room = most_bytes
         room -= size
     firsts = accumulate(map(len, groups), initial=0)
-    return [KVBatch(first, group, num_kv_heads, head_dim) for first, group in zip(firsts, groups, strict=False)]
+    return [
+        {heads: KVBatch(first, group, *heads) for heads in set(shapes)}
+        for first, group in zip(firsts, groups, strict=False)
+    ]

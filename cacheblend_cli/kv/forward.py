@@ -8,7 +8,7 @@ from a pass they observe (`Observer`). A pass can pause between two layers (`lay
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from cacheblend_kernels import Slots
@@ -61,7 +61,7 @@ class Observer:
     """Observer of a pass. Every method is called once per layer; the defaults do nothing."""
 
     def fresh(self, fresh: FreshKV) -> None:
-        """K and V are computed; the pool still holds the old values."""
+        """K and V are computed; the pool still holds the old values. Not called in a layer that uses another layer's."""
 
     def queries(self, layer: DecoderLayer, q: Tensor, rows: Rows) -> None:
         """q: rotated, [num_rows, num_heads, head_dim], of the rows that continue. Their K and V are in the pool."""
@@ -78,10 +78,10 @@ class AllRows:
 
 
 class KVOnly:
-    """Every row at every layer, nothing after the last layer's K and V: collect needs no logits."""
+    """Every row at every layer, nothing after the last K and V: collect needs no logits."""
 
     def __init__(self, decoder: Decoder, rows: Rows) -> None:
-        self._last, self._none = len(decoder.layers) - 1, rows.positions[:0]
+        self._last, self._none = decoder.spec.num_kv_layers - 1, rows.positions[:0]
 
     def at(self, layer: DecoderLayer) -> LayerStep:
         return LayerStep(next_rows=self._none if layer.index == self._last else None)
@@ -132,6 +132,7 @@ def layer_by_layer(
     """`run_layers`, with a pause after every layer but the last. While it pauses, other sequences may be computed."""
     seen = observer or Observer()
     delta, residual, num_rows = decoder.embed(token_ids), None, 0
+    rows = replace(rows, token_ids=token_ids)
     for layer in decoder.layers:
         if residual is not None:
             yield num_rows
@@ -148,7 +149,7 @@ def layer_by_layer(
         output = attend(layer, q, rows)
         del q
         seen.attended(layer, output)
-        delta, residual = layer.finish(output, residual)
+        delta, residual = layer.finish(output, residual, rows.token_ids)
         del output
     assert residual is not None
     return Hidden(delta, residual)
@@ -158,6 +159,11 @@ def _project(
     layer: DecoderLayer, h: Tensor, residual: Tensor, rows: Rows, step: LayerStep, observer: Observer
 ) -> tuple[Tensor | None, Rows, Tensor]:
     """Project, and write K and V. Returns the rotated q of the rows that continue (None: none do), these rows, their residual."""
+    if not layer.own_kv:
+        if step.next_rows is not None:
+            assert not callable(step.next_rows), "there is no fresh KV to choose by"
+            h, rows, residual = h[step.next_rows], rows.take(step.next_rows), residual[step.next_rows]
+        return queries(layer, h, rows), rows, residual
     if step.kv_rows is None and step.next_rows is None:  # one product, and one kernel that rotates and writes
         q, k, v = layer.project_qkv(h)
         observer.fresh(FreshKV(layer, rows, h, k, v))

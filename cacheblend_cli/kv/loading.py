@@ -29,8 +29,8 @@ class StoredLoader(KVLoader):
     def __init__(self, stored: StoredPrompt, transfer: Transfer) -> None:
         self._stored, self._transfer = stored, transfer
         self._workers = workers(num_workers(transfer.most_workers))
-        spec = stored.decoder.spec
-        self._batches = batches_of(stored.spans, spec.num_kv_heads, spec.head_dim, transfer.batch_bytes)
+        self._shapes = stored.decoder.spec.kv_shapes
+        self._batches = batches_of(stored.spans, self._shapes, transfer.batch_bytes)
         self._queue = LoadQueue(stored.num_layers, len(self._batches))
         self._slots: list[tuple[Slots, ...]] = []
         self._free: SimpleQueue[int] = SimpleQueue()  # buffers not held by a worker
@@ -46,10 +46,10 @@ class StoredLoader(KVLoader):
         return self._transfer.seconds()[1]
 
     def __enter__(self) -> StoredLoader:
-        self._slots = [self._stored.slots(batch.spans) for batch in self._batches]
+        self._slots = [self._stored.slots(batch[self._shapes[0]].spans) for batch in self._batches]
         num_batches = self._stored.num_layers * len(self._batches)
         num_buffers = min(num_batches, self._workers.count * self._transfer.buffers_a_worker)
-        self._transfer.open(num_buffers, max(batch.num_bytes for batch in self._batches))
+        self._transfer.open(num_buffers, max(of.num_bytes for batch in self._batches for of in batch.values()))
         for buffer in range(num_buffers):
             self._free.put(buffer)
         self._running = self._workers.start(self._work, num_batches)
@@ -77,7 +77,7 @@ class StoredLoader(KVLoader):
             self._queue.stop(error)
 
     def _load(self, reader: KVReader, layer: int, which: int) -> None:
-        batch, buffer = self._batches[which], self._free.get()
+        batch, buffer = self._batches[which][self._shapes[layer]], self._free.get()
         try:
             self._copy(reader, layer, batch, self._transfer.memory(buffer))
             place = partial(self._place, layer, batch, self._slots[which])

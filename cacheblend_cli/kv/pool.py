@@ -18,7 +18,8 @@ from cacheblend_cli.model.spec import ModelSpec
 class KVPool(BlockSpace):
     """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]. xformers wants block_size % 64 = 0.
 
-    With scales the pool is of float8_e4m3fn, whatever dtype says. layers: what kernels take, one a layer.
+    With scales the pool is of float8_e4m3fn, whatever dtype says. layers: what kernels take, one a layer; a layer that uses another
+    layer's K and V has that layer's.
     """
 
     def __init__(
@@ -31,13 +32,15 @@ class KVPool(BlockSpace):
         scales: KVScales | None = None,
     ) -> None:
         dtype = dtype if scales is None else torch.float8_e4m3fn
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.block_size, self.device = block_size, device
-        k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        none = (None,) * spec.num_layers
+        k, v = (
+            [torch.empty(num_blocks, block_size, *heads, dtype=dtype, device=device) for heads in spec.kv_shapes]
+            for _ in range(2)
+        )
+        none = (None,) * spec.num_kv_layers
         of_scales = (none, none) if scales is None else (scales.k, scales.v)
-        self.layers = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
+        self._own = [LayerCache(*parts) for parts in zip(k, v, *of_scales, strict=True)]
+        self.layers = [self._own[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
         self.allocator = BlockAllocator(num_blocks)
 
     @classmethod
@@ -58,8 +61,8 @@ class KVPool(BlockSpace):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """K and V of every layer."""
-        return [t for cache in self.layers for t in (cache.k, cache.v)]
+        """K and V of every layer that has its own."""
+        return [t for cache in self._own for t in (cache.k, cache.v)]
 
     @property
     def raw(self) -> list[Tensor]:

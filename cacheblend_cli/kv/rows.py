@@ -23,6 +23,7 @@ class Rows:
 
     pool: destination of their K and V. positions, slots: [num_rows] int64; rotations: cos and sin [num_rows, head_dim]
     fp32 of each RoPE of the model; attention: the kernel's metadata. decode: one row per sequence, after all its tokens.
+    token_ids: [num_rows] int64, set in a pass.
     """
 
     pool: KVPool
@@ -31,6 +32,7 @@ class Rows:
     rotations: tuple[CosSin, ...]
     attention: AttentionMetadata
     decode: bool = False
+    token_ids: Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
@@ -54,6 +56,7 @@ class Rows:
             slots=self.slots[index],
             rotations=rows_of_tables(self.rotations, index),
             attention=attention,
+            token_ids=None if self.token_ids is None else self.token_ids[index],
         )
 
 

@@ -55,14 +55,13 @@ class StoredPrompt:
 
     @property
     def num_layers(self) -> int:
-        return self.decoder.spec.num_layers
+        return self.decoder.spec.num_kv_layers
 
     @property
     def num_bytes(self) -> int:
         """Stored bytes of all layers."""
-        spec = self.decoder.spec
-        of_spans = (blob_spec(s.codec, s.num_tokens, spec.num_kv_heads, spec.head_dim) for s in self.spans)
-        return self.num_layers * sum(tensor.num_bytes for blob in of_spans for tensor in blob.values())
+        blobs = (blob_spec(s.codec, s.num_tokens, *heads) for heads in self.decoder.spec.kv_shapes for s in self.spans)
+        return sum(tensor.num_bytes for blob in blobs for tensor in blob.values())
 
     def slots(self, spans: Sequence[StoredSpan]) -> tuple[Slots, ...]:
         """Slots of the spans' rows, one span after another, for each RoPE of the model; created on the current stream."""
@@ -103,7 +102,6 @@ def _manifest(reader: KVReader, segment: Segment, spec: ModelSpec) -> ChunkManif
         raise BadChunk(segment.key, error.message) from error
     if manifest is None:
         raise BadChunk(segment.key, "it is no longer in the store")
-    shape = (manifest.num_layers, manifest.num_kv_heads, manifest.head_dim)
-    if manifest.token_ids != segment.token_ids or shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
+    if manifest.token_ids != segment.token_ids or manifest.shapes != spec.kv_shapes:
         raise BadChunk(segment.key, "its record is of other tokens or another model")
     return manifest

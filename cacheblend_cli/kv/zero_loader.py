@@ -24,17 +24,22 @@ class ZeroLoader(KVLoader):
         self._kernels, self._pool = decoder.kernels, sequence.pool
         self._rope_of = decoder.rope.of_layer
         self._rows = []
+        self._heads = spec.kv_shapes
         for segment in (s for s in plan.segments if s.cached):
             span = StoredSpan(segment.start, segment.end, codec)
-            stored = {
-                name: torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=decoder.device)
-                for name, tensor in blob_spec(codec, span.num_tokens, spec.num_kv_heads, spec.head_dim).items()
-            }
-            slots = slots_of(decoder, sequence, [span], plan.num_tokens)
-            self._rows.append((StoredKV(**stored, group_size=GROUP), slots))
+            of_heads = {heads: zeros(span, heads, decoder.device) for heads in set(self._heads)}
+            self._rows.append((of_heads, slots_of(decoder, sequence, [span], plan.num_tokens)))
 
     def wait(self, layer: int) -> None:
-        for stored, slots in self._rows:
+        for of_heads, slots in self._rows:
+            stored = of_heads[self._heads[layer]]
             own = slots[self._rope_of[layer]]
             for where in (own, replace(own, first_slot=-1)):  # as a run, and as slots that are none
                 self._kernels.load_kv(stored, self._pool.layers[layer], where)
+
+
+def zeros(span: StoredSpan, heads: tuple[int, int], device: torch.device) -> StoredKV:
+    """Stored KV of zeros in the span's codec, of a layer of these (KV heads, head_dim)."""
+    tensors = blob_spec(span.codec, span.num_tokens, *heads)
+    stored = {name: torch.zeros(t.shape, dtype=DTYPES[t.dtype], device=device) for name, t in tensors.items()}
+    return StoredKV(**stored, group_size=GROUP)

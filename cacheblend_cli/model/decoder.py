@@ -14,6 +14,7 @@ from cacheblend_cli.model.linear import linear
 from cacheblend_cli.model.mlp import MLP
 from cacheblend_cli.model.rope import LayerRotations
 from cacheblend_cli.model.spec import ModelSpec
+from cacheblend_cli.model.token_input import TokenInput, TokenInputs
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import IN_FILE
 
@@ -76,9 +77,17 @@ class DecoderLayer:
         weight_dtype: str = "auto",
     ) -> None:
         self.index, self.spec, self.kernels, self.rope = index, spec, kernels, rope
+        self.token_inputs: TokenInputs | None = None
         own = [name for name in weights if name.startswith(f"{index}.")]
         get = {name.split(".", 1)[1]: weights.pop(name) for name in own}  # popped: once packed, the original is freed
-        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), spec.q_size, weight_dtype)
+        self.num_kv_heads, self.head_dim = spec.heads_of(index)
+        self.own_kv = spec.kv_layer(index) == index
+        q_size = spec.num_heads * self.head_dim
+        self._qkv = _ByRows(get["qkv_proj.weight"], get.get("qkv_proj.bias"), q_size, weight_dtype)
+        self._values_of_keys = spec.shapes is not None and spec.shapes.values_of_keys[index]
+        self._v_norm = get["q_norm"].new_ones(self.head_dim) if spec.v_norm else None
+        self._scalar = get.get("layer_scalar")
+        self._token_input = TokenInput(spec, get, kernels, weight_dtype) if spec.token_width else None
         self._o = linear(get["o_proj.weight"], get.get("o_proj.bias"), weight_dtype=weight_dtype)
         experts = spec.experts if spec.experts is not None and index in spec.experts.layers else None
         self.mlp = MLP(spec, get, kernels, weight_dtype) if experts is None else Experts(spec, experts, get, kernels)
@@ -86,7 +95,7 @@ class DecoderLayer:
         self.attention_in, self._attention_out = norms.get("attention_in"), norms.get("attention_out")
         self._mlp_in, self._mlp_out = norms.get("mlp_in"), norms.get("mlp_out")
         self.q_norm, self.k_norm = get.get("q_norm"), get.get("k_norm")
-        scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         sinks = get["sinks"].float() if spec.sinks else None
         alibi = None if spec.alibi is None else torch.tensor(spec.alibi, device=get["o_proj.weight"].device)
         self.attention = AttentionParams(scale, spec.sliding_windows[index], spec.attention_soft_cap, sinks, alibi)
@@ -94,8 +103,7 @@ class DecoderLayer:
     def project_qkv(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the rows."""
         q, kv = map(self._clipped, self._qkv.both(h))
-        k, v = kv.split(self.spec.kv_size, dim=-1)
-        return self._normed_heads(q, self.q_norm), self._normed_heads(k, self.k_norm), self._heads(v)
+        return self._normed_heads(q, self.q_norm), *self._keys_and_values(kv)
 
     def project_q(self, h: Tensor) -> Tensor:
         """q of the rows."""
@@ -103,8 +111,14 @@ class DecoderLayer:
 
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of the rows."""
-        k, v = self._clipped(self._qkv.rest(h)).split(self.spec.kv_size, dim=-1)
-        return self._normed_heads(k, self.k_norm), self._heads(v)
+        return self._keys_and_values(self._clipped(self._qkv.rest(h)))
+
+    def _keys_and_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (kv, kv) if self._values_of_keys else kv.chunk(2, dim=-1)
+        values = self._heads(v)
+        if self._v_norm is not None:
+            values = self.kernels.rms_norm(values.contiguous(), self._v_norm, self.spec.rms_norm_eps)
+        return self._normed_heads(k, self.k_norm), values
 
     def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
         """Scale rotated q [num_rows, num_heads, head_dim] by position, where the model does. positions: [num_rows] int64."""
@@ -113,8 +127,11 @@ class DecoderLayer:
         beta, length = self.spec.query_growth
         return q * (1 + beta * torch.log1p((positions // length).float())).to(q.dtype)[:, None, None]
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next layer, residual)."""
+    def finish(self, attended: Tensor, residual: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Everything after attention; attended: [num_rows, num_heads, head_dim]. Returns (delta for the next layer, residual).
+
+        token_ids: of the rows, for layers with an input by token.
+        """
         delta = self._o(attended.reshape(attended.shape[0], -1))
         if self.spec.parallel:
             norm = self._mlp_in or self.attention_in
@@ -124,14 +141,22 @@ class DecoderLayer:
             delta = self._attention_out(delta)
         h, residual = add_and_norm(self._mlp_in, delta, residual)
         delta = self.mlp(h)
-        return (delta if self._mlp_out is None else self._mlp_out(delta)), residual
+        delta = delta if self._mlp_out is None else self._mlp_out(delta)
+        if self._token_input is not None:
+            assert token_ids is not None
+            assert self.token_inputs is not None
+            residual = residual.add_(delta)
+            delta = self._token_input(residual, self.token_inputs.of_layer(token_ids, self.index))
+        if self._scalar is not None:
+            delta, residual = delta * self._scalar, residual.mul_(self._scalar)
+        return delta, residual
 
     def _clipped(self, x: Tensor) -> Tensor:
         most = self.spec.qkv_clip
         return x if most is None else x.clamp(-most, most)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], -1, self.spec.head_dim)
+        return x.view(x.shape[0], -1, self.head_dim)
 
     def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -172,6 +197,10 @@ class Decoder:
         self.layers = [
             DecoderLayer(i, spec, weights, kernels, rope, weight_dtype) for i, rope in enumerate(self.rope.of_layer)
         ]
+        if spec.token_width:
+            inputs = TokenInputs(spec, weights, kernels, self.embed, weight_dtype)
+            for layer in self.layers:
+                layer.token_inputs = inputs
         self.kv_scales: KVScales | None = None  # of the float8 pools prompts get; None: pools of the compute dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -207,7 +236,9 @@ class _ByRows:
     def __init__(self, weight: Tensor, bias: Tensor | None, count: int, weight_dtype: str) -> None:
         cut = None if bias is None else (bias[:count], bias[count:])
         self.first = linear(weight[:count], None if cut is None else cut[0], weight_dtype=weight_dtype)
-        self.rest = linear(weight[count:], None if cut is None else cut[1], weight_dtype=weight_dtype)
+        self.rest = self.first  # where there is no rest, nobody asks for it
+        if count < weight.shape[0]:
+            self.rest = linear(weight[count:], None if cut is None else cut[1], weight_dtype=weight_dtype)
         self._whole = None if self.first.packed else linear(weight, bias, weight_dtype=weight_dtype)
         self._sizes = (count, weight.shape[0] - count)
 

@@ -79,17 +79,17 @@ class RotaryEmbedding:
 
 
 class LayerRotations:
-    """The different RoPEs of a model, most often one. `of_layer[i]` is the number of layer i's; whatever comes for each of
+    """The different RoPEs of a model, and sizes of heads, most often one. `of_layer[i]` is the number of layer i's; whatever comes for each of
     them is in the order of these numbers."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        of_layers = [spec.rope_of(layer) for layer in range(spec.num_layers)]
-        different: list[Rope | None] = []
+        of_layers = [(spec.rope_of(layer), spec.heads_of(layer)[1]) for layer in range(spec.num_layers)]
+        different: list[tuple[Rope | None, int]] = []
         for rope in of_layers:
             if rope not in different:
                 different.append(rope)
         self.of_layer = tuple(different.index(rope) for rope in of_layers)
-        self._each = [RotaryEmbedding(r, spec.head_dim, spec.max_position_embeddings, device) for r in different]
+        self._each = [RotaryEmbedding(r, dim, spec.max_position_embeddings, device) for r, dim in different]
         lengths = [r.original_max for r in self._each if r.rope_type in LENGTH_DEPENDENT]
         self.switches_at: int | None = min(lengths, default=None)  # tokens up to which the frequencies are one set
 

@@ -43,6 +43,26 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class LayerShapes:
+    """Shapes of layers that differ from layer to layer; an entry a layer.
+
+    kv_heads, head_dims: KV heads, and the size of a head. kv_layers: the layer whose K and V a layer attends to, itself where it
+    has its own; those that use another layer's come last. mlp_widths: inside the MLP. values_of_keys: whether V is made of what
+    K's projection gives, before its norm.
+    """
+
+    kv_heads: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    kv_layers: tuple[int, ...]
+    mlp_widths: tuple[int, ...]
+    values_of_keys: tuple[bool, ...]
+
+    def first(self, num_layers: int) -> LayerShapes:
+        """The shapes of the first layers alone."""
+        return LayerShapes(*(values[:num_layers] for values in vars(self).values()))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only model. Sizes in elements; `sliding_windows` has an entry a layer (None: no window).
 
@@ -70,6 +90,10 @@ class ModelSpec:
     - qkv_by_group: the fused qkv_proj holds the query heads of a KV head, its k and its v, then those of the next;
     - experts: of a mixture;
     - other_parts: how the names of tensors begin that belong to other parts of a model, such as its eyes;
+    - shapes: of layers that differ; num_kv_heads and head_dim are then those of most layers;
+    - v_norm: V's heads are normed, without a weight; layer_scale: a layer's output is multiplied by a number of its own;
+    - token_width, token_vocab: numbers that every layer gets of a token by itself, of a second embedding with that vocabulary;
+      0: there is none (see `token_input.TokenInputs`);
     - generic: its layers are transformers' (see `generic`), and what says how a layer computes says nothing here."""
 
     architecture: str
@@ -118,6 +142,11 @@ class ModelSpec:
     embedding_norm: bool = False
     qkv_clip: float | None = None
     qkv_by_group: bool = False
+    shapes: LayerShapes | None = None
+    v_norm: bool = False
+    layer_scale: bool = False
+    token_width: int = 0
+    token_vocab: int = 0
     other_parts: tuple[str, ...] = ()
     experts: ExpertsSpec | None = None
     generic: bool = False
@@ -128,6 +157,29 @@ class ModelSpec:
             return None
         local = self.local_rope if self.sliding_windows[layer] is not None else None
         return local or self.rope
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """(KV heads, head_dim) of a layer."""
+        if self.shapes is None:
+            return self.num_kv_heads, self.head_dim
+        return self.shapes.kv_heads[layer], self.shapes.head_dims[layer]
+
+    def mlp_width(self, layer: int) -> int:
+        return self.intermediate_size if self.shapes is None else self.shapes.mlp_widths[layer]
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose K and V this one attends to."""
+        return layer if self.shapes is None else self.shapes.kv_layers[layer]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with K and V of their own: the first ones."""
+        return self.num_layers if self.shapes is None else len(set(self.shapes.kv_layers))
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """`heads_of` each layer that has K and V of its own."""
+        return tuple(self.heads_of(layer) for layer in range(self.num_kv_layers))
 
     @property
     def query_growth(self) -> tuple[float, int] | None:
@@ -165,12 +217,13 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, bytes_per_element: float) -> float:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.kv_size * bytes_per_element
+        return 2 * sum(heads * dim for heads, dim in self.kv_shapes) * bytes_per_element
 
     @property
     def mlp_params(self) -> int:
         """Weights of a layer's MLP used per row; with experts, the mean over layers."""
-        plain, experts = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size, self.experts
+        width = sum(map(self.mlp_width, range(self.num_layers))) / self.num_layers
+        plain, experts = round((3 if self.gated_mlp else 2) * self.hidden_size * width), self.experts
         if experts is None:
             return plain
         of_row = 3 * self.hidden_size * (experts.per_token * experts.width + experts.shared_width)

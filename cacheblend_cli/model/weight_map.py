@@ -6,6 +6,7 @@ import math
 
 from cacheblend_cli.model.spec import ExpertsSpec, ModelSpec
 
+TOKEN_EMBEDDING = "token_embed"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 
 # What a Llama calls the parts of a layer, in `model.layers.i`.
@@ -31,6 +32,8 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
     Our tensors: embed, norm, lm_head, where the spec has it embedding_norm, and for layer i `i.qkv_proj.weight` [q + 2 kv, hidden], `i.o_proj.weight`,
     `i.gate_up_proj.weight` [2 * intermediate, hidden], up alone where the MLP has no gate, `i.down_proj.weight`,
     `i.attention_in.weight` and the other norms of the spec, `i.q_norm`, `i.k_norm`, and the biases the spec has.
+    Of a model with inputs by token `token_embed` [token_vocab, layers * token_width] and `token_model`, `token_norm`, and of its
+    layers `i.token_gate`, `i.token_projection`, `i.token_out`. A layer that uses another layer's K and V has q alone.
     Of attention with sinks `i.sinks` [heads]. Of a layer with experts `i.router.weight` [count, hidden],
     `i.experts_up.weight` [count * 2 * width, hidden], gate and up of each in turn, `i.experts_down.weight`
     [count * hidden, width], and with one for all tokens that one's MLP and `i.shared_gate.weight`.
@@ -52,19 +55,32 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[Shape, str, int, Shape]]
         norm(outer["model.embedding_norm"], "embedding_norm")
     if not spec.tied:
         whole(HEAD, "lm_head", spec.vocab_size, hidden)
+    if width := spec.token_width * spec.num_layers:
+        whole("model.embed_tokens_per_layer.weight", TOKEN_EMBEDDING, spec.token_vocab, width)
+        whole("model.per_layer_model_projection.weight", "token_model.weight", width, hidden)
+        whole("model.per_layer_projection_norm.weight", "token_norm.weight", spec.token_width)
     for i in range(spec.num_layers):
         base = f"{outer.get('model.layers', 'model.layers')}.{i}"
         for place, name in spec.norms:
             norm(f"{base}.{name}", f"{i}.{place}")
         if spec.qk_norm:
-            widths = (spec.q_size, spec.kv_size) if spec.qk_norm_over_all else (spec.head_dim, spec.head_dim)
+            dim = spec.heads_of(i)[1]
+            widths = (spec.q_size, spec.kv_size) if spec.qk_norm_over_all else (dim, dim)
             for part, width in zip(("q_norm", "k_norm"), widths, strict=True):
+                if part == "k_norm" and spec.kv_layer(i) != i:
+                    continue
                 whole(f"{base}.{names[part]}.weight", f"{i}.{part}", width)
         if spec.sinks:
             whole(f"{base}.self_attn.sinks", f"{i}.sinks", spec.num_heads)
         experts = spec.experts if spec.experts is not None and i in spec.experts.layers else None
-        mlp = _mlp(spec) if experts is None else _experts(hidden, experts)
-        for target, parts, width, bias in _attention(spec) + mlp:
+        if spec.layer_scale:
+            whole(f"{base}.layer_scalar", f"{i}.layer_scalar", 1)
+        if spec.token_width:
+            whole(f"{base}.per_layer_input_gate.weight", f"{i}.token_gate.weight", spec.token_width, hidden)
+            whole(f"{base}.per_layer_projection.weight", f"{i}.token_projection.weight", hidden, spec.token_width)
+            whole(f"{base}.post_per_layer_input_norm.weight", f"{i}.token_out.weight", hidden)
+        mlp = _mlp(spec, i) if experts is None else _experts(hidden, experts)
+        for target, parts, width, bias in _attention(spec, i) + mlp:
             start, total = 0, sum(rows for _, rows in parts)
             for part, rows in parts:
                 name = f"{base}.{names.get(part, part)}"
@@ -81,18 +97,22 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _attention(spec: ModelSpec) -> list[Product]:
-    qkv = [("q_proj", spec.q_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)]
+def _attention(spec: ModelSpec, layer: int) -> list[Product]:
+    heads, dim = spec.heads_of(layer)
+    q_size = spec.num_heads * dim
+    qkv = [("q_proj", q_size), ("k_proj", heads * dim), ("v_proj", heads * dim)]
+    if spec.shapes is not None:
+        qkv = qkv[: 1 if spec.kv_layer(layer) != layer else 2 if spec.shapes.values_of_keys[layer] else 3]
     if "qkv_proj" in spec.fused:
         qkv = [("qkv_proj", spec.q_size + 2 * spec.kv_size)]
     return [
         ("qkv_proj", qkv, spec.hidden_size, spec.qkv_bias),
-        ("o_proj", [("o_proj", spec.hidden_size)], spec.q_size, spec.o_bias),
+        ("o_proj", [("o_proj", spec.hidden_size)], q_size, spec.o_bias),
     ]
 
 
-def _mlp(spec: ModelSpec) -> list[Product]:
-    inner = spec.intermediate_size
+def _mlp(spec: ModelSpec, layer: int) -> list[Product]:
+    inner = spec.mlp_width(layer)
     gate_up = [("gate_proj", inner), ("up_proj", inner)] if spec.gated_mlp else [("up_proj", inner)]
     if "gate_up_proj" in spec.fused:
         gate_up = [("gate_up_proj", 2 * inner)]

@@ -19,7 +19,7 @@ from cacheblend_cli.model.linear import can_pack
 from cacheblend_cli.model.model_files import checkpoint_files
 from cacheblend_cli.model.spec import ModelSpec
 from cacheblend_cli.model.tensor_source import TensorSource, tensor_source
-from cacheblend_cli.model.weight_map import HEAD, Shape, embedding_name, expected_shapes
+from cacheblend_cli.model.weight_map import HEAD, TOKEN_EMBEDDING, Shape, embedding_name, expected_shapes
 
 # Parts of the names of tensors that the language model does not compute with: RoPE's frequencies, and the heads of
 # reward models.
@@ -113,6 +113,12 @@ def load_weights(
             in_file = source.whole(stored)
             if in_file is not None:
                 weights[IN_FILE] = in_file
+                seen.add(name)
+                continue
+        if shapes[name][1] == TOKEN_EMBEDDING and device.type == "cpu" and name not in deltas:
+            in_file = source.whole(stored)  # the larger part of some models: a prompt needs few of its rows
+            if in_file is not None:
+                weights[TOKEN_EMBEDDING] = in_file
                 seen.add(name)
                 continue
         part = source.whole(stored) if stays and math.prod(full_shape) * dtype.itemsize >= OWN_MAPPING else None

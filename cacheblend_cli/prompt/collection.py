@@ -38,7 +38,7 @@ class Collection:
     @classmethod
     def of(cls, model: LoadedModel, template: PromptTemplate, kv_dtype: str, salt: str) -> Collection:
         codec = str(model.decoder.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
-        if codec == "int4" and model.spec.head_dim % 2:
+        if codec == "int4" and any(dim % 2 for _, dim in model.spec.kv_shapes):
             raise UsageError("int4 packs two channels a byte, and head_dim is odd", "use --kv-dtype int8")
         return cls(model, template, codec, salt)
 
@@ -104,15 +104,18 @@ class Collection:
 
     def chunk_bytes(self, num_tokens: int, codec: str = "") -> int:
         """Return the KV bytes of a chunk in this codec or another."""
-        return self.model.spec.num_layers * sum(t.num_bytes for t in self._layer(num_tokens, codec).values())
+        return sum(t.num_bytes for layer in self._layers(num_tokens, codec) for t in layer.values())
 
     def stored_bytes(self, num_tokens: int) -> int:
         """Return the bytes of a chunk's blobs, as the store counts them."""
-        return self.model.spec.num_layers * blob_size(self._layer(num_tokens))
+        return sum(self.blob_sizes(num_tokens))
 
-    def _layer(self, num_tokens: int, codec: str = "") -> BlobSpec:
-        spec = self.model.spec
-        return blob_spec(codec or self.codec, num_tokens, spec.num_kv_heads, spec.head_dim)
+    def blob_sizes(self, num_tokens: int) -> list[int]:
+        """Return the bytes of a chunk's blobs."""
+        return list(map(blob_size, self._layers(num_tokens)))
+
+    def _layers(self, num_tokens: int, codec: str = "") -> list[BlobSpec]:
+        return [blob_spec(codec or self.codec, num_tokens, *heads) for heads in self.model.spec.kv_shapes]
 
     def _parts(self, prefix_ids: Sequence[int], left: Sequence[int]) -> KeyParts:
         model = self.model

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import takewhile
 
 from cacheblend_store.errors import BadBlob, StoreError
-from cacheblend_store.format.blobs import BlobSpec, blob_prefix, blob_size, blob_spec, encode_blob
+from cacheblend_store.format.blobs import blob_prefix, blob_size, encode_blob
 from cacheblend_store.format.changes import LOG, Changes, changes_between
 from cacheblend_store.format.keys import KEY_BYTES, blob_key
 from cacheblend_store.format.records import (
@@ -19,6 +19,7 @@ from cacheblend_store.format.records import (
     decode_document,
     decode_manifest,
     decode_memo,
+    layer_spec,
 )
 from cacheblend_store.lmdb_file.pages.layout import Node
 from cacheblend_store.lmdb_file.pages.reader import PageReader
@@ -61,7 +62,7 @@ class StoreReader:
     def layer(self, manifest: ChunkManifest, layer: int) -> dict[str, memoryview]:
         """Return the tensors of a layer's blob by name, as bytes. Raises BadBlob if it is missing, damaged or of another shape."""
         self._blob_node(manifest, layer)  # before memory is allocated for it
-        parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in _spec(manifest).items()}
+        parts = {name: memoryview(bytearray(tensor.num_bytes)) for name, tensor in layer_spec(manifest, layer).items()}
         self.copy_layer(manifest, layer, parts)
         return parts
 
@@ -70,7 +71,7 @@ class StoreReader:
 
         The digest is checked over the copy. One read and one digest update per tensor, each without the GIL.
         """
-        node, spec = self._blob_node(manifest, layer), _spec(manifest)
+        node, spec = self._blob_node(manifest, layer), layer_spec(manifest, layer)
         prefix = blob_prefix(spec)
         parts = [memoryview(bytearray(len(prefix))), *(targets[name].cast("B") for name in spec)]
         self.pages.read_into(node, parts)
@@ -84,7 +85,7 @@ class StoreReader:
 
     def blob(self, manifest: ChunkManifest, layer: int) -> bytes:
         """Return a layer's blob as it is stored. Raises BadBlob as `layer` does."""
-        return encode_blob(_spec(manifest), self.layer(manifest, layer))
+        return encode_blob(layer_spec(manifest, layer), self.layer(manifest, layer))
 
     def _blob_node(self, manifest: ChunkManifest, layer: int) -> Node:
         if not manifest.has_kv:
@@ -92,7 +93,7 @@ class StoreReader:
         node = self.pages.get("blobs", blob_key(manifest.key, layer))
         if node is None:
             raise bad_blob(manifest, layer, "is missing")
-        wanted = blob_size(_spec(manifest))
+        wanted = blob_size(layer_spec(manifest, layer))
         if node.size != wanted or manifest.blob_sizes[layer] != wanted:
             raise bad_blob(manifest, layer, f"has {node.size} bytes, and {wanted} are implied")
         return node
@@ -147,10 +148,6 @@ class StoreReader:
     def entries(self, database: str) -> int:
         tree = self.pages.tree(database)
         return tree.entries if tree else 0
-
-
-def _spec(manifest: ChunkManifest) -> BlobSpec:
-    return blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
 
 
 def bad_blob(manifest: ChunkManifest, layer: int, reason: str) -> BadBlob:

@@ -8,6 +8,7 @@ so nobody sees what such rows compute. K is kept before RoPE, [num_tokens, num_k
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -123,12 +124,23 @@ class _Pass:
         self.chosen: list[int] = []
         self.logits = torch.empty(0)
         self._fresh = torch.ones(length, dtype=torch.bool)
+        self._shared: dict[str, tuple[Tensor, Tensor]] = {}
         self._turned: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     def rotary(self, original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        if "x" in inspect.signature(original).parameters:  # one of q and k at a time, K last, heads behind tokens
+            return self._rotary_of_one(original)
+
         def rotate(q: Tensor, k: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
             self._turned = k, lambda x: original(x, x, *rest, **named)[1]
             return original(q, k, *rest, **named)
+
+        return rotate
+
+    def _rotary_of_one(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def rotate(x: Tensor, *rest: Any, **named: Any) -> Tensor:
+            self._turned = x.transpose(1, 2), lambda y: original(y.transpose(1, 2), *rest, **named).transpose(1, 2)
+            return original(x, *rest, **named)
 
         return rotate
 
@@ -136,12 +148,18 @@ class _Pass:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **named: Any
     ) -> tuple[Tensor, None]:
         """query: [1, num_heads, num_tokens, head_dim], rotated, as key is."""
-        layer, (before, turn) = len(self.kv), self._before_rope(key)
-        self.kv.append((before[0].transpose(0, 1), value[0].transpose(0, 1)))
-        self.turns.append(turn(torch.ones_like(before[:, :1]))[0, 0])
-        before, value = self._put_back(layer, before, value, turn)
-        group, at = query.shape[1] // before.shape[1], torch.arange(self.length)
-        scores = query @ turn(before).repeat_interleave(group, 1).transpose(-1, -2) * scaling
+        if getattr(module, "is_kv_shared_layer", False):  # of the last layer of its kind with K and V of its own
+            self._turned = None
+            key, value = self._shared[module.layer_type]
+        else:
+            layer, (before, turn) = len(self.kv), self._before_rope(key)
+            self.kv.append((before[0].transpose(0, 1), value[0].transpose(0, 1)))
+            self.turns.append(turn(torch.ones_like(before[:, :1]))[0, 0])
+            before, value = self._put_back(layer, before, value, turn)
+            key = turn(before)
+            self._shared[getattr(module, "layer_type", "")] = key, value
+        group, at = query.shape[1] // key.shape[1], torch.arange(self.length)
+        scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * scaling
         if named.get("softcap"):
             scores = named["softcap"] * torch.tanh(scores / named["softcap"])
         hidden = at > at[:, None]

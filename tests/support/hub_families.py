@@ -15,6 +15,8 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -85,6 +87,14 @@ def bare(held: dict[str, torch.Tensor]) -> None:
         held[name.removeprefix("transformer.")] = held.pop(name)
 
 
+def gemma4(**shape: Any) -> PretrainedConfig:
+    return Gemma4Config(text_config=Gemma4TextConfig(**shape).to_dict(), vision_config=GEMMA4_EYES, audio_config=None)
+
+
+GEMMA4_EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}  # fmt: skip
+
+
 def gemma3(**shape: Any) -> PretrainedConfig:
     return Gemma3Config(
         text_config=Gemma3TextConfig(**shape).to_dict(), vision_config={"image_size": 28, "patch_size": 14, **EYES}
@@ -150,6 +160,13 @@ O_YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.
 WIDE = {"head_dim": 16}
 BLOOM = {"num_key_value_heads": None, "intermediate_size": None}
 FALCON = {"num_key_value_heads": None, "intermediate_size": None}
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6, "sliding_window": 20, "hidden_size_per_layer_input": 0,
+          "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2}  # fmt: skip
+GEMMA4_SMALL = GEMMA4 | {
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 3,
+}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
 
 RUN = [
@@ -185,6 +202,12 @@ RUN = [
     HubModel("gemma-3-1b, as the hub", Gemma3TextConfig, GEMMA, old(1000000.0, rope_type="linear", factor=8.0) | {
              "head_dim": 16, "layer_types": DROP, "sliding_window_pattern": 2, "rope_local_base_freq": 10000.0}),
     HubModel("gemma-3, logits capped", Gemma3TextConfig, GEMMA | {"final_logit_softcapping": 3.0, "layer_types": MIXED}),
+    # Gemma 4
+    HubModel("gemma-4-31b", Gemma4TextConfig, GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    HubModel("gemma-4-e2b", Gemma4TextConfig, GEMMA4_SMALL | {"use_double_wide_mlp": True}),
+    HubModel("gemma-4-e4b, a cap", Gemma4TextConfig, GEMMA4_SMALL | {"final_logit_softcapping": 3.0, "num_key_value_heads": 1},
+             {"per_layer_config": DROP, "global_head_dim": 32}, shard_size="20KB"),
+    HubModel("gemma-4-e2b, inside another", gemma4, GEMMA4_SMALL | {"use_double_wide_mlp": True, "pad_token_id": 0}),
     # Phi
     HubModel("phi-3-mini-4k", Phi3Config, {"sliding_window": 30, "num_key_value_heads": 4}, old(10000.0) | {"num_key_value_heads": DROP}),
     HubModel("phi-3-mini-128k", Phi3Config, {"head_dim": 8, "original_max_position_embeddings": 64},
@@ -284,7 +307,7 @@ REFUSED = [
         ("falcon_h1", "some of its layers are recurrent"), ("nemotron_h", "some of its layers are recurrent"),
         ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
-        ("gemma4", "its layers have heads of different number and width"), ("gemma3n", "some of its layers use another layer's K"),
+        ("gemma4_unified", "its pictures and sounds"), ("gemma3n", "it has several residual streams"),
         ("deepseek_v3", "it keeps K and V as a latent vector"),
     )),
     fault("bloom, other residual", "apply_residual_connection_post_layernorm = true", BloomConfig,
@@ -296,6 +319,9 @@ REFUSED = [
     fault("falcon, uneven heads", "does not divide into 5 attention heads", FalconConfig, num_attention_heads=5),
     fault("falcon, two norms of an old decoder", "num_ln_in_parallel_attn in config.json is 2", FalconConfig,
           num_ln_in_parallel_attn=2),
+    fault("gemma 4 with experts", "enable_moe_block = true", Gemma4TextConfig, enable_moe_block=True),
+    fault("gemma 4, all layers use another's K and V", "num_kv_shared_layers in config.json is 3", Gemma4TextConfig,
+          num_kv_shared_layers=3),
     fault("both directions", "use_bidirectional_attention = true", use_bidirectional_attention=True),
     fault("gemma 3 with a soft cap that transformers does not apply", "attn_logit_softcapping", Gemma3TextConfig,
           attn_logit_softcapping=50.0),

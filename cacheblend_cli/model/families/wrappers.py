@@ -12,12 +12,20 @@ from cacheblend_cli.model.families.values import wrong_value
 # All but the first two are of pictures.
 FIELDS = (
     "text_config", "tie_word_embeddings", "vision_config", "multimodal_projector_bias", "projector_hidden_act",
-    "vision_feature_layer", "spatial_merge_size", "mm_tokens_per_image",
+    "vision_feature_layer", "spatial_merge_size", "mm_tokens_per_image", "audio_config", "vision_soft_tokens_per_image",
 )  # fmt: skip
 EYES = tuple(
     f"{base}{part}."
     for base in ("", "model.")
-    for part in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+    for part in (
+        "visual",
+        "vision_tower",
+        "vision_model",
+        "multi_modal_projector",
+        "audio_tower",
+        "embed_vision",
+        "embed_audio",
+    )
 )
 
 
@@ -57,6 +65,7 @@ WRAPPERS = {
         Wrapper("qwen2_vl", ("Qwen2VLForConditionalGeneration",), "qwen2_vl_text", flat=True),
         Wrapper("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", flat=True),
         Wrapper("qwen3_vl", ("Qwen3VLForConditionalGeneration",), "qwen3_vl_text"),
+        Wrapper("gemma4", ("Gemma4ForConditionalGeneration",), "gemma4_text", tied=True),
         Wrapper("gemma3", ("Gemma3ForConditionalGeneration",), "gemma3_text", tied=True),
     )
 }

@@ -45,7 +45,9 @@ class GenericLayer(DecoderLayer):
     def project_kv(self, h: Tensor) -> tuple[Tensor, Tensor]:
         return self.project_qkv(h)[1:]
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    own_kv = True
+
+    def finish(self, attended: Tensor, residual: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         output = self.module.finish(residual, attended)
         return output, output
 

@@ -14,6 +14,7 @@ from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
 
 from cacheblend_store.errors import BadBlob, StoreError
+from cacheblend_store.format.blobs import BlobSpec, blob_spec
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids, unpack_ids
 from cacheblend_store.format.plain_json import Count, Moment, Size, TokenIds, dump_object, load_object, typed
 
@@ -30,6 +31,7 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 class ChunkManifest:
     """A stored chunk. It has one blob per layer; blob_sizes in bytes, blob_digests as returned by `blob_digest`.
 
+    num_layers: those with KV of their own. layer_shapes: (KV heads, head_dim) of each, empty where all are alike.
     source, index, span: first document it was found in, its number there, and its character range.
     context: "prefix", "sink", "document" or "neighbours"; collected_len: length of the sequence it was prefilled in.
     created: seconds since the epoch.
@@ -58,6 +60,12 @@ class ChunkManifest:
     created: Moment
     blob_sizes: tuple[Count, ...] = ()
     blob_digests: tuple[Digest, ...] = ()
+    layer_shapes: tuple[tuple[Size, Size], ...] = ()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(KV heads, head_dim) of each layer."""
+        return self.layer_shapes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
     def id(self) -> str:
@@ -164,9 +172,15 @@ class Memo:
         return memo_key(self.kind, self.name)
 
 
+def layer_spec(manifest: ChunkManifest, layer: int) -> BlobSpec:
+    """Return the tensors of a layer's blob."""
+    return blob_spec(manifest.codec, manifest.num_tokens, *manifest.shapes[layer])
+
+
 def encode_manifest(manifest: ChunkManifest) -> bytes:
     packed = {name: pack_ids(getattr(manifest, name)) for name in ("token_ids", "left_context_ids")}
-    record = seal_json(manifest.key, {**vars(manifest), **packed})
+    fields = {name: value for name, value in vars(manifest).items() if value or name != "layer_shapes"}
+    record = seal_json(manifest.key, {**fields, **packed})
     if len(record) > MAX_MANIFEST_BYTES:
         raise StoreError(f"chunk {manifest.id[:12]} is too long: {manifest.num_tokens:,} tokens", "cut smaller chunks")
     return record
@@ -182,6 +196,8 @@ def decode_manifest(key: bytes, value: bytes | memoryview) -> ChunkManifest:
         manifest = typed({**data, "key": key}, ChunkManifest)
     if not len(manifest.blob_sizes) == len(manifest.blob_digests) == manifest.num_layers:
         raise BadBlob(f"{name} does not name one blob a layer")
+    if len(manifest.shapes) != manifest.num_layers:
+        raise BadBlob(f"{name} does not name one shape a layer")
     if manifest.has_kv and not all(manifest.blob_sizes):
         raise BadBlob(f"{name} has KV for some of its layers")
     return manifest

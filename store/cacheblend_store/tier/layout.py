@@ -11,11 +11,12 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
 from cacheblend_store.errors import BadBlob
-from cacheblend_store.format.blobs import CODECS, BlobSpec, blob_prefix, blob_size, blob_spec
+from cacheblend_store.format.blobs import CODECS, blob_prefix, blob_size
 from cacheblend_store.format.keys import KEY_BYTES, blob_key, pack_ids
 from cacheblend_store.format.records import (
     MAX_DOCUMENT_BYTES,
@@ -24,6 +25,7 @@ from cacheblend_store.format.records import (
     blob_digest,
     decode_manifest,
     encode_manifest,
+    layer_spec,
     seal,
     unseal,
 )
@@ -39,37 +41,50 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True)
 class Layout:
-    """Places in the object of a chunk. head_bytes: up to the first layer."""
+    """Places in the object of a chunk. head_bytes: up to the first layer; bounds: the end of each layer behind that, from 0 on."""
 
     head_bytes: int
-    layer_bytes: int
-    num_layers: int
+    bounds: tuple[int, ...]
 
     @classmethod
     def of(cls, chunk: ChunkManifest, size: int, *, encrypted: bool) -> Layout:
         """Raises BadBlob for a shape or a size that no chunk has."""
         tag = TAG_BYTES if encrypted else 0
-        if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS or (chunk.codec == "int4" and chunk.head_dim % 2):
+        if chunk.num_layers > MAX_LAYERS or chunk.codec not in CODECS or _odd(chunk):
             raise BadBlob("its shape is one that no chunk has")
-        layer = blob_size(_spec(chunk)) + tag
-        head = size - chunk.num_layers * layer
+        sizes = (blob_size(layer_spec(chunk, layer)) + tag for layer in range(chunk.num_layers))
+        bounds = tuple(accumulate(sizes, initial=0))
+        head = size - bounds[-1]
         if not HEAD.size + KEY_BYTES + tag < head <= HEAD.size + KEY_BYTES + MAX_MANIFEST_BYTES + tag:
-            raise BadBlob(f"its object has {size:,} bytes, and {chunk.num_layers * layer:,} and a manifest are implied")
-        return cls(head, layer, chunk.num_layers)
+            raise BadBlob(f"its object has {size:,} bytes, and {bounds[-1]:,} and a manifest are implied")
+        return cls(head, bounds)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.bounds) - 1
 
     @property
     def size(self) -> int:
-        return self.head_bytes + self.num_layers * self.layer_bytes
+        return self.head_bytes + self.bounds[-1]
 
     def groups(self) -> list[range]:
         """Return the layers by request: GROUP_BYTES or more, or all of an object below WHOLE_BYTES."""
-        each = self.num_layers if self.size < WHOLE_BYTES else -(-GROUP_BYTES // self.layer_bytes)
-        return [range(first, min(first + each, self.num_layers)) for first in range(0, self.num_layers, each)]
+        least = self.size if self.size < WHOLE_BYTES else GROUP_BYTES
+        groups, first = [], 0
+        for stop in range(1, self.num_layers + 1):
+            if stop == self.num_layers or self.bounds[stop] - self.bounds[first] >= least:
+                groups.append(range(first, stop))
+                first = stop
+        return groups
 
     def span(self, layers: range) -> tuple[int, int]:
         """Return start and end of these layers in the object, of the first ones with the head."""
-        start = self.head_bytes + layers.start * self.layer_bytes if layers.start else 0
-        return start, self.head_bytes + layers.stop * self.layer_bytes
+        start = self.head_bytes + self.bounds[layers.start] if layers.start else 0
+        return start, self.head_bytes + self.bounds[layers.stop]
+
+    def layer(self, number: int) -> slice:
+        """Return the place of a layer in the object."""
+        return slice(self.head_bytes + self.bounds[number], self.head_bytes + self.bounds[number + 1])
 
 
 class Head:
@@ -83,7 +98,7 @@ class Head:
         chunk = self.manifest
         if self._cipher is not None:
             data = self._cipher.open(self._salt, layer + 1, data, _about(chunk, layer))
-        if bytes(data[: len(prefix := blob_prefix(_spec(chunk)))]) != prefix:
+        if bytes(data[: len(prefix := blob_prefix(layer_spec(chunk, layer)))]) != prefix:
             raise BadBlob(f"layer {layer} has a header that does not match its tensors", key=chunk.key, layer=layer)
         if blob_digest(chunk.key, layer, chunk.num_tokens, data) != chunk.blob_digests[layer]:
             raise BadBlob(f"layer {layer} does not match its digest", key=chunk.key, layer=layer)
@@ -152,5 +167,6 @@ def _about(chunk: ChunkManifest, layer: int) -> bytes:
     return blob_key(chunk.key, layer) + pack_ids(chunk.token_ids)
 
 
-def _spec(chunk: ChunkManifest) -> BlobSpec:
-    return blob_spec(chunk.codec, chunk.num_tokens, chunk.num_kv_heads, chunk.head_dim)
+def _odd(chunk: ChunkManifest) -> bool:
+    """Whether a codec that packs two channels into a byte has an odd number of them."""
+    return chunk.codec == "int4" and any(dim % 2 for _, dim in chunk.shapes)

@@ -206,8 +206,7 @@ class ObjectTier:
         layout = self.layout(head.manifest, size)
         if layout.head_bytes != head.num_bytes:
             raise BadBlob("its object is of another size than its manifest", key=head.manifest.key)
-        starts = (layout.span(range(i, i + 1))[1] - layout.layer_bytes for i in range(layout.num_layers))
-        blobs = [head.layer(i, data[start : start + layout.layer_bytes]) for i, start in enumerate(starts)]
+        blobs = [head.layer(i, data[layout.layer(i)]) for i in range(layout.num_layers)]
         return head.manifest, [bytes(blob) for blob in blobs]
 
     def chunks(self) -> Iterator[TierObject]:

@@ -1,0 +1,136 @@
+"""Gemma 4: a Gemma 3 whose layers with full attention have heads of their own size and number, and whose V is normed.
+
+In its small models (E2B, E4B) the last layers attend to the K and V of an earlier one, with an MLP twice as wide, and every layer
+gets an input of the token alone; in the large one V of full attention is made of K's projection. The models with experts (26B-A4B)
+are refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cacheblend_cli.errors import UsageError
+from cacheblend_cli.model.families.gemma import AROUND
+from cacheblend_cli.model.families.reader import ConfigFields, Family, plain_decoder, windows_by_pattern
+from cacheblend_cli.model.families.rope_fields import KINDS, rope_parameters
+from cacheblend_cli.model.families.values import wrong_value
+from cacheblend_cli.model.spec import LayerShapes, ModelSpec
+
+FIELDS = (
+    "attention_bias", "hidden_activation", "sliding_window", "layer_types", "final_logit_softcapping", "attention_k_eq_v",
+    "global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input", "per_layer_config",
+    "num_experts", "top_k_experts", "moe_intermediate_size",  # read where enable_moe_block says so, which is refused
+)  # fmt: skip
+MISSING = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+UNUSED = ("k_proj", "v_proj", "k_norm")  # of layers that use another layer's K and V, where a checkpoint has them
+
+
+def read(fields: ConfigFields) -> ModelSpec:
+    fields = ConfigFields(_last_layer_full(fields))
+    plain = ConfigFields({**fields.without_rope().values, "rope_parameters": None})
+    spec = plain_decoder(plain, MISSING, activation="hidden_activation")
+    windows = windows_by_pattern(fields, spec.num_layers, every=6, window=512)
+    spec = replace(spec, sliding_windows=windows)
+    spec = replace(spec, shapes=_shapes(fields, spec))
+    spec = replace(spec, **_ropes(fields, spec))
+    shared = [layer for layer in range(spec.num_layers) if spec.kv_layer(layer) != layer]
+    return replace(
+        spec,
+        norms=AROUND,
+        qk_norm=True,
+        v_norm=True,
+        layer_scale=True,
+        attention_scale=1.0,
+        embedding_scale=spec.hidden_size**0.5,
+        logit_soft_cap=fields.optional_factor("final_logit_softcapping", None),
+        token_width=fields.integer("hidden_size_per_layer_input", 256, least=0),
+        token_vocab=fields.integer("vocab_size_per_layer_input", 262144),
+        other_parts=tuple(
+            f"{base}layers.{layer}.self_attn.{part}."
+            for base in ("", "model.", "model.language_model.", "language_model.model.")
+            for layer in shared
+            for part in UNUSED
+        ),
+    )
+
+
+def _last_layer_full(fields: ConfigFields) -> dict[str, Any]:
+    """The config's values, with full attention in the last layer: transformers puts it there whatever layer_types says."""
+    types = fields.values.get("layer_types")
+    if not isinstance(types, list) or not types:
+        return fields.values
+    return {**fields.values, "layer_types": [*types[:-1], "full_attention"]}
+
+
+def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
+    full = [window is None for window in spec.sliding_windows]
+    heads = [_heads(fields, spec, layer, is_full) for layer, is_full in enumerate(full)]
+    shared = fields.integer("num_kv_shared_layers", 0, least=0)
+    own = spec.num_layers - shared
+    if shared and (own < 1 or set(full[:own]) != set(full)):
+        raise wrong_value(
+            "num_kv_shared_layers", shared, "less: a layer of each kind of attention has K and V of its own"
+        )
+    sources = [max(i for i in range(own) if full[i] == full[layer]) for layer in range(own, spec.num_layers)]
+    wide = 2 if fields.flag("use_double_wide_mlp") else 1
+    same = fields.flag("attention_k_eq_v")
+    return LayerShapes(
+        kv_heads=tuple(number for number, _ in heads),
+        head_dims=tuple(dim for _, dim in heads),
+        kv_layers=(*range(own), *sources),
+        mlp_widths=(spec.intermediate_size,) * own + (wide * spec.intermediate_size,) * shared,
+        values_of_keys=tuple(same and is_full for is_full in full),
+    )
+
+
+def _heads(fields: ConfigFields, spec: ModelSpec, layer: int, full: bool) -> tuple[int, int]:
+    """(KV heads, head_dim) of a layer: by per_layer_config, as transformers 5 writes it, or by the fields of older files."""
+    given = fields.values.get("per_layer_config")
+    if not isinstance(given, dict | None):
+        raise wrong_value("per_layer_config", given, "an object or null")
+    if given is not None:
+        own = given.get(str(layer), given.get(layer)) or {}
+        if not isinstance(own, dict) or not set(own) <= {"head_dim", "num_key_value_heads"}:
+            raise wrong_value("per_layer_config", own, "head_dim and num_key_value_heads of a layer")
+    else:
+        own = {"head_dim": fields.integer("global_head_dim", 512)} if full else {}
+        if full and fields.flag("attention_k_eq_v"):
+            own["num_key_value_heads"] = (
+                fields.optional_integer("num_global_key_value_heads", None) or spec.num_kv_heads
+            )
+    of_layer = ConfigFields(own)
+    heads, dim = of_layer.integer("num_key_value_heads", spec.num_kv_heads), of_layer.integer("head_dim", spec.head_dim)
+    if spec.num_heads % heads or dim % 2:
+        raise UsageError(
+            f"layer {layer} has {heads} KV heads of {dim}, and {spec.num_heads} attention heads",
+            "check num_global_key_value_heads, global_head_dim and per_layer_config in config.json",
+        )
+    return heads, dim
+
+
+def _ropes(fields: ConfigFields, spec: ModelSpec) -> dict[str, Any]:
+    given = fields.values.get("rope_parameters") or ROPES
+    if not isinstance(given, dict) or not set(given) <= set(KINDS):
+        raise wrong_value("rope_parameters", given, f"given by kind of layer: {', '.join(KINDS)}")
+    found = {}
+    for kind, name in zip(KINDS, ("rope", "local_rope"), strict=True):
+        layers = [i for i, window in enumerate(spec.sliding_windows) if (window is None) == (kind == KINDS[0])]
+        dims = {spec.heads_of(layer)[1] for layer in layers} or {spec.head_dim}
+        if len(dims) > 1:
+            raise UsageError(f"layers of {kind} have heads of {sorted(dims)}", "check per_layer_config in config.json")
+        own = {"rope_parameters": given.get(kind) or ROPES[kind]}
+        found[name] = rope_parameters(own, spec.max_position_embeddings, dims.pop())
+    return found
+
+
+GEMMA4 = Family("gemma4_text", ("Gemma4ForCausalLM", "Gemma4TextModel"), FIELDS, read)
