@@ -28,6 +28,7 @@ LEFT_OVER = {  # what no config class of transformers has as a field any more, a
         "n_embed", "num_hidden_layers", "num_attention_heads", "seq_length", "attention_softmax_in_fp32", "bias_dropout_fusion",
         "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
     },
+    "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "mpt": {"hidden_size", "num_hidden_layers", "num_attention_heads"}, "falcon": {"n_embed", "n_layer", "n_head"},
 }  # fmt: skip
 SIZES = {

@@ -59,7 +59,7 @@ def test_what_is_put_is_read_whole_and_by_layers(tier: ObjectTier) -> None:
     )
     last = range(manifest.num_layers - 1, manifest.num_layers)
     end = layout.span(last)[1]
-    start = end - layout.layer_bytes
+    start = layout.layer(last.start).start
     assert head.layer(last.start, tier.read(manifest.collection, manifest.key, start, end)) == blobs[-1]
     tier.delete([found.name])
     assert tier.size(manifest.collection, manifest.key) is None
@@ -118,11 +118,14 @@ def test_sizes_are_bounded_before_anything_is_read(size: int) -> None:
 
 
 def test_requests_take_groups_of_layers_of_large_chunks() -> None:
-    one = Layout(1000, 3 << 20, 24)
+    one = Layout(1000, tuple(range(0, 25 * (3 << 20), 3 << 20)))
     assert [len(group) for group in one.groups()] == [2] * 12
     assert one.span(range(0, 2)) == (0, 1000 + (6 << 20))
     assert one.span(range(22, 24))[1] == one.size
-    assert Layout(1000, 1 << 20, 6).groups() == [range(6)]
+    assert Layout(1000, tuple(range(0, 7 << 20, 1 << 20))).groups() == [range(6)]
+    uneven = Layout(1000, (0, 3 << 20, 6 << 20, 16 << 20, 17 << 20))
+    assert uneven.groups() == [range(2), range(2, 3), range(3, 4)]
+    assert uneven.layer(2) == slice(1000 + (6 << 20), 1000 + (16 << 20))
 
 
 @pytest.mark.parametrize(

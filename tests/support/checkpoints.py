@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     OlmoConfig,
@@ -83,9 +84,23 @@ OTHER_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2-moe": (Qwen2MoeConfig, {**MOE, "shared_expert_intermediate_size": 48}),
     "olmo": (OlmoConfig, {}),
     "bloom": (BloomConfig, {}),
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_hidden_layers": 6,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 3,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 320,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 2}),
 }
-"""With experts, with ALiBi, on transformers' own layers: for tests that ask for them."""
+"""With experts, with ALiBi, with layers of different shapes, on transformers' own layers: for tests that ask for them."""
 
 
 def write_tokenizer(path: Path) -> None:

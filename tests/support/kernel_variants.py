@@ -23,7 +23,7 @@ from cacheblend_kernels.triton_backend.deviation import kv_deviation_kernel
 from cacheblend_kernels.triton_backend.prefill_attention import prefill_attention_kernel
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 NUM_KV_HEADS, GROUP, BLOCK_SIZE = 8, 4, 64
 _INTS = ("num_seqs", "first_slot", "table_stride", "window", "words", "num_rows", "width")
 _FLOATS = ("scale", "soft_cap", "eps")
@@ -180,7 +180,7 @@ def _prefill(arch: int) -> Iterator[KernelVariant]:
             cases: dict[str, dict[str, Any]] = {"paged": {}}
             if dtype == "bf16":
                 cases = {"contiguous": {"CONTIGUOUS": True}, "paged": {}}
-                cases |= special if head_dim in (64, 128, 256) else {"paged split": {"SPLITS": 8}}
+                cases |= special if head_dim in (64, 128, 256, 512) else {"paged split": {"SPLITS": 8}}
                 cases |= _pool_cases() if head_dim == 128 else {}
                 cases |= SINKS if head_dim == 64 else {}
                 cases |= ALIBI if head_dim in (64, 128) else {}

@@ -36,11 +36,11 @@ UNUSED = ("k_proj", "v_proj", "k_norm")  # of layers that use another layer's K 
 
 
 def read(fields: ConfigFields) -> ModelSpec:
-    fields = ConfigFields(_last_layer_full(fields))
-    plain = ConfigFields({**fields.without_rope().values, "rope_parameters": None})
-    spec = plain_decoder(plain, MISSING, activation="hidden_activation")
+    spec = plain_decoder(fields.without_rope(), MISSING, activation="hidden_activation")
     windows = windows_by_pattern(fields, spec.num_layers, every=6, window=512)
-    spec = replace(spec, sliding_windows=windows)
+    spec = replace(
+        spec, sliding_windows=(*windows[:-1], None)
+    )  # transformers gives the last layer none, whatever is said
     spec = replace(spec, shapes=_shapes(fields, spec))
     spec = replace(spec, **_ropes(fields, spec))
     shared = [layer for layer in range(spec.num_layers) if spec.kv_layer(layer) != layer]
@@ -62,14 +62,6 @@ def read(fields: ConfigFields) -> ModelSpec:
             for part in UNUSED
         ),
     )
-
-
-def _last_layer_full(fields: ConfigFields) -> dict[str, Any]:
-    """The config's values, with full attention in the last layer: transformers puts it there whatever layer_types says."""
-    types = fields.values.get("layer_types")
-    if not isinstance(types, list) or not types:
-        return fields.values
-    return {**fields.values, "layer_types": [*types[:-1], "full_attention"]}
 
 
 def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cacheblend_kernels.interface import AttentionParams, KernelError, LayerCache, Slots, StoredKV
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_DIMS = range(16, 257, 8)
+HEAD_DIMS = (*range(16, 257, 8), 512)
 MOST_SIGNATURES = 4096
 _INTERPRETER = threading.RLock()  # Triton's interpreter keeps its state in globals: one launch at a time
 
@@ -140,7 +140,7 @@ def check_attention(q: Tensor, cache: LayerCache, params: AttentionParams) -> No
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.k.shape[2]
     check(head_dim == cache.k.shape[3], f"q has head_dim {head_dim}, the pool {cache.k.shape[3]}")
-    check(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "known: multiples of 8 from 16 to 256")
+    check(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "known: multiples of 8 from 16 to 256, and 512")
     check(num_heads % num_kv_heads == 0, f"{num_heads} heads are no multiple of {num_kv_heads} KV heads")
     check(num_heads // num_kv_heads <= 128, f"{num_heads // num_kv_heads} heads share a KV head; at most 128 can")
     check(params.scale > 0, f"scale is {params.scale}, not above 0")

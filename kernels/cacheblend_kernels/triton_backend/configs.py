@@ -97,6 +97,9 @@ def prefill_configs(arch: int, head_dim: int, element_size: int, float8: bool = 
             wide = TileConfig(128, 32, 8, 3) if float8 or dim != head_dim else TileConfig(128, 64, 8, 3)
             return wide, TileConfig(64, 32, 4, 2), TileConfig(16, 32, 4, 3)
         return TileConfig(128, 64, 8, 3, tma), TileConfig(64, 32, 4, 3, tma), TileConfig(16, 64, 4, 3)
+    if dim > 256:  # a head of 512 fills the registers with few rows
+        wide = TileConfig(32, 16 if arch < 90 else 32, 8, 2)
+        return wide, TileConfig(16, 16, 4, 2)
     # Pairs of tiles this wide have no registers left for a window's mask.
     widest = () if arch < 90 else (TileConfig(128, 32, 8, 2),)
     return *widest, TileConfig(64, 32, 8, 2), TileConfig(16, 32, 4, 2)
@@ -150,7 +153,7 @@ def decode_config(head_dim: int, group: int, element_size: int) -> TileConfig:
         return TileConfig(block_m, 32 if dim <= 128 else 16, 4, 1)
     if dim <= 128:
         return TileConfig(block_m, 64, 4, 3)
-    return TileConfig(block_m, 32, 4, 3)
+    return TileConfig(block_m, 32, 4, 3) if dim <= 256 else TileConfig(block_m, 16, 4, 2)
 
 
 def num_context_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
