@@ -97,6 +97,8 @@ def test_settings_and_errors(engine: Engine, store: ChunkStore) -> None:
     for wrong in ({"max_token": 3}, {"selector": "magic"}, {"documents": [" "]}, {"chunk_tokens": 9}):
         with pytest.raises(UsageError):
             engine.ask("who?", **wrong)
+    with pytest.raises(UsageError, match="inputs_embeds"):
+        engine.ask("who?", inputs_embeds=[[0.0]])
     with pytest.raises(UsageError):
         Engine.load("handbook", colour="red")
 

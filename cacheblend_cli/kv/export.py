@@ -41,7 +41,8 @@ class KVReader:
 
     @property
     def num_layers(self) -> int:
-        return self.decoder.spec.num_layers
+        """Layers with K and V of their own: the first ones."""
+        return self.decoder.spec.num_kv_layers
 
     @property
     def start(self) -> int:

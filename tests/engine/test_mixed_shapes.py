@@ -91,4 +91,6 @@ def test_a_check_layer_has_kv_of_its_own(engine: Engine, folder: Path, tmp_path:
         precompute(engine, store, folder)
         keys = [chunk.key for chunk in store.chunks()]
         with pytest.raises(UsageError):
-            engine.run_alone(store, AskRequest("who?", keys, BlendParams(ratio=0.3, selector="hkvd", check_layer=3), GREEDY))
+            engine.run_alone(
+                store, AskRequest("who?", keys, BlendParams(ratio=0.3, selector="hkvd", check_layer=3), GREEDY)
+            )
