@@ -266,7 +266,9 @@ class Engine:
         history: earlier messages, of user and model in turn; verify: compare with a full prefill; and settings, which override the
         engine's, as ratio=0.3 or max_tokens=20. Raises UsageError, ChunkNotFound, AmbiguousId."""
         if "inputs_embeds" in about:
-            raise UsageError("inputs_embeds is not supported: KV is stored and reused by token ids", "give the prompt as text")
+            raise UsageError(
+                "inputs_embeds is not supported: KV is stored and reused by token ids", "give the prompt as text"
+            )
         if wrong := about.keys() & _OF_ENGINE:
             raise UsageError(f"{min(wrong)} is a setting of the engine", f"Engine.load(..., {min(wrong)}=...)")
         self._running()

@@ -77,11 +77,18 @@ def test_a_missing_field_of_gemma_4_is_what_transformers_takes_for_it() -> None:
     config, spec = CONFIG_MAPPING["gemma4_text"](), spec_from_config({"model_type": "gemma4_text"})
     layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     assert [spec.heads_of(i) for i in range(spec.num_layers)] == [(c.num_key_value_heads, c.head_dim) for c in layers]
-    assert (spec.token_width, spec.token_vocab) == (config.hidden_size_per_layer_input, config.vocab_size_per_layer_input)
+    assert (spec.token_width, spec.token_vocab) == (
+        config.hidden_size_per_layer_input,
+        config.vocab_size_per_layer_input,
+    )
     kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows]
     assert kinds == config.layer_types
     assert ropes_of(spec) == {kind: whole(rope) for kind, rope in config.rope_parameters.items()}
-    assert (spec.num_heads, spec.hidden_size, spec.intermediate_size) == (8, config.hidden_size, config.intermediate_size)
+    assert (spec.num_heads, spec.hidden_size, spec.intermediate_size) == (
+        8,
+        config.hidden_size,
+        config.intermediate_size,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*FUSED, "gemma4_text")])
