@@ -12,7 +12,8 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from cacheblend_store import BadBlob, ChunkManifest, ChunkStore, StoreError, StoreReader, TierError
-from cacheblend_store.format.blobs import blob_prefix, blob_spec
+from cacheblend_store.format.blobs import blob_prefix
+from cacheblend_store.format.records import layer_spec
 from cacheblend_store.tier.layout import Head, Layout
 from cacheblend_store.tier.shared import SharedTier
 
@@ -130,9 +131,8 @@ class TieredSource:
         try:
             number = next(i for i, group in enumerate(chunk.groups) if layer in group)
             head, data = self._head(chunk), self._data(chunk, number)
-            start = chunk.layout.span(range(layer, layer + 1))[1] - chunk.layout.layer_bytes
-            start -= chunk.layout.span(chunk.groups[number])[0]
-            return head.layer(layer, data[start : start + chunk.layout.layer_bytes])
+            start, _ = chunk.layout.span(chunk.groups[number])
+            return head.layer(layer, data[chunk.layout.layer(layer, start)])
         except BadBlob as error:
             self.lost.add(key)
             self._tier.refuse(key, error)
@@ -196,7 +196,7 @@ class TieredSource:
         if chunk.head is None:
             wanted = chunk.manifest
             head = self._tier.tier.head(wanted.collection, wanted.key, self._data(chunk, 0))
-            fields = ("token_ids", "left_context_ids", "model", "codec", "num_layers", "num_kv_heads", "head_dim")
+            fields = ("token_ids", "left_context_ids", "model", "codec", "num_layers", "shapes")
             if head.num_bytes != chunk.layout.head_bytes or any(
                 getattr(head.manifest, name) != getattr(wanted, name) for name in fields
             ):
@@ -234,7 +234,7 @@ class _TieredReader:
             self._reader.copy_layer(manifest, layer, targets)
             return
         blob = memoryview(self._source.layer(manifest.key, layer))
-        spec = blob_spec(manifest.codec, manifest.num_tokens, manifest.num_kv_heads, manifest.head_dim)
+        spec = layer_spec(manifest, layer)
         start = len(blob_prefix(spec))
         for name, tensor in spec.items():
             targets[name].cast("B")[:] = blob[start : start + tensor.num_bytes]

@@ -82,9 +82,10 @@ class Layout:
         start = self.head_bytes + self.bounds[layers.start] if layers.start else 0
         return start, self.head_bytes + self.bounds[layers.stop]
 
-    def layer(self, number: int) -> slice:
-        """Return the place of a layer in the object."""
-        return slice(self.head_bytes + self.bounds[number], self.head_bytes + self.bounds[number + 1])
+    def layer(self, number: int, start: int = 0) -> slice:
+        """Return the place of a layer in the bytes of the object from `start` on."""
+        first = self.head_bytes - start
+        return slice(first + self.bounds[number], first + self.bounds[number + 1])
 
 
 class Head:
