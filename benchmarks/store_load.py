@@ -170,7 +170,15 @@ def measure_stall(folder: Path, rounds: int) -> dict[str, Any]:
                 pass
             chunks = tuple(ChunkInput(p.key, p.source, p.chunk.token_ids) for p in planned)
             lossless = is_lossless(codec, torch.float32)
-            request = Request(collection, store, suffix, chunks, blend=BlendParams(ratio=RATIO), lossless=lossless)
+            request = Request(
+                "",
+                collection,
+                store,
+                suffix_ids=suffix,
+                chunks=chunks,
+                blend=BlendParams(ratio=RATIO),
+                lossless=lossless,
+            )
             found = []
             for _ in range(rounds + 1):
                 done = prefill(runtime, request)

@@ -147,7 +147,9 @@ class Bench:
         self, length: int, blend: BlendParams, chunks: tuple[ChunkInput, ...] | None = None, headroom: int = 0
     ) -> Prefilled:
         """Run the tool's prefill; asserts that it used all stored chunks."""
-        request = Request(self.collection, self.store, self.suffix, chunks or self.inputs(length), blend=blend)
+        request = Request(
+            "", self.collection, self.store, suffix_ids=self.suffix, chunks=chunks or self.inputs(length), blend=blend
+        )
         done = prefill(self.runtime, request, headroom=headroom)
         if request.notes:
             raise RuntimeError(f"stored KV was not used: {request.notes}")
@@ -165,7 +167,9 @@ class Bench:
     @torch.inference_mode()
     def run_in_pool(self, length: int, blend: BlendParams) -> tuple[float, PrefillResult]:
         """Return seconds as `run` does, with stored KV in the pool already: compute alone."""
-        lossless = Request(self.collection, self.store, self.suffix, self.inputs(length), blend=blend).lossless
+        lossless = Request(
+            "", self.collection, self.store, suffix_ids=self.suffix, chunks=self.inputs(length), blend=blend
+        ).lossless
         with Loaded(self, length) as loaded:
             self.synchronize()
             start = time.perf_counter()

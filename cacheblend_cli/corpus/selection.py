@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from pathspec import GitIgnoreSpec
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
 
 MAX_FILE_SIZE = 20 << 20
 
@@ -24,11 +26,11 @@ class Selection:
 
     @cached_property
     def _included(self) -> GitIgnoreSpec | None:
-        return GitIgnoreSpec.from_lines(self.include) if self.include else None
+        return _rules(self.include) if self.include else None
 
     @cached_property
     def _excluded(self) -> GitIgnoreSpec:
-        return GitIgnoreSpec.from_lines(self.exclude)
+        return _rules(self.exclude)
 
     def excludes(self, path: str) -> bool:
         """Whether to leave out a path, relative to the named folder, with a trailing slash for a folder."""
@@ -38,3 +40,9 @@ class Selection:
 
 
 ALL = Selection()
+
+
+def _rules(lines: tuple[str, ...]) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec  # only where files are walked
+
+    return GitIgnoreSpec.from_lines(lines)

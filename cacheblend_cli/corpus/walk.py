@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cacheblend_cli.corpus.converters import converter_of
 from cacheblend_cli.corpus.converters.converter import NoDocument
-from cacheblend_cli.corpus.ignore_files import IgnoreRules
 from cacheblend_cli.corpus.selection import Selection
 from cacheblend_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from cacheblend_cli.corpus.ignore_files import IgnoreRules
 
 Found = tuple[Path, NoDocument | None]
 """A file, and the reason to skip it or None."""
@@ -19,6 +22,8 @@ Found = tuple[Path, NoDocument | None]
 def walk(folder: Path, selection: Selection) -> Iterator[Found]:
     """Yield files without hidden, ignored and excluded ones. Raises UsageError for a folder that cannot be listed: otherwise its
     documents would count as deleted."""
+    from cacheblend_cli.corpus.ignore_files import IgnoreRules  # needs pathspec, which an answer does not
+
     rules = IgnoreRules() if selection.no_ignore else IgnoreRules.above(folder)
     yield from _walk(folder, folder.resolve(), "", rules, (), selection)
 
