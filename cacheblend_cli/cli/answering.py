@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answers import End, Result, Streams
-from cacheblend_cli.cli.inputs import Asked
+from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.warm import WarmEngine
 from cacheblend_cli.client import EngineLost
@@ -84,7 +84,7 @@ class LocalEngine:
 class Answered:
     """A question of several, and its answer, plan or error."""
 
-    asked: Asked
+    question_input: QuestionInput
     found: Result | AskPlan | None = None
     error: Exception | None = None
 
@@ -108,9 +108,9 @@ class Answering:
         self.store, self.scope = store, EVERYTHING
         self._here: LocalEngine | None = None
 
-    def ask(self, asked: Asked, streams: Streams | None = None, history: Sequence[str] = ()) -> Result:
+    def ask(self, question_input: QuestionInput, streams: Streams | None = None, history: Sequence[str] = ()) -> Result:
         """Raises what `ask` fails of, and EngineLost where a running engine ended in the middle of the answer."""
-        ask_request = self._request(asked, history)
+        ask_request = self._request(question_input, history)
         if (warm := self._warm()) is not None:
             try:
                 return warm.begin(ask_request)(streams)
@@ -119,19 +119,19 @@ class Answering:
                     raise
         return self._loaded().begin(ask_request)(streams)
 
-    def plan(self, asked: Asked) -> AskPlan:
-        ask_request = self._request(asked)
+    def plan(self, question_input: QuestionInput) -> AskPlan:
+        ask_request = self._request(question_input)
         return (self._warm() or self._loaded()).plan(ask_request)
 
-    def plans(self, asked: Sequence[Asked]) -> Iterator[Answered]:
-        return _in_order(asked, lambda item: lambda streams: self.plan(item), 1)
+    def plans(self, questions: Sequence[QuestionInput]) -> Iterator[Answered]:
+        return _in_order(questions, lambda item: lambda streams: self.plan(item), 1)
 
-    def answers(self, asked: Sequence[Asked], concurrency: int) -> Iterator[Answered]:
+    def answers(self, questions: Sequence[QuestionInput], concurrency: int) -> Iterator[Answered]:
         """Yield the answers in order, `concurrency` questions at a time. If a running engine ends, the rest is answered here."""
-        left = deque(asked)
+        left = deque(questions)
         if (warm := self._warm()) is not None:
             try:
-                for answered in _in_order(asked, lambda item: warm.begin(self._request(item)), concurrency):
+                for answered in _in_order(questions, lambda item: warm.begin(self._request(item)), concurrency):
                     left.popleft()
                     yield answered
                 return
@@ -159,22 +159,24 @@ class Answering:
             self._here = LocalEngine(self._resolved, self._output, self.store)
         return self._here
 
-    def _request(self, asked: Asked, history: Sequence[str] = ()) -> AskRequest:
+    def _request(self, question_input: QuestionInput, history: Sequence[str] = ()) -> AskRequest:
         """Raises UsageError, ChunkNotFound, AmbiguousId."""
         return AskRequest.of(
             self._resolved,
-            asked.question,
+            question_input.question,
             sampling_of(self._resolved.settings, **self._sampling),
-            keys=tuple(self.store.resolve(name) for name in asked.chunks or ()),
-            search=SearchParams.of(self._resolved.settings, self.scope) if asked.chunks is None else None,
+            keys=tuple(self.store.resolve(name) for name in question_input.chunks or ()),
+            search=SearchParams.of(self._resolved.settings, self.scope) if question_input.chunks is None else None,
             history=tuple(history),
             options=self._options,
         )
 
 
-def _in_order(asked: Sequence[Asked], begin: Callable[[Asked], Callable[[None], Any]], most: int) -> Iterator[Answered]:
+def _in_order(
+    questions: Sequence[QuestionInput], begin: Callable[[QuestionInput], Callable[[None], Any]], most: int
+) -> Iterator[Answered]:
     """Yield the results in order, with at most `most` questions running."""
-    running: deque[tuple[Asked, Callable[[None], Any] | Exception]] = deque()
+    running: deque[tuple[QuestionInput, Callable[[None], Any] | Exception]] = deque()
 
     def answered() -> Answered:
         item, end = running.popleft()
@@ -187,7 +189,7 @@ def _in_order(asked: Sequence[Asked], begin: Callable[[Asked], Callable[[None], 
         except Exception as error:
             return Answered(item, error=error)
 
-    for item in asked:
+    for item in questions:
         try:
             running.append((item, begin(item)))
         except Exception as error:

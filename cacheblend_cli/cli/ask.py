@@ -10,8 +10,8 @@ import typer
 from cacheblend_cli.cli import completion, options
 from cacheblend_cli.cli.answering import Answered, Answering
 from cacheblend_cli.cli.answers import Result, Streams, changed, show_answer, show_plan
-from cacheblend_cli.cli.batch import Results, asked_fields, run_batch
-from cacheblend_cli.cli.inputs import Asked, read_asked
+from cacheblend_cli.cli.batch import Results, question_fields, run_batch
+from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.pages import answer_page
 from cacheblend_cli.errors import ExitCode, UsageError
@@ -86,14 +86,14 @@ def ask(
 
     output, settings = Output(quiet=quiet), resolved.settings
     check_context(settings.context)
-    asked = read_asked(question, chunks, batch)
+    questions = read_questions(question, chunks, batch)
     if html and (batch or dry_run):
         raise UsageError("--html needs a single answer", "omit --batch and --dry-run")
     if resume is not None and batch is None:
         raise UsageError("--resume needs --batch", "add --batch FILE")
     results = None if resume is None or dry_run else Results(resume)
     if results is not None:
-        asked = results.left(asked)
+        questions = results.left(questions)
     ask_options = AskOptions(
         verify=verify, confirm=confirm, save=save, ids=ids, explain=explain, tokens=explain or html is not None
     )
@@ -103,7 +103,7 @@ def ask(
     sources: list[str] = []
     codes: list[int] = []
 
-    def show(item: Asked, result: Result, extra: dict[str, Any]) -> None:
+    def show(item: QuestionInput, result: Result, extra: dict[str, Any]) -> None:
         show_answer(result, output, json=json, extra=extra)
         if html:
             write_text(
@@ -113,7 +113,7 @@ def ask(
         codes.append(changed(result.answer))
 
     def show_one(item: Answered) -> dict[str, Any]:
-        extra = asked_fields(item.asked)
+        extra = question_fields(item.question_input)
         assert item.found is not None
         if not isinstance(item.found, Result):
             show_plan(item.found, output, json=json, extra=extra)
@@ -122,25 +122,25 @@ def ask(
             if codes and quiet:  # the questions, which separate answers otherwise, are not shown
                 output.text("")
             output.text(item.found.answer.text, end="")
-        show(item.asked, item.found, extra)
+        show(item.question_input, item.found, extra)
         return {**extra, **item.found.record}
 
     with (
         options.store_in_use(settings, write=not dry_run) as store,
         Answering(resolved, output, store, ask_options, local=local, sampling=sampling) as answering,
     ):
-        if any(item.chunks is None for item in asked):
+        if any(item.chunks is None for item in questions):
             answering.scope = options.scope_of(store, source, everywhere, output, settings.collection)
         if batch is not None:
-            answered = answering.plans(asked) if dry_run else answering.answers(asked, concurrency)
+            answered = answering.plans(questions) if dry_run else answering.answers(questions, concurrency)
             codes += run_batch(answered, show_one, output, as_json=json, results=results)
         elif dry_run:
-            show_plan(answering.plan(asked[0]), output, json=json, extra={})
+            show_plan(answering.plan(questions[0]), output, json=json, extra={})
         else:
             streams = Streams(output, draft=confirm)
-            result = answering.ask(asked[0], None if json else streams)
+            result = answering.ask(questions[0], None if json else streams)
             streams.end_reasoning()
-            show(asked[0], result, {})
+            show(questions[0], result, {})
     if results is not None:
         results.close()
     if failed := [code for code in codes if code]:

@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_cli.cli.answering import Answered
 from cacheblend_cli.cli.answers import Result
 from cacheblend_cli.cli.exits import report
-from cacheblend_cli.cli.inputs import Asked
+from cacheblend_cli.cli.inputs import QuestionInput
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import ExitCode, UsageError
 
@@ -42,10 +42,10 @@ class Results:
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}", "name another file for --resume") from error
 
-    def left(self, asked: Sequence[Asked]) -> list[Asked]:
+    def left(self, questions: Sequence[QuestionInput]) -> list[QuestionInput]:
         """Those of the questions that the file does not answer. One that is asked twice is answered twice."""
         answered, found = Counter(self._answered), []
-        for item in asked:
+        for item in questions:
             key = (item.question, item.chunks)
             if answered[key] > 0:
                 answered[key] -= 1
@@ -61,9 +61,11 @@ class Results:
         self._stream.close()
 
 
-def asked_fields(asked: Asked) -> dict[str, Any]:
+def question_fields(question_input: QuestionInput) -> dict[str, Any]:
     """Return the fields of an answer's record that identify its question."""
-    return {"question": asked.question} | ({} if asked.chunks is None else {"asked_chunks": list(asked.chunks)})
+    return {"question": question_input.question} | (
+        {} if question_input.chunks is None else {"asked_chunks": list(question_input.chunks)}
+    )
 
 
 def _answered_by(line: bytes, path: Path) -> _Key:
@@ -91,7 +93,7 @@ def run_batch(
     started, failed, count, tokens = time.perf_counter(), [], 0, 0
     for item in answered:
         if not as_json:
-            output.note(f"> {item.asked.question}")
+            output.note(f"> {item.question_input.question}")
         if item.error is None:
             record = show(item)
             if isinstance(item.found, Result):
@@ -100,7 +102,7 @@ def run_batch(
                     results.add(record)
         elif getattr(item.error, "exit_code", None) in (ExitCode.USAGE, ExitCode.NOT_FOUND):
             if as_json:
-                output.json({**asked_fields(item.asked), "error": getattr(item.error, "message", "")})
+                output.json({**question_fields(item.question_input), "error": getattr(item.error, "message", "")})
             failed.append(report(item.error, output))
         else:
             raise item.error

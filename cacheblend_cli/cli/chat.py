@@ -16,7 +16,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.answering import Answering
 from cacheblend_cli.cli.answers import Result, Streams, cut_note, layer_lines, summary_line
 from cacheblend_cli.cli.exits import report
-from cacheblend_cli.cli.inputs import Asked, read_ids
+from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
@@ -125,7 +125,7 @@ def _answered(question: str, talk: Conversation, answering: Answering, streams: 
     named = talk.named
     while True:
         try:
-            return answering.ask(Asked(question, named), streams, talk.history)
+            return answering.ask(QuestionInput(question, named), streams, talk.history)
         except PromptTooLong:
             if not talk.turns:
                 raise

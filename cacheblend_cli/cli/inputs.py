@@ -18,14 +18,14 @@ _LINE = 'each line is {"question": "...", "chunks": ["ID", ...]}, chunks being o
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionInput:
     """A question and its chunk ids (or unique prefixes of ids), None to search."""
 
     question: str
     chunks: tuple[str, ...] | None
 
 
-def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> list[Asked]:
+def read_questions(question: str | None, chunks: str | None, batch: Path | None) -> list[QuestionInput]:
     """Return the questions of the command line.
 
     Only one of question, --chunks and --batch can be "-" (stdin). Without a question, it is read from a pipe.
@@ -48,12 +48,12 @@ def read_asked(question: str | None, chunks: str | None, batch: Path | None) -> 
     check_text(question or "", "the question")
     named = None if chunks is None else read_ids(chunks)
     if question is not None:
-        return [Asked(question, named)]
+        return [QuestionInput(question, named)]
     assert batch is not None
-    asked = list(_batch(batch, named))
-    if not asked:
+    questions = list(_batch(batch, named))
+    if not questions:
         raise UsageError(f"{batch} contains no question", "did the command that wrote it find anything?")
-    return asked
+    return questions
 
 
 def read_ids(text: str) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def _ids_of(line: str, place: str) -> list[str]:
     return [str(found)]
 
 
-def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[Asked]:
+def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[QuestionInput]:
     text = read_stdin("questions") if str(path) == "-" else read_text(path)
     for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at U+2028, which JSON may contain
         if line.strip():
@@ -103,17 +103,17 @@ def _batch(path: Path, chunks: tuple[str, ...] | None) -> Iterator[Asked]:
             yield _row(row, f"{path}:{number}", chunks)
 
 
-def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> Asked:
+def _row(row: Any, place: str, chunks: tuple[str, ...] | None) -> QuestionInput:
     question = row.get("question") if isinstance(row, dict) else None
     if not isinstance(question, str) or not question.strip():
         raise UsageError(f"{place} has no question", _LINE)
     check_text(question, f"the question of {place}")
     named = row.get("chunks")
     if named is None:
-        return Asked(question, chunks)
+        return QuestionInput(question, chunks)
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UsageError(f"{place} has chunks that are not a list of ids", _LINE)
-    return Asked(question, tuple(named))
+    return QuestionInput(question, tuple(named))
 
 
 def _is_piped() -> bool:

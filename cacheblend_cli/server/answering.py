@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.engine.events import Done, Event
-from cacheblend_cli.server.asking import Asking, Prepared, Wanted, ask_engine, checked, prepare
+from cacheblend_cli.server.asking import Asking, ParsedRequest, Prepared, ask_engine, checked, prepare
 from cacheblend_cli.server.http import EventStream, session_headers, unless_left
 from cacheblend_cli.server.state import ServerState
 
@@ -31,11 +31,11 @@ class Reply(Protocol):
 
 
 async def answered(
-    request: Request, host: ServerState, reply: Reply, wanted: list[Wanted], stream: Stream | None
+    request: Request, host: ServerState, reply: Reply, parsed: list[ParsedRequest], stream: Stream | None
 ) -> Response:
     """Answer the prompts. stream: None for one object. A prompt that is refused raises before the response begins."""
-    with host.preparing(len(wanted)):
-        prepared = await unless_left(request, _prepare_all(host, wanted))
+    with host.preparing(len(parsed)):
+        prepared = await unless_left(request, _prepare_all(host, parsed))
     session = session_headers(request, prepared[0].request.named)
     if stream is None:
         ends = await unless_left(request, _ends(host, prepared))
@@ -50,8 +50,8 @@ async def answered(
         return response
 
 
-async def _prepare_all(host: ServerState, wanted: list[Wanted]) -> list[Prepared]:
-    return [await host.in_pool(partial(prepare, host, one)) for one in wanted]
+async def _prepare_all(host: ServerState, parsed: list[ParsedRequest]) -> list[Prepared]:
+    return [await host.in_pool(partial(prepare, host, one)) for one in parsed]
 
 
 async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from cacheblend_cli import __version__
 from cacheblend_cli.server import documents, embedding, mcp_route
 from cacheblend_cli.server.answering import Stream, answered
-from cacheblend_cli.server.asking import Wanted, sampling_of
+from cacheblend_cli.server.asking import ParsedRequest, sampling_of
 from cacheblend_cli.server.auth import AuthMiddleware
 from cacheblend_cli.server.bodies import AskBody, ChatBody, CompletionBody, SearchBody, parse
 from cacheblend_cli.server.conversation import read_messages
@@ -139,9 +139,11 @@ async def _chat(request: Request, host: ServerState) -> Response:
     of = with_passages(host, body, body.messages)
     turns = read_messages(of.messages)
     sampling = sampling_of(host.sampling, body, body.max_completion_tokens or body.max_tokens, body.num_logprobs)
-    wanted = Wanted(body, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone)
+    parsed = ParsedRequest(
+        body, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone
+    )
     return await answered(
-        request, host, replace(_reply(host, body, chat=True), passages=of.passages), [wanted], _streamed(body)
+        request, host, replace(_reply(host, body, chat=True), passages=of.passages), [parsed], _streamed(body)
     )
 
 
@@ -160,8 +162,8 @@ async def _complete(request: Request, host: ServerState) -> Response:
     )
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
-    wanted = [Wanted(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
-    return await answered(request, host, _reply(host, body, chat=False), wanted, _streamed(body))
+    parsed = [ParsedRequest(body, tenant_of(request), text, sampling, raw=True) for text in body.prompts]
+    return await answered(request, host, _reply(host, body, chat=False), parsed, _streamed(body))
 
 
 def _reply(host: ServerState, body: AskBody, *, chat: bool) -> Reply:

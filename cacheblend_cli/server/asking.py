@@ -39,7 +39,7 @@ _MATCHES, _LEAST_DIGITS = 64, 8  # of ids: with fewer digits, others' chunks cou
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ParsedRequest:
     """A request, read. system: None where it names none. raw: no chat template. sampling: what it asks for. found: its chunks are
     passages of its messages alone, which say what to do with them: nothing of the default wording is put around them."""
 
@@ -69,13 +69,13 @@ class Prepared:
     origins: tuple[Origin, ...]
 
 
-def prepare(host: ServerState, wanted: Wanted) -> Prepared:
+def prepare(host: ServerState, parsed: ParsedRequest) -> Prepared:
     """Resolve a request: its documents cut, its chunks looked up and searched, its prompt laid out. Any thread; nothing is stored.
 
     The prompt has the request's documents first, then the chunks it names, then those that are found. Raises ApiError,
     UsageError, NotFoundError and StoreErrors.
     """
-    runtime, ask = host.runtime, _ask_request(host, wanted)
+    runtime, ask = host.runtime, _ask_request(host, parsed)
     collect = of_settings(CollectSettings, host.settings)
     try:
         request = resolve(runtime, host.store, ask, Preparation(collect=collect))
@@ -90,35 +90,35 @@ def prepare(host: ServerState, wanted: Wanted) -> Prepared:
     return Prepared(request, tuple(given.get(key) or _origin(host, key) for key in request.named))
 
 
-def _ask_request(host: ServerState, wanted: Wanted) -> AskRequest:
-    body, tenant = wanted.body, wanted.tenant
+def _ask_request(host: ServerState, parsed: ParsedRequest) -> AskRequest:
+    body, tenant = parsed.body, parsed.tenant
     settings = _blending(host.settings, body)
-    retrieves = host.retrieve and not wanted.raw and not body.wants_chunks
+    retrieves = host.retrieve and not parsed.raw and not body.wants_chunks
     search = None
     if (searched := SearchIn() if retrieves else body.search) is not None:
         params = SearchParams.of(replace(settings, top_k=searched.k or settings.top_k))
         search = replace(params, query=searched.query or "", optional=retrieves)
     return AskRequest.of(
         Resolved(settings, {}),
-        wanted.text,
-        wanted.sampling,
-        keys=_named(host.runtime, host, wanted),
+        parsed.text,
+        parsed.sampling,
+        keys=_named(host.runtime, host, parsed),
         salt=tenant.salt,
-        history=wanted.history,
+        history=parsed.history,
         documents=tuple(TextDocument(d.text, d.title, d.id) for d in body.documents or ()),
         tenant=tenant.name,
         search=search,
-        system=wanted.system,
-        prompt=_prompt(host.runtime, wanted) if body.wants_chunks or retrieves else PLAIN,
-        raw=wanted.raw,
+        system=parsed.system,
+        prompt=_prompt(host.runtime, parsed) if body.wants_chunks or retrieves else PLAIN,
+        raw=parsed.raw,
         model_sampling=(),
         options=AskOptions(verify=body.verify, priority=body.priority, deadline_s=body.timeout_s),
     )
 
 
-def _prompt(runtime: Runtime, wanted: Wanted) -> str | None:
+def _prompt(runtime: Runtime, parsed: ParsedRequest) -> str | None:
     own = runtime.template.wording.prompt
-    return f"{CHUNKS}\n\n{QUESTION}" if wanted.found and own == DEFAULT else None
+    return f"{CHUNKS}\n\n{QUESTION}" if parsed.found and own == DEFAULT else None
 
 
 def _blending(settings: Settings, body: AskBody) -> Settings:
@@ -128,17 +128,17 @@ def _blending(settings: Settings, body: AskBody) -> Settings:
     return replace(settings, **given)
 
 
-def _named(runtime: Runtime, host: ServerState, wanted: Wanted) -> list[bytes]:
+def _named(runtime: Runtime, host: ServerState, parsed: ParsedRequest) -> list[bytes]:
     """Keys of the chunks that the request names. What others' chunks are called makes no difference to it."""
     keys = []
-    for name in wanted.body.chunks or ():
+    for name in parsed.body.chunks or ():
         if len(name) < _LEAST_DIGITS and host.keyring.has_tenants:
             raise bad(f"an id is given with {_LEAST_DIGITS} digits or more", "chunks")
         found = []
         with suppress(ChunkNotFound):
             for key in host.store.matching(name, _MATCHES):
                 manifest = chunk_of(host.store, key)
-                if manifest is not None and _is_seen_by(runtime, host, manifest, wanted.tenant):
+                if manifest is not None and _is_seen_by(runtime, host, manifest, parsed.tenant):
                     found.append(key)
         if not found:
             raise ApiError(404, f"no chunk {name[:64]!r}", param="chunks", code="chunk_not_found")

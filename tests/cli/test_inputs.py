@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_cli.cli.inputs import Asked, read_asked, read_ids
+from cacheblend_cli.cli.inputs import QuestionInput, read_ids, read_questions
 from cacheblend_cli.errors import NotFoundError, UsageError
 
 IDS = tuple(f"{i:040x}" for i in range(9))
@@ -66,19 +66,19 @@ def test_what_is_neither_id_nor_file(tmp_path: Path) -> None:
 
 def test_a_question_on_stdin_loses_its_line_end(stdin) -> None:  # type: ignore[no-untyped-def]
     stdin("Who leads billing?\n")
-    assert read_asked("-", None, None) == [Asked("Who leads billing?", None)]
+    assert read_questions("-", None, None) == [QuestionInput("Who leads billing?", None)]
     stdin("\n")
     with pytest.raises(UsageError, match="empty"):
-        read_asked("-", "abc", None)
+        read_questions("-", "abc", None)
     stdin(b"caf\xe9")
     with pytest.raises(UsageError, match="invalid UTF-8"):
-        read_asked("-", None, None)
+        read_questions("-", None, None)
 
 
 @pytest.mark.parametrize(("question", "chunks", "batch"), [("-", "-", None), (None, "-", Path("-"))])
 def test_stdin_is_read_once(question: str | None, chunks: str | None, batch: Path | None) -> None:
     with pytest.raises(UsageError, match="stdin"):
-        read_asked(question, chunks, batch)
+        read_questions(question, chunks, batch)
 
 
 def test_a_batch_takes_its_own_chunks_or_those_of_the_flag(tmp_path: Path, stdin) -> None:  # type: ignore[no-untyped-def]
@@ -86,10 +86,10 @@ def test_a_batch_takes_its_own_chunks_or_those_of_the_flag(tmp_path: Path, stdin
         '{"question": "one?", "chunks": ["aa", "bb"]}\n\n{"question": "two?"}\n{"question": "three?", "chunks": []}\n'
     )
     (tmp_path / "q").write_text(lines)
-    asked = [Asked("one?", ("aa", "bb")), Asked("two?", ("cc",)), Asked("three?", ())]
-    assert read_asked(None, "cc", tmp_path / "q") == asked
+    asked = [QuestionInput("one?", ("aa", "bb")), QuestionInput("two?", ("cc",)), QuestionInput("three?", ())]
+    assert read_questions(None, "cc", tmp_path / "q") == asked
     stdin(lines)
-    assert read_asked(None, None, Path("-"))[1] == Asked("two?", None)
+    assert read_questions(None, None, Path("-"))[1] == QuestionInput("two?", None)
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
@@ -97,7 +97,7 @@ def test_only_a_newline_ends_a_line(tmp_path: Path, stdin, separator: str) -> No
     question = f"one{separator}two?"
     line = f'{{"question": {json.dumps(question, ensure_ascii=False)}}}\r\n'
     (tmp_path / "q").write_text(line * 2, encoding="utf-8", newline="")
-    assert read_asked(None, None, tmp_path / "q") == [Asked(question, None)] * 2
+    assert read_questions(None, None, tmp_path / "q") == [QuestionInput(question, None)] * 2
     record = {"id": IDS[0], "source": f"a{separator}b.md"}
     stdin(json.dumps(record, ensure_ascii=False) + "\r\n")
     assert read_ids("-") == IDS[:1]
@@ -125,17 +125,17 @@ def test_ids_come_through_a_named_pipe(tmp_path: Path) -> None:
 def test_a_bad_line_of_a_batch_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "q").write_text('{"question": "fine?"}\n' + line)
     with pytest.raises(UsageError, match="q:2"):
-        read_asked(None, None, tmp_path / "q")
+        read_questions(None, None, tmp_path / "q")
 
 
 def test_a_batch_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="none"):
-        read_asked(None, None, tmp_path / "none")
+        read_questions(None, None, tmp_path / "none")
     with pytest.raises(UsageError):
-        read_asked("q", None, tmp_path / "none")
+        read_questions("q", None, tmp_path / "none")
 
 
 def test_a_batch_without_a_question_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("\n")
     with pytest.raises(UsageError):
-        read_asked(None, None, tmp_path / "q.jsonl")
+        read_questions(None, None, tmp_path / "q.jsonl")

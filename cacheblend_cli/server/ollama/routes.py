@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.server import replies
 from cacheblend_cli.server.answering import answered
-from cacheblend_cli.server.asking import Wanted, sampling_of
+from cacheblend_cli.server.asking import ParsedRequest, sampling_of
 from cacheblend_cli.server.bodies import AskBody, Message, parse
 from cacheblend_cli.server.conversation import read_messages
 from cacheblend_cli.server.errors import ApiError, as_api_error
@@ -77,16 +77,16 @@ async def _answered(request: Request, host: ServerState, body: AnswerBody, messa
     try:
         sampling = _sampling(host, body, ask)
         if isinstance(body, GenerateBody) and body.raw:
-            wanted = Wanted(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
+            parsed = ParsedRequest(ask, tenant_of(request), body.prompt or "", sampling, raw=True)
         else:
             of = with_passages(host, ask, messages)
             turns = read_messages(of.messages)
-            wanted = Wanted(
+            parsed = ParsedRequest(
                 ask, tenant_of(request), turns.question, sampling, turns.history, turns.system, found=of.alone
             )
             written = replace(written, passages=of.passages)
         reply = OllamaReply(is_chat, body.model, written)
-        return await answered(request, host, reply, [wanted], line_stream if ask.stream else None)
+        return await answered(request, host, reply, [parsed], line_stream if ask.stream else None)
     except Exception as error:
         raise _named(error) from error
 
