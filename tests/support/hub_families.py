@@ -307,7 +307,7 @@ REFUSED = [
         ("falcon_h1", "some of its layers are recurrent"), ("nemotron_h", "some of its layers are recurrent"),
         ("granitemoehybrid", "some of its layers are recurrent"), ("gpt2", "its positions are learned"),
         ("opt", "its positions are learned"), ("bert", "it is an encoder"), ("t5", "its decoder attends to an encoder"),
-        ("gemma4_unified", "its pictures and sounds"), ("gemma3n", "it has several residual streams"),
+        ("gemma4_unified", "it is a form of Gemma 4"), ("gemma3n", "it has several residual streams"),
         ("deepseek_v3", "it keeps K and V as a latent vector"),
     )),
     fault("bloom, other residual", "apply_residual_connection_post_layernorm = true", BloomConfig,

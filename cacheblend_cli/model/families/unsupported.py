@@ -11,7 +11,7 @@ ENCODER = "it is an encoder: it writes no text"
 CROSS = "its decoder attends to an encoder (cross attention), which is not implemented"
 LATENT = "it keeps K and V as a latent vector (MLA), which is not implemented"
 SEVERAL_STREAMS = "it has several residual streams (AltUp) and layers of low rank (Laurel), which are not implemented"
-OTHER_INPUTS = "its pictures and sounds are not read apart from its text"
+UNIFIED = "it is a form of Gemma 4 that is not implemented"
 
 _TYPES = {
     RECURRENT: """
@@ -25,7 +25,7 @@ _TYPES = {
         roformer
     """,
     CROSS: "t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper mllama t5gemma t5gemma2 led longt5 blenderbot bert-generation",
-    OTHER_INPUTS: "gemma4_unified gemma4_unified_text",
+    UNIFIED: "gemma4_unified gemma4_unified_text",
     SEVERAL_STREAMS: "gemma3n gemma3n_text",
     LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k25 minicpm3 longcat_flash glm4_moe_lite glm_moe_dsa axk1 youtu",
 }
