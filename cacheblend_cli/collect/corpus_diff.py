@@ -116,7 +116,7 @@ class CorpusDiff:
         for record in sorted(records, key=lambda r: r.updated, reverse=True):
             codec = self.codecs.get(record.collection, "auto")
             kv_dtype = "auto" if codec == self.collection.in_codec("auto").codec else codec
-            if (found := CollectSettings.of_document(record, kv_dtype)) is not None:
+            if (found := CollectSettings.of_document(record.settings, record.context, kv_dtype)) is not None:
                 return found
         return CollectSettings()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import convert
 
-from cacheblend_cli.collect.document_records import StoredDocument
 from cacheblend_cli.corpus.search import check_context
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.prompt.collection import check_kv_dtype
@@ -54,9 +55,9 @@ class CollectSettings:
         return found
 
     @classmethod
-    def of_document(cls, record: StoredDocument, kv_dtype: str) -> CollectSettings | None:
-        """Return the settings of a document's record, or None if they are not valid in this version."""
+    def of_document(cls, recorded: Mapping[str, Any], context: str, kv_dtype: str) -> CollectSettings | None:
+        """Return the settings that a document's record has, or None if they are not valid in this version."""
         try:
-            return convert({**record.settings, "context": record.context, "kv_dtype": kv_dtype}, cls)
+            return convert({**recorded, "context": context, "kv_dtype": kv_dtype}, cls)
         except (ValueError, UsageError):
             return None

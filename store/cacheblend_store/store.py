@@ -265,7 +265,8 @@ class ChunkStore:
                 sizes = {m.key: m.num_bytes + len(encode_manifest(m)) for m in whole}
                 writer.make_room(sum(sizes.values()) - sum(map(writer.size_of, sizes)), sizes, keep)
             in_order = sorted(range(len(given)), key=lambda i: given[i][0].key)  # neighbours share pages, checked once
-            statuses = {i: writer.put_chunk(*given[i]) for i in in_order}
+            now = time.time()  # evicted in the order in which they were given
+            statuses = {i: writer.put_chunk(*given[i], now + i * 1e-6) for i in in_order}
             return [statuses[i] for i in range(len(given))]
 
         self.flush_touches()  # so that the least recently used chunks are known

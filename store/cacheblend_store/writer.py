@@ -119,8 +119,9 @@ class StoreWriter:
 
     # chunks
 
-    def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob]) -> PutStatus:
-        """Store a chunk: manifest (sizes and digests are filled in) and one blob per layer."""
+    def put_chunk(self, manifest: ChunkManifest, blobs: Sequence[Blob], used_s: float) -> PutStatus:
+        """Store a chunk: manifest (sizes and digests are filled in) and one blob per layer. used_s: time of its last use, of which
+        the earliest is evicted first."""
         whole, record = with_digests(manifest, blobs), self.get("chunks", manifest.key)
         is_text = record is not None and is_text_of(manifest, record)
         old = None if is_text else self.manifest(manifest.key)
@@ -131,7 +132,7 @@ class StoreWriter:
         for layer, blob in enumerate(blobs):  # in place of those that are stored: a key has one number of layers
             self.put("blobs", blob_key(manifest.key, layer), blob)
         self.put("chunks", manifest.key, encode_manifest(whole))
-        self.put("lru", manifest.key, use_record(manifest.key, time.time()))
+        self.put("lru", manifest.key, use_record(manifest.key, used_s))
         if is_text:
             return "new"  # the list of chunks is as it was: no new generation
         self.changed(chunk=manifest.key)

@@ -75,11 +75,13 @@ def test_prune_frees_kv_and_says_so(cli: Cli, stored: list[str]) -> None:
     assert cli("chunks", "stats", "--json").records[0]["without_kv"] == len(stored)
 
 
-def test_an_export_takes_the_text_along(cli: Cli, stored: list[str], tmp_path: Path) -> None:
+def test_a_push_takes_the_text_along(cli: Cli, stored: list[str], tmp_path: Path) -> None:
     evict(tmp_path / "store", stored[0])
-    assert "1 of them have no KV" in cli("chunks", "export", "out", "--all").err
+    (tmp_path / "usb").mkdir()
+    usb = f"file://{tmp_path / 'usb'}"
+    assert cli("chunks", "push", usb).code == 0
     other = ("--store", str(tmp_path / "other"))
-    assert cli("chunks", "import", "out", *other).code == 0
+    assert cli("chunks", "pull", usb, *other).code == 0
     assert {r["id"]: r["kv"] for r in cli("chunks", "ls", "--json", *other).records} == {
         name: "none" if name == stored[0] else "stored" for name in stored
     }

@@ -138,7 +138,7 @@ def test_a_template_without_a_date_is_as_it_was(cli: Cli, docs: Path, monkeypatc
 def test_a_store_without_the_date_is_read_by_the_prefix_it_has(
     dated: Cli, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of an earlier version, or of an archive."""
+    """One of an earlier version, or one that was pulled from a tier."""
     statuses(dated, "docs")
     first = ask(dated)
     go_to(monkeypatch, FIRST + timedelta(days=90))
@@ -146,9 +146,11 @@ def test_a_store_without_the_date_is_read_by_the_prefix_it_has(
         txn.delete(store.memos("date")[0].key, db=dbs["meta"])
     assert ask(dated)["prompt_ids"] == first["prompt_ids"]
     assert set(statuses(dated, "docs")) == {"unchanged"}
-    assert dated("chunks", "export", "x").code == 0
+    (tmp_path / "usb").mkdir()
+    usb = f"file://{tmp_path / 'usb'}"
+    assert dated("chunks", "push", usb).code == 0
     monkeypatch.setenv("CACHEBLEND_STORE", str(tmp_path / "other"))
-    assert dated("chunks", "import", "x").code == 0
+    assert dated("chunks", "pull", usb).code == 0
     assert ask(dated)["prompt_ids"] == first["prompt_ids"]
     assert set(statuses(dated, "docs")) == {"unchanged"}
 
