@@ -114,7 +114,7 @@ class DecoderLayer:
         return self._keys_and_values(self._clipped(self._qkv.rest(h)))
 
     def _keys_and_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (kv, kv) if self._values_of_keys else kv.chunk(2, dim=-1)
+        k, v = (kv, kv) if self._values_of_keys else kv.split(kv.shape[-1] // 2, dim=-1)
         values = self._heads(v)
         if self._v_norm is not None:
             values = self.kernels.rms_norm(values.contiguous(), self._v_norm, self.spec.rms_norm_eps)

@@ -24,7 +24,7 @@ class OneLayerPool(KVPool):
     """A pool whose K at a slot is the mark of who wrote it there."""
 
     def __init__(self) -> None:
-        spec = type("Spec", (), {"num_kv_heads": 1, "head_dim": 1, "num_layers": 1})()
+        spec = type("Spec", (), {"kv_shapes": ((1, 1),), "num_kv_layers": 1})()
         super().__init__(spec, BLOCKS, SIZE, torch.float32, torch.device("cpu"))
 
 

@@ -75,7 +75,7 @@ def test_batches_hold_every_chunk_once_and_aligned(chunks: list[tuple[int, str]]
     for count, codec in chunks:
         spans.append(StoredSpan(at, at + count, codec))
         at += count + data.draw(st.integers(0, 1))
-    batches = batches_of(spans, 2, 16, 20_000)
+    batches = [batch[2, 16] for batch in batches_of(spans, [(2, 16)], 20_000)]
     assert [s for b in batches for s in b.spans] == spans
     assert [b.first for b in batches] == [sum(len(x.spans) for x in batches[:i]) for i in range(len(batches))]
     for batch in batches:
@@ -186,7 +186,7 @@ def test_a_damaged_blob_on_the_way_is_computed(tmp_path: Path, staged: list[Lazy
 
 def test_one_copy_carries_a_layers_chunks() -> None:
     spans = [StoredSpan(0, 512, "bfloat16"), StoredSpan(512, 1024, "bfloat16"), StoredSpan(1024, 1300, "bfloat16")]
-    [batch] = batches_of(spans, 8, 128, 6 << 20)
+    [[batch]] = [b.values() for b in batches_of(spans, [(8, 128)], 6 << 20)]
     assert isinstance(batch, KVBatch)
     assert batch.num_bytes == 2 * 1300 * 8 * 128 * 2
     assert batch.tensors(torch.zeros(batch.num_bytes, dtype=torch.uint8))["v"].shape == (1300, 8, 128)

@@ -86,12 +86,12 @@ def _shapes(fields: ConfigFields, spec: ModelSpec) -> LayerShapes:
 
 
 def _heads(fields: ConfigFields, spec: ModelSpec, layer: int, full: bool) -> tuple[int, int]:
-    """(KV heads, head_dim) of a layer: by per_layer_config, as transformers 5 writes it, or by the fields of older files."""
+    """(KV heads, head_dim) of a layer: by per_layer_config, as transformers 5 writes it (names such as "05"), or by the fields of older files."""
     given = fields.values.get("per_layer_config")
     if not isinstance(given, dict | None):
         raise wrong_value("per_layer_config", given, "an object or null")
     if given is not None:
-        own = given.get(str(layer), given.get(layer)) or {}
+        own = next((of for name, of in given.items() if str(name).lstrip("0") == str(layer).lstrip("0")), None) or {}
         if not isinstance(own, dict) or not set(own) <= {"head_dim", "num_key_value_heads"}:
             raise wrong_value("per_layer_config", own, "head_dim and num_key_value_heads of a layer")
     else:
