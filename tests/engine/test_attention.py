@@ -45,7 +45,7 @@ def test_shares_are_those_of_transformers_attention(family: str, tmp_path: Path)
 
 
 def test_a_head_that_looks_at_its_sink_looks_at_no_chunk() -> None:
-    spec = SimpleNamespace(kv_shapes=((2, 4),), num_kv_layers=1)
+    spec = SimpleNamespace(kv_shapes=((2, 4),), num_kv_layers=1, num_layers=1, kv_layer=lambda layer: layer)
     sequence = KVPool(spec, 1, 16, torch.float32, torch.device("cpu")).new_sequence(2)  # type: ignore[arg-type]
     keys = sequence.pool.layers[0].k[0, :2]
     keys.zero_()

@@ -24,7 +24,11 @@ class OneLayerPool(KVPool):
     """A pool whose K at a slot is the mark of who wrote it there."""
 
     def __init__(self) -> None:
-        spec = type("Spec", (), {"kv_shapes": ((1, 1),), "num_kv_layers": 1})()
+        spec = type(
+            "Spec",
+            (),
+            {"kv_shapes": ((1, 1),), "num_kv_layers": 1, "num_layers": 1, "kv_layer": lambda self, layer: layer},
+        )()
         super().__init__(spec, BLOCKS, SIZE, torch.float32, torch.device("cpu"))
 
 
