@@ -93,13 +93,13 @@ def shown(name: str) -> str:
 
 
 def portable(name: str) -> str:
-    """Return the name in an archive: relative to the current directory for a document below it."""
+    """Return the name in a tier: relative to the current directory for a document below it."""
     here = text_of(os.getcwd())
     return name.removeprefix(here.rstrip("/") + "/").lstrip("/") if is_below(name, here) else name
 
 
 def landed(source: str) -> str:
-    """Return the name in a store for a name in an archive: relative names are relative to the current directory."""
+    """Return the name in a store for a name in a tier: relative names are relative to the current directory."""
     if source.startswith(("/", "(")):
         return source
     return place_of(source.removesuffix(_STDIN)) + _STDIN if is_stdin(source) else place_of(source)

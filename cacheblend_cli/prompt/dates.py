@@ -40,7 +40,7 @@ def parse_day(text: str) -> date:
 
 
 def kept_dates(store: ChunkStore, collection: Collection) -> KeptDates | None:
-    """Return the dates kept for the collection's model and salt; without any (archives do not contain them), the latest day
+    """Return the dates kept for the collection's model and salt; without any (tiers do not contain them), the latest day
     whose prefix is stored. None if the template prints no date or nothing is stored."""
     if collection.day is None:
         return None

@@ -53,8 +53,8 @@ class RemoteDecoder:
             if self._model is None:
                 models = await self._client.get("/v1/models")
                 self._model = str(models.raise_for_status().json()["data"][0]["id"])
-            asked = {**body, "model": self._model, "stream": True, "return_token_ids": True}
-            async with self._client.stream("POST", "/v1/completions", json=asked) as reply:
+            completion = {**body, "model": self._model, "stream": True, "return_token_ids": True}
+            async with self._client.stream("POST", "/v1/completions", json=completion) as reply:
                 if reply.status_code != 200:
                     raise Unreachable(
                         f"it answers {reply.status_code}: {(await reply.aread())[:300].decode(errors='replace')}"

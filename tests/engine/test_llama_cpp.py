@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf_families
 import pytest
@@ -294,6 +295,15 @@ def test_a_library_that_kills_its_process_is_not_used(tmp_path: Path, monkeypatc
         assert llama_engine(engine.runtime) is None
         assert any("SIGILL" in text for text in said)
     assert len(runs) == 1
+
+
+def test_a_process_that_does_not_start_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m", "llama-gqa")
+    write_gguf(tmp_path / "m", tmp_path / "m.gguf", "llama", "F32")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", Mock(side_effect=OSError("no memory")))
+        assert llama_engine(engine_of(tmp_path / "m.gguf")[0].runtime) is None
+    assert llama_engine(engine_of(tmp_path / "m.gguf")[0].runtime) is not None
 
 
 @pytest.mark.parametrize(("own_s", "decodes"), [(0.1, False), (0.3, True)])

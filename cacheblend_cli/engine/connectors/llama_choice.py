@@ -45,26 +45,30 @@ class DecodeSpeeds:
         return f"{1 / self.own_s:.3g} tokens/s here, {1 / self.llama_cpp_s:.3g} by llama.cpp"
 
 
+class NotTried(LlamaError):
+    """llama.cpp could not be tried: no memory for a process, or it took too long."""
+
+
 def llama_engine(runtime: Runtime) -> LlamaCpp | None:
     """The engine that decodes for this runtime, loaded when it is first asked for; None where this one does, with a message
     where llama.cpp was wanted and refused."""
-    wanted = runtime.decode_with
-    if wanted.file is None or wanted.decided:
-        return wanted.engine
-    wanted.decided = True
+    choice = runtime.decode_with
+    if choice.file is None or choice.decided:
+        return choice.engine
+    choice.decided = True
     try:
         speeds = decode_speeds(runtime)
         if speeds.error is not None:
             raise LlamaError(f"llama.cpp does not run here: {speeds.error}")
-        if wanted.measured and speeds.own_s <= speeds.llama_cpp_s:
+        if choice.measured and speeds.own_s <= speeds.llama_cpp_s:
             return None
-        llama = LlamaCpp(library(), wanted.file, torch.get_num_threads())
-        with _Few(runtime) as few:
-            llama.check(few.token_ids, export(runtime.decoder, few.sequence, TOKENS))
-        wanted.engine = llama
+        llama = LlamaCpp(library(), choice.file, torch.get_num_threads())
+        with _ShortPrompt(runtime) as prompt:
+            llama.check(prompt.token_ids, export(runtime.decoder, prompt.sequence, TOKENS))
+        choice.engine = llama
     except LlamaError as error:
         runtime.say(f"{error.message}; cacheblend decodes by itself")
-    return wanted.engine
+    return choice.engine
 
 
 def hand_over(runtime: Runtime, worker: Worker, sequence: Sequence) -> bool:
@@ -124,22 +128,25 @@ def decode_speeds(runtime: Runtime) -> DecodeSpeeds:
     runtime.progress("measuring which decodes faster, cacheblend or llama.cpp: once on this machine")
     try:
         llama_cpp_s = _probe(str(file), threads)
+    except NotTried as error:  # this time: nothing is known of the machine
+        return DecodeSpeeds(0.0, 0.0, error.message)
     except LlamaError as error:
         speeds = DecodeSpeeds(0.0, 0.0, error.message)
     else:
-        with _Few(runtime) as few:
-            speeds = DecodeSpeeds(few.decode_s(), llama_cpp_s)
+        with _ShortPrompt(runtime) as prompt:
+            speeds = DecodeSpeeds(prompt.decode_s(), llama_cpp_s)
     user_cache.keep(path, json.dumps(vars(speeds)))
     return speeds
 
 
 def _probe(file: str, num_threads: int) -> float:
-    """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies."""
+    """Seconds of a token decoded by llama.cpp. Raises LlamaError where it cannot, or its process dies, NotTried where the process did
+    not start or end."""
     command = [sys.executable, "-P", "-m", "cacheblend_cli.engine.connectors.llama_probe", file, str(num_threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LlamaError(f"it could not be tried: {error}") from error
+        raise NotTried(f"it could not be tried: {error}") from error
     if ended.returncode < 0:
         name = signal.Signals(-ended.returncode).name
         raise LlamaError(f"the library of this package ends with {name} on this CPU (another build may not)")
@@ -151,7 +158,7 @@ def _probe(file: str, num_threads: int) -> float:
     return float(found["decode_s"])
 
 
-class _Few:
+class _ShortPrompt:
     """A few tokens, prefilled here while the context lasts. token_ids: spread over the vocabulary."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -161,7 +168,7 @@ class _Few:
         self.sequence: PagedSequence = self._memory.pool.new_sequence(TOKENS + STEPS)
 
     @torch.inference_mode()
-    def __enter__(self) -> _Few:
+    def __enter__(self) -> _ShortPrompt:
         positions = torch.arange(TOKENS, device=self._decoder.device)
         rows = rows_of(self._decoder, self.sequence, positions, TOKENS, TOKENS)
         forward(self._decoder, rows, upload(self.token_ids, self._decoder.device))
@@ -171,7 +178,7 @@ class _Few:
         self.sequence.release()
 
     def decode_s(self) -> float:
-        """Seconds of a decoded token, the best of a few."""
+        """Seconds of a decoded token, the best of a few steps."""
         token, best = upload(self.token_ids[:1], self._decoder.device), float("inf")
         for step in range(STEPS):
             start = time.perf_counter()
