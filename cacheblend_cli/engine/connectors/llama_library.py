@@ -1,4 +1,4 @@
-"""llama.cpp's C library, loaded by ctypes from the package that brings it: xllamacpp or llama-cpp-python. Imports neither of them.
+"""llama.cpp's C library, loaded by ctypes from the package that brings it: llama-cpp-python or xllamacpp. Imports neither of them.
 
 Parameter structs change from version to version. They are taken from the library's own `*_default_params` as opaque bytes, larger
 than any version's, and passed back by value: a callee reads its own part. A field is changed only where its place is recognised by
@@ -19,8 +19,9 @@ from typing import Any
 
 from cacheblend_cli.errors import DeviceError
 
-PACKAGES = {"xllamacpp": ("xllamacpp", "xllamacpp*.so"), "llama-cpp-python": ("llama_cpp", "lib/libllama.[sd]*")}
-"""Distributions: import name, and where below it the library is."""
+PACKAGES = {"llama-cpp-python": ("llama_cpp", "lib/libllama.[sd]*"), "xllamacpp": ("xllamacpp", "xllamacpp*.so")}
+"""Distributions: import name, and where below it the library is. llama-cpp-python comes first: no extra brings it, so whoever has
+it chose it, and may have built it for this CPU; xllamacpp's wheels are built for AVX2."""
 PARAMS_BYTES = 1024  # of the largest struct that is passed by value; llama_context_params has about 170
 N_CTX, N_BATCH, N_UBATCH, N_SEQ_MAX = range(4)  # uint32 at the beginning of llama_context_params
 CONTEXT_DEFAULTS = (512, 2048, 512, 1)
