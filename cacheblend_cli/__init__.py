@@ -3,19 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_cli.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from cacheblend_store import ChunkStore as ChunkStore
 
     from cacheblend_cli.client import Client as Client
     from cacheblend_cli.engine.engine import Engine as Engine
 
-__version__ = "0.1.0"
 __all__ = ["ChunkStore", "Client", "Engine"]
 _HOMES = {"ChunkStore": "cacheblend_store", "Client": "cacheblend_cli.client", "Engine": "cacheblend_cli.engine.engine"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what Python programs use when it is first used: the command line does without torch."""
+    """Import a class on first use, so that the command line does without torch."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

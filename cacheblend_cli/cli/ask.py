@@ -14,6 +14,7 @@ from cacheblend_cli.cli.batch import Results, question_fields, run_batch
 from cacheblend_cli.cli.inputs import QuestionInput, read_questions
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.pages import answer_page
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import read_text, write_text
@@ -126,7 +127,7 @@ def ask(
         return {**extra, **item.found.record}
 
     with (
-        options.store_in_use(settings, write=not dry_run) as store,
+        store_in_use(settings, write=not dry_run) as store,
         Answering(resolved, output, store, ask_options, local=local, sampling=sampling) as answering,
     ):
         if any(item.chunks is None for item in questions):

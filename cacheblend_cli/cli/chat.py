@@ -18,6 +18,7 @@ from cacheblend_cli.cli.answers import Result, Streams, cut_note, layer_lines, s
 from cacheblend_cli.cli.exits import report
 from cacheblend_cli.cli.inputs import QuestionInput, read_ids
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import store_in_use
 from cacheblend_cli.errors import CacheBlendError, ExitCode, PromptTooLong, UsageError
 from cacheblend_cli.settings import Resolved
 from cacheblend_cli.text_files import write_text
@@ -74,7 +75,7 @@ def chat(
     named = None if chunks is None else read_ids(chunks)
     settings = resolved.settings
     with (
-        options.store_in_use(settings) as store,
+        store_in_use(settings) as store,
         Answering(resolved, output, store, local=local) as answering,
     ):
         if named is None:

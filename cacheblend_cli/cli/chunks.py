@@ -12,6 +12,7 @@ import typer
 from cacheblend_cli.cli import completion, options, tier, upkeep
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import NotFoundError, UsageError
 from cacheblend_cli.settings import Settings
 
@@ -43,7 +44,7 @@ def ls(
 
     output = Output(quiet=quiet)
     last, models, rows = None, _Models(), list[_Row]()
-    with options.open_store(settings, write=False) as kv_store:
+    with open_store(settings, write=False) as kv_store:
         start = None if after is None else kv_store.resolve(after)
         scope = EVERYTHING if source is None else Scope.matching(source)
         citations = Citations(kv_store, None if source is None else scope)
@@ -91,7 +92,7 @@ def show(
     from cacheblend_cli.corpus.citations import Citations
 
     output = Output()
-    with options.open_store(settings, write=False) as kv_store:
+    with open_store(settings, write=False) as kv_store:
         manifest = kv_store.get_chunk(kv_store.resolve(chunk))
         assert manifest is not None
         citation, *others = Citations(kv_store).all_of(manifest)
@@ -127,7 +128,7 @@ def rm(
     output = Output(quiet=quiet)
     if sum((bool(chunks), source is not None, everything)) != 1:
         raise UsageError("name what to remove, in one way", "chunk ids, --source PATH or --all")
-    with options.open_store(settings, write=False) as reading:
+    with open_store(settings, write=False) as reading:
         keys = [reading.resolve(c) for c in chunks or ()]
         scope = EVERYTHING if source is None else Scope.matching(source)
         documents = reading.documents() if everything or source is not None else []
@@ -139,7 +140,7 @@ def rm(
             listed.update((m.key for m in reading.chunks()), reading.damaged_keys())
         if everything:
             keys = list(listed.union(m.key for m in reading.chunks(prefixes=True)))
-    with options.open_store(settings, write=True, create=False) as kv_store:
+    with open_store(settings, write=True, create=False) as kv_store:
         if keys:
             kv_store.remove_chunks(keys)
         keys += kv_store.put_documents((), [d.key for d in found])

@@ -28,10 +28,10 @@ def _quietly(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]
 @_quietly
 def chunk_ids(incomplete: str) -> list[str]:
     """Complete the last of comma-separated chunk ids."""
-    from cacheblend_cli.cli import options
+    from cacheblend_cli.cli.stores import open_store
 
     before, comma, last = incomplete.rpartition(",")
-    with options.open_store(resolve({}).settings, write=False) as store:
+    with open_store(resolve({}).settings, write=False) as store:
         ids = islice((m.id for m in store.chunks() if m.id.startswith(last)), _MOST)
         return [before + comma + name[: max(12, len(last))] for name in ids]
 
@@ -39,10 +39,10 @@ def chunk_ids(incomplete: str) -> list[str]:
 @_quietly
 def sources(incomplete: str) -> list[str]:
     """Complete stored documents, relative to the working directory."""
-    from cacheblend_cli.cli import options
+    from cacheblend_cli.cli.stores import open_store
     from cacheblend_cli.corpus.places import shown
 
-    with options.open_store(resolve({}).settings, write=False) as store:
+    with open_store(resolve({}).settings, write=False) as store:
         names = {shown(d.source) for d in store.documents()}
     return sorted(name for name in names if name.startswith(incomplete))
 

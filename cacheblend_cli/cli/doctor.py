@@ -12,6 +12,7 @@ import typer
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import describe
 from cacheblend_cli.settings import Settings
 
@@ -123,7 +124,7 @@ def _store(settings: Any) -> dict[str, Any]:
 
     path = settings.store_path
     try:
-        with options.open_store(settings, write=False) as store:
+        with open_store(settings, write=False) as store:
             return {"path": str(path), **stats(store).totals(), "damaged": len(store.damaged_keys())}
     except StoreNotFound:
         return {"path": str(path), "state": "does not exist yet"}

@@ -15,6 +15,7 @@ from cacheblend_cli.cli import options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import auto_line, show_layers, show_scores
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped, resolve
 
@@ -213,7 +214,7 @@ def _found(
     from cacheblend_cli.evaluation.found_contexts import with_found_contexts
     from cacheblend_cli.types import SearchParams
 
-    with options.open_store(replace(settings, store=named or settings.store), write=False) as source:
+    with open_store(replace(settings, store=named or settings.store), write=False) as source:
         search = SearchParams.of(settings, options.scope_of(source, None, False, output))
         return with_found_contexts(engine, source, samples, search, max_tokens)
 
@@ -222,7 +223,7 @@ def _found(
 def _store(settings: Settings, named: str | None) -> Iterator[ChunkStore]:
     """Open the named store, or a temporary one."""
     if named is not None:
-        with options.open_store(replace(settings, store=named), write=True) as store:
+        with open_store(replace(settings, store=named), write=True) as store:
             yield store
         return
     from cacheblend_store import ChunkStore

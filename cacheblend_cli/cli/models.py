@@ -128,11 +128,11 @@ app.command("check")(check)
 
 def _facts(model: str, output: Output, lora: str) -> dict[str, Any]:
     """Raises what loading the model would raise, but for what the weights themselves say."""
+    from cacheblend_cli.model.checkpoint import quantisation_of
     from cacheblend_cli.model.families import read_spec
     from cacheblend_cli.model.generic import GENERIC_PATH
     from cacheblend_cli.model.loading import resolve_model
     from cacheblend_cli.model.model_files import checkpoint_files
-    from cacheblend_cli.model.tensor_source import quantisation_of
     from cacheblend_cli.model.tokenizer import Tokenizer
 
     path = resolve_model(model, output.note)

@@ -18,6 +18,7 @@ from cacheblend_cli.cli import folders, options
 from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size, parse_size, size_for
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import finish, open_tier, share
 from cacheblend_cli.cli.watch import check_watchfiles, remembered_paths
 from cacheblend_cli.cli.watch import watch as watch_folders
@@ -129,11 +130,11 @@ def precompute(
     if has_paths:
         chosen = _paths(paths, files_from, select, settings.collection)
     else:
-        options.open_store(settings, write=False).close()  # no store: an error before the model is loaded
+        open_store(settings, write=False).close()  # no store: an error before the model is loaded
     engine = options.load_engine(settings, output)
     if not has_paths:
         chosen = Paths(remembered_paths(engine, settings, output))
-    opened = _store_there(settings) if dry_run else options.open_store(settings, write=True, max_bytes=quota)
+    opened = _store_there(settings) if dry_run else open_store(settings, write=True, max_bytes=quota)
     interruptible = nullcontext() if dry_run else on_interrupt("what was stored stays; run the command again to go on")
 
     def confirm(difference: Difference) -> bool:
@@ -228,7 +229,7 @@ def _store_there(settings: Settings) -> AbstractContextManager[ChunkStore | None
     from cacheblend_store import StoreNotFound
 
     try:
-        return options.open_store(settings, write=False)
+        return open_store(settings, write=False)
     except StoreNotFound:
         return nullcontext()
 

@@ -8,6 +8,7 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.warm import search_warm
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
@@ -37,7 +38,7 @@ def search(
     if not query.strip():
         raise UsageError("the query is empty", 'for example: cacheblend search "billing lead"')
     check_text(query, "the query")
-    with options.open_store(settings, write=False) as kv_store:
+    with open_store(settings, write=False) as kv_store:
         scope = options.scope_of(kv_store, source, everywhere, output, settings.collection)
         params = SearchParams.of(settings, scope)
         warm = None if local else search_warm(settings, query, params, output.note)

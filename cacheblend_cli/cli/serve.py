@@ -10,12 +10,13 @@ import typer
 
 from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import API_KEY_VARIABLE, Resolved
 
 if TYPE_CHECKING:
-    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+    from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -124,7 +125,7 @@ def serve(
     from cacheblend_cli.types import model_sampled, sampling_of
 
     sampling = sampling_of(settings)
-    with options.open_store(settings, write=True) as store, ExitStack() as held:
+    with open_store(settings, write=True) as store, ExitStack() as held:
         share(store, settings, output, strict=True)
         warm = socket_of(settings)
         make_folder(warm.parent)
@@ -184,7 +185,7 @@ def _decoder(url: str, key: str | None, directory: Path) -> RemoteDecoder:
     if find_spec("httpx2") is None:
         raise UsageError("--decode-url needs httpx2, which is not installed", install_hint("vllm"))
     from cacheblend_cli.engine.connectors.vllm import HandOverDirectory
-    from cacheblend_cli.server.remote_decoding import RemoteDecoder
+    from cacheblend_cli.server.remote_decoder import RemoteDecoder
 
     return RemoteDecoder(url, HandOverDirectory(directory.expanduser().absolute()), key)
 

@@ -15,6 +15,7 @@ from cacheblend_cli.cli.exits import on_interrupt
 from cacheblend_cli.cli.inputs import read_ids
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.sizes import format_size
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import ExitCode, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
 from cacheblend_cli.settings import Settings
@@ -64,7 +65,7 @@ def push(
 
     with (
         on_interrupt("what was copied stays; the same command copies the rest"),
-        options.open_store(settings, write=False) as store,
+        open_store(settings, write=False) as store,
         output.progress("push") as bar,
     ):
         keys = _choose(store, chunks, source, model)
@@ -101,7 +102,7 @@ def pull(
 
     with (
         on_interrupt("what was copied stays; the same command copies the rest"),
-        options.open_store(settings, write=True) as store,
+        open_store(settings, write=True) as store,
         output.progress("pull") as bar,
     ):
         report = pull_from(

@@ -10,6 +10,7 @@ from cacheblend_cli.cli import options, tier
 from cacheblend_cli.cli.output import Output
 from cacheblend_cli.cli.scores import show_table
 from cacheblend_cli.cli.sizes import format_size, parse_age, parse_size
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.errors import ExitCode, UsageError
 from cacheblend_cli.settings import Settings, grouped
 
@@ -31,7 +32,7 @@ def stats(
     output = Output()
     import cacheblend_store
 
-    with options.open_store(settings, write=False) as kv_store:
+    with open_store(settings, write=False) as kv_store:
         found = cacheblend_store.stats(kv_store)
         shares = sorted(_by_source(kv_store).items()) if sources else []
     of_tier = tier.describe(settings) if settings.tier else None
@@ -122,7 +123,7 @@ def verify(
     import cacheblend_store
 
     rebuilt = _rebuild(settings, output) if repair else None
-    with options.open_store(settings, write=repair, create=False) as kv_store:
+    with open_store(settings, write=repair, create=False) as kv_store:
         with output.progress("verify") as bar:
             report = cacheblend_store.verify(kv_store, lambda done, total: bar(done, total, "chunks"), repair)
         checked = _recheck(settings, output, kv_store, recheck, repair) if recheck else None
@@ -159,7 +160,7 @@ def _rebuild(settings: Settings, output: Output) -> SalvageReport | None:
     from cacheblend_store import StoreCorrupt, salvage
 
     try:
-        options.open_store(settings, write=True, create=False).close()
+        open_store(settings, write=True, create=False).close()
     except StoreCorrupt as error:
         output.warn(error.message)
         with output.progress("rebuild") as bar:
@@ -240,7 +241,7 @@ def prune(
         return
     import cacheblend_store
 
-    with options.open_store(settings, write=not dry_run, create=False) as kv_store:
+    with open_store(settings, write=not dry_run, create=False) as kv_store:
         report = cacheblend_store.prune(
             kv_store, older_than=age, to_bytes=size, orphans=orphans, model=model, dry_run=dry_run
         )
@@ -269,7 +270,7 @@ def compact(
     output = Output()
     import cacheblend_store
 
-    with options.open_store(settings, write=True, create=False) as kv_store:
+    with open_store(settings, write=True, create=False) as kv_store:
         before, after = cacheblend_store.compact(kv_store)
     if json:
         output.json({"bytes_before": before, "bytes_after": after})

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_cli.cli import options
 from cacheblend_cli.cli.output import Output
+from cacheblend_cli.cli.stores import open_store
 from cacheblend_cli.cli.tier import share
 from cacheblend_cli.errors import CacheBlendError, NotFoundError, UsageError
 from cacheblend_cli.extras import install_hint
@@ -30,7 +30,7 @@ def remembered_paths(engine: Engine, settings: Settings, output: Output) -> list
     """
     from cacheblend_cli.corpus.places import on_disk
 
-    with options.open_store(settings, write=False) as store:
+    with open_store(settings, write=False) as store:
         names = set(engine.roots(store, settings.salt))
     found = {name: path for name in names if (path := on_disk(name)) is not None}
     for name in sorted(names - found.keys()):
@@ -110,7 +110,7 @@ def _updater(
             output.warn(event.message)
 
     def update() -> PrecomputeReport:
-        with options.open_store(settings, write=True) as store:
+        with open_store(settings, write=True) as store:
             share(store, settings, output)
             return engine.precompute(store, kept, PrecomputeOptions(salt=settings.salt), on_event)
 

@@ -21,7 +21,7 @@ from cacheblend_cli.engine.prefill import prefill
 from cacheblend_cli.engine.request import resolve
 from cacheblend_cli.evaluation.measures import AnswerLengths, run_full, run_setting
 from cacheblend_cli.model.adapter import LoraAdapter
-from cacheblend_cli.model.tensor_source import quantisation_of, tensor_source
+from cacheblend_cli.model.checkpoint import quantisation_of, tensor_source
 from cacheblend_cli.types import AskRequest, BlendParams, SamplingParams
 
 PAGES, CHUNKS, CHUNK_TOKENS = 3, 4, 128  # of the prompt: documents, and what is taken of them

@@ -15,6 +15,7 @@ from cacheblend_kernels import BACKENDS, KernelError, select_backend
 
 from cacheblend_cli.errors import DeviceError, NotFoundError, UsageError
 from cacheblend_cli.model.adapter import LoraAdapter
+from cacheblend_cli.model.checkpoint import quantisation_of
 from cacheblend_cli.model.compute_dtype import cpu_dtype
 from cacheblend_cli.model.decoder import Decoder
 from cacheblend_cli.model.families import read_spec
@@ -26,7 +27,7 @@ from cacheblend_cli.model.linear import bound_caches, check_weight_dtype
 from cacheblend_cli.model.model_files import checkpoint_files, gguf_file_of, is_converted, read_object, weight_names
 from cacheblend_cli.model.named import named_model
 from cacheblend_cli.model.spec import ModelSpec
-from cacheblend_cli.model.tensor_source import SafetensorsFiles, quantisation_of
+from cacheblend_cli.model.tensor_source import SafetensorsFiles
 from cacheblend_cli.model.tokenizer import Tokenizer
 from cacheblend_cli.model.weight_map import num_parameters
 from cacheblend_cli.model.weights import load_weights, weights_digest

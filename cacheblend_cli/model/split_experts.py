@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from cacheblend_cli.model.tensor_source import TensorSource
+from cacheblend_cli.model.tensor_source import TensorSource
 
 MERGED = re.compile(r"(?P<base>.*\.experts\.)(?P<name>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)")
 DIMENSIONS = {"_bias": 2, "": 3, "_blocks": 4}

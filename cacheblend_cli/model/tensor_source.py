@@ -1,4 +1,4 @@
-"""Sources of weights: safetensors files, quantised or not, or a GGUF file."""
+"""Interface of sources of weights, and the source over safetensors files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cacheblend_cli.errors import UsageError
-from cacheblend_cli.model.families.quantisation import FIELD, Quantisation, read_quantisation
-from cacheblend_cli.model.model_files import AGAIN, checkpoint_files, is_converted, read_object
+from cacheblend_cli.model.model_files import AGAIN
 
 
 class SafetensorsFiles:
@@ -67,29 +66,3 @@ class TensorSource(Protocol):
     def whole(self, name: str) -> Tensor | None:
         """The whole tensor as a mapping of its file, in the file's dtype; None where it is not there as plain numbers."""
         ...
-
-
-def tensor_source(model_dir: Path, *, experts: bool = False) -> TensorSource:
-    """Return the source for a model directory. experts: whether experts may be in one tensor. Raises as `checkpoint_files`."""
-    if is_converted(model_dir):
-        from cacheblend_cli.model.gguf_files.tensors import GGUFTensors
-
-        return GGUFTensors(model_dir)
-    files = SafetensorsFiles(checkpoint_files(model_dir))
-    quantisation = quantisation_of(model_dir)
-    if quantisation is None and not experts:
-        return files
-    if quantisation is None or quantisation.method == "mxfp4":
-        from cacheblend_cli.model.split_experts import SplitExperts
-
-        return SplitExperts(files)
-    from cacheblend_cli.model.quantised.source import DequantisedTensors
-
-    return DequantisedTensors(files, quantisation)
-
-
-def quantisation_of(model_dir: Path) -> Quantisation | None:
-    """Quantisation method in a checkpoint's config.json; None if not quantised."""
-    config = read_object(model_dir / "config.json")
-    inner = config.get("text_config")
-    return read_quantisation(config.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None))

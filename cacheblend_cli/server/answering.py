@@ -11,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cacheblend_cli.engine.events import Done, Event
-from cacheblend_cli.server.asking import Asking, ParsedRequest, Prepared, ask_engine, checked, prepare
+from cacheblend_cli.engine.request import Request as EngineRequest
+from cacheblend_cli.server.asking import ParsedRequest, Prepared, prepare
 from cacheblend_cli.server.http import EventStream, session_headers, unless_left
+from cacheblend_cli.server.request_events import RequestEvents, checked
 from cacheblend_cli.server.state import ServerState
 
 Records = AsyncIterator[dict[str, Any]]
@@ -60,7 +62,17 @@ async def _ends(host: ServerState, prepared: list[Prepared]) -> list[Done]:
         return [await asking.done() for asking in askings]
 
 
-async def _from(first: Event, asking: Asking) -> AsyncIterator[Event]:
+async def _from(first: Event, asking: RequestEvents) -> AsyncIterator[Event]:
     yield first
     async for event in asking.events():
         yield event
+
+
+def ask_engine(host: ServerState, request: EngineRequest) -> RequestEvents:
+    """Submit a request, to be decoded here or where --decode-url says. Raises QueueFull, UsageError."""
+    if host.decoder is not None:
+        from cacheblend_cli.server.remote_decoding import RemoteEvents, decodes_elsewhere
+
+        if decodes_elsewhere(host.runtime, request):
+            return RemoteEvents(host, request, host.decoder)
+    return RequestEvents(host, request)

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from cacheblend_cli import __version__
 from cacheblend_cli.server import documents, embedding, mcp_route
 from cacheblend_cli.server.answering import Stream, answered
 from cacheblend_cli.server.asking import ParsedRequest, sampling_of
@@ -29,6 +28,7 @@ from cacheblend_cli.server.openapi import openapi
 from cacheblend_cli.server.passages import with_passages
 from cacheblend_cli.server.replies import Reply
 from cacheblend_cli.server.state import ServerState
+from cacheblend_cli.version import __version__
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = frozenset(file.name for file in _PAGE.iterdir() if file.suffix in (".html", ".css", ".js"))

@@ -1,10 +1,9 @@
-"""From a request to the engine's answer: what is asked, over which chunks, and the events on their way back."""
+"""From a request's body to a Request of the engine: its chunks, sampling parameters and origins."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ from cacheblend_cli.collect.texts import sent_document
 from cacheblend_cli.corpus.citations import Citations
 from cacheblend_cli.corpus.places import PUT, SENT
 from cacheblend_cli.engine.chunk_inputs import chunk_of
-from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
 from cacheblend_cli.engine.request import Preparation, Request, resolve
 from cacheblend_cli.engine.runtime import Runtime
 from cacheblend_cli.errors import NothingFound
@@ -24,7 +22,7 @@ from cacheblend_cli.prompt.kept import kept_wordings
 from cacheblend_cli.prompt.wording import CHUNKS, DEFAULT, QUESTION
 from cacheblend_cli.server import documents
 from cacheblend_cli.server.bodies import AskBody, SearchIn
-from cacheblend_cli.server.errors import ApiError, bad, stopping
+from cacheblend_cli.server.errors import ApiError, bad
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.server.tenants import Tenant
 from cacheblend_cli.settings import Resolved, Settings, of_settings
@@ -165,75 +163,6 @@ def _origin(host: ServerState, key: bytes) -> Origin:
         return Origin("", "")
     cited = Citations(host.store).of(manifest)
     return Origin(documents.public_id(cited.name), cited.title or documents.public_title(cited.name))
-
-
-class Asking:
-    """A request of the engine, whose events are read in an event loop, from the first piece on. Leaving it before the end cancels
-    it."""
-
-    def __init__(self, host: ServerState, request: Request) -> None:
-        """Raises QueueFull, UsageError."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        self._host, self._queue, self._started, self._said = host, queue, time.perf_counter(), False
-
-        def tell(event: Event) -> None:
-            if not isinstance(event, Started):
-                with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
-                    loop.call_soon_threadsafe(queue.put_nowait, event)
-
-        self._state = host.service.submit(request, tell)
-        self._end = lambda: queue.put_nowait(Failed(stopping()))
-        host.on_end.add(self._end)
-        self._ended = False
-
-    def __enter__(self) -> Asking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._host.on_end.discard(self._end)
-        if not self._ended:
-            self._host.service.cancel(self._state)
-
-    async def next(self) -> Event:
-        """The next event. Raises the error it failed with."""
-        event = await self._queue.get()
-        if isinstance(event, Text | Reasoning) and not self._said:
-            self._said = True
-            self._host.metrics.first_token(time.perf_counter() - self._started)
-        if isinstance(event, Done | Failed):
-            self._ended = True
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Done):
-            for answer in event.answers:
-                self._host.metrics.answer(answer)
-        return event
-
-    async def events(self) -> AsyncIterator[Event]:
-        """Until the end, Done last."""
-        while not self._ended:
-            yield await self.next()
-
-    async def done(self) -> Done:
-        """The end. Raises ApiError when it was cut off with nothing said."""
-        async for event in self.events():
-            if isinstance(event, Done):
-                return checked(event)
-        raise AssertionError("a request ends with Done or Failed")
-
-
-def ask_engine(host: ServerState, request: Request) -> Asking:
-    """Submit a request, to be decoded here or where --decode-url says. Raises QueueFull, UsageError."""
-    return Asking(host, request) if host.decoder is None else host.decoder.asking(host, request)
-
-
-def checked(done: Done) -> Done:
-    """Raises ApiError for an end without any answer."""
-    if done.ended == "cancelled":
-        raise stopping()
-    if not done.answers:
-        raise ApiError(504, "the time for this answer was over before it began", code="timeout")
-    return done
 
 
 def sampling_of(base: SamplingParams, body: AskBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

@@ -15,8 +15,8 @@ from mcp.server.mcpserver.resources import ResourceSecurity
 from mcp.types import Resource, ToolAnnotations
 from pydantic import BaseModel, ConfigDict, Field
 
-from cacheblend_cli import __version__
 from cacheblend_cli.errors import CacheBlendError, NotFoundError
+from cacheblend_cli.version import __version__
 
 _DOCUMENT = "cacheblend://documents/"
 _INSTRUCTIONS = (

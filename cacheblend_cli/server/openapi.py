@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from cacheblend_cli import __version__
 from cacheblend_cli.server.bodies import ChatBody, CompletionBody, PutBody, SearchBody
 from cacheblend_cli.server.embedding import EmbedBody, EmbedReply
 from cacheblend_cli.server.errors import OLLAMA
@@ -31,6 +30,7 @@ from cacheblend_cli.server.schemas import (
     Ready,
     WholeDocument,
 )
+from cacheblend_cli.version import __version__
 
 
 @dataclass(frozen=True)

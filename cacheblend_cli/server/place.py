@@ -9,9 +9,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from cacheblend_cli import __version__
 from cacheblend_cli.errors import UsageError
 from cacheblend_cli.settings import Settings, grouped
+from cacheblend_cli.version import __version__
 
 PROTOCOL = 5
 _LONGEST = 100  # bytes of a socket's path; the system takes 107

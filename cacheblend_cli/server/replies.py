@@ -12,8 +12,9 @@ from typing import Any
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.model.tokenizer import Tokenizer
-from cacheblend_cli.server.asking import Prepared, checked
+from cacheblend_cli.server.asking import Prepared
 from cacheblend_cli.server.passages import Passage
+from cacheblend_cli.server.request_events import checked
 from cacheblend_cli.types import Answer, ChunkUse, TokenLogprob
 
 

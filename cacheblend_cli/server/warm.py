@@ -22,7 +22,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-from cacheblend_cli import __version__
 from cacheblend_cli.corpus.search import look
 from cacheblend_cli.engine.engine import Engine
 from cacheblend_cli.engine.events import Done, Reasoning, Text
@@ -31,12 +30,13 @@ from cacheblend_cli.engine.request import Request
 from cacheblend_cli.engine.speeds import Pieces
 from cacheblend_cli.errors import CacheBlendError, ExitCode
 from cacheblend_cli.server.app import make_app
-from cacheblend_cli.server.asking import Asking
 from cacheblend_cli.server.errors import ApiError
 from cacheblend_cli.server.http import EventStream
 from cacheblend_cli.server.place import PROTOCOL
+from cacheblend_cli.server.request_events import RequestEvents
 from cacheblend_cli.server.state import ServerState
 from cacheblend_cli.types import Answer, AskRequest, SearchParams
+from cacheblend_cli.version import __version__
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -111,7 +111,7 @@ class WarmSocket:
         ask = AskRequest.from_wire(body)
         with self._host:
             request = await self._host.in_pool(lambda: self._engine.resolve(self._host.store, ask))
-            with Asking(self._host, request) as asking:
+            with RequestEvents(self._host, request) as asking:
                 yield {"event": "notes", "notes": list(request.notes)}
                 async for event in asking.events():
                     if isinstance(event, Text | Reasoning):

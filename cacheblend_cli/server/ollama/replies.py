@@ -12,7 +12,8 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from cacheblend_cli.engine.events import Done, Event, Reasoning, Text, Token
 from cacheblend_cli.server import replies
-from cacheblend_cli.server.asking import Prepared, checked
+from cacheblend_cli.server.asking import Prepared
+from cacheblend_cli.server.request_events import checked
 from cacheblend_cli.types import Answer, TokenLogprob
 
 

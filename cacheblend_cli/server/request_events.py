@@ -1,0 +1,76 @@
+"""Events of a submitted request, from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from cacheblend_cli.engine.events import Done, Event, Failed, Reasoning, Started, Text
+from cacheblend_cli.engine.request import Request
+from cacheblend_cli.server.errors import ApiError, stopping
+from cacheblend_cli.server.state import ServerState
+
+
+class RequestEvents:
+    """Events of a submitted request, read in an event loop. Leaving the context before the end cancels the request."""
+
+    def __init__(self, host: ServerState, request: Request) -> None:
+        """Raises QueueFull, UsageError."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        self._host, self._queue, self._started, self._has_text = host, queue, time.perf_counter(), False
+
+        def put(event: Event) -> None:
+            if not isinstance(event, Started):
+                with suppress(RuntimeError):  # the loop has ended before the engine, and nobody listens
+                    loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        self._state = host.service.submit(request, put)
+        self._end = lambda: queue.put_nowait(Failed(stopping()))
+        host.on_end.add(self._end)
+        self._ended = False
+
+    def __enter__(self) -> RequestEvents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._host.on_end.discard(self._end)
+        if not self._ended:
+            self._host.service.cancel(self._state)
+
+    async def next(self) -> Event:
+        """Return the next event. Raises the error of a Failed one."""
+        event = await self._queue.get()
+        if isinstance(event, Text | Reasoning) and not self._has_text:
+            self._has_text = True
+            self._host.metrics.first_token(time.perf_counter() - self._started)
+        if isinstance(event, Done | Failed):
+            self._ended = True
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Done):
+            for answer in event.answers:
+                self._host.metrics.answer(answer)
+        return event
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield events until the end, Done last."""
+        while not self._ended:
+            yield await self.next()
+
+    async def done(self) -> Done:
+        """Return the last event. Raises ApiError when there is no answer."""
+        async for event in self.events():
+            if isinstance(event, Done):
+                return checked(event)
+        raise AssertionError("a request ends with Done or Failed")
+
+
+def checked(done: Done) -> Done:
+    """Return the event. Raises ApiError if it has no answer."""
+    if done.ended == "cancelled":
+        raise stopping()
+    if not done.answers:
+        raise ApiError(504, "the time for this answer was over before it began", code="timeout")
+    return done
